@@ -52,8 +52,9 @@ test-gpu: $(STAMP)  ## those that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	GLOBALTENSOR_TEST_DEVICE=cuda GLOBALTENSOR_BACKEND=gloo $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ON_GPU) $(ARGS)
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff: what it finds wrong, and its layout
 	$(BIN)/python -m ruff check $(SOURCES)
+	$(BIN)/python -m ruff format --check $(SOURCES)
 
 types: $(STAMP)  ## mypy --strict on the pure rooms
 	$(BIN)/python -m mypy

@@ -1,9 +1,12 @@
-"""The step time that the search foretells, against the one measured: the plan it finds, the known ones and random ones, each run as a graph that follows it.
+"""The step time that the search foretells, against the one measured: the plan it finds, the known
+ones and random ones, each run as a graph that follows it.
 
-First the cluster is profiled and calibrated for each model. Of each model's plans are told: the median error of the foretold time, the rank correlation
-(Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel. A machine that others use
-changes its pace within seconds: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well. The
-last row is of the plans of all models.
+First the cluster is profiled and calibrated for each model. Of each model's plans are told: the
+median error of the foretold time, the rank correlation (Spearman), what the plan that the search
+would choose takes against the best one measured (regret), and against data parallel. A machine that
+others use changes its pace within seconds: a step that is no plan's is timed while calibrating and
+among the plans, and the error is told at equal pace as well. The last row is of the plans of all
+models.
 """
 
 from __future__ import annotations
@@ -44,10 +47,17 @@ from globaltensor.distributed.world import world
 T = TypeVar("T")
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
-CALIBRATED = 120.0  # seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than usual or quicker
+# seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than
+# usual or quicker
+CALIBRATED = 120.0
 GRAPHS = 8  # in which each plan is run
 TOGETHER = 7  # graphs that are there at a time
-NEAR, AGAIN = 1.1, 2 * GRAPHS  # plans that take at most NEAR of the best one's time, of which regret is told, are run in AGAIN graphs more
+# plans that take at most NEAR of the best one's time, of which regret is told, are run in AGAIN
+# graphs more
+NEAR, AGAIN = (
+    1.1,
+    2 * GRAPHS,
+)
 POLISHED = 50  # times that contenders and rounds are told apart
 
 # ---------------------------------------------------------------- models
@@ -58,7 +68,13 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.mse_loss(self.layers(x), x)
@@ -70,12 +86,17 @@ class Pictures(nn.Module):
     def __init__(self, side: int, classes: int) -> None:
         super().__init__()
         self.one, self.two = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
-        self.hidden, self.classes = nn.Linear(32 * (side // 4) ** 2, classes), nn.Linear(classes, classes)
+        self.hidden, self.classes = (
+            nn.Linear(32 * (side // 4) ** 2, classes),
+            nn.Linear(classes, classes),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.max_pool2d(F.relu(self.one(x)), 2)
         h = F.max_pool2d(F.relu(self.two(h)), 2)
-        return F.log_softmax(self.classes(F.relu(self.hidden(h.flatten(1)))), dim=-1).square().mean()
+        return (
+            F.log_softmax(self.classes(F.relu(self.hidden(h.flatten(1)))), dim=-1).square().mean()
+        )
 
 
 class Words(nn.Module):
@@ -103,7 +124,9 @@ def cases(quick: bool) -> dict[str, Case]:
     return {
         "wide mlp": Case(lambda: Mlp(width), torch.randn(32, width)),
         "gpt": Case(lambda: Words(gpt), gpt.rows()),
-        "cnn, big classifier": Case(lambda: Pictures(side, classes), torch.randn(32, 3, side, side)),
+        "cnn, big classifier": Case(
+            lambda: Pictures(side, classes), torch.randn(32, 3, side, side)
+        ),
     }
 
 
@@ -119,15 +142,27 @@ class Way(NamedTuple):
 
 
 def solved(
-    calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, states: float, *, layouts: Any = None, noise: float = 0.0, seed: int = 0
+    calls: Any,
+    cluster: Cluster,
+    mesh: Any,
+    auto: Any,
+    given: Any,
+    states: float,
+    *,
+    layouts: Any = None,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> SearchResult:
-    """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the best for costs to which as much is added at random, in
-    parts of a node's mean cost: so it is near the best one."""
+    """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the
+    best for costs to which as much is added at random, in parts of a node's mean cost: so it is
+    near the best one."""
     fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
     formulation = formulate(calls, cluster, mesh, graphs.options_of(auto, cluster, fixed, states))
     best = agreed(solve(formulation.problem))
     if noise and best.feasible:
-        best = agreed(solve(perturbed(formulation, noise * float(best.cost) / len(best.choice), seed)))
+        best = agreed(
+            solve(perturbed(formulation, noise * float(best.cost) / len(best.choice), seed))
+        )
     if not best.feasible:
         raise ValueError("no plan has these layouts")
     by = binding_formulation(formulation, best.choice)
@@ -148,7 +183,9 @@ def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
     whole, found = random.uniform(0.2, 0.9), {}
     for v in calls.parameters:
         states = menu.states(v, True)
-        found[v.path] = (states[0] if random.random() < whole else states[random.integers(len(states))],)
+        found[v.path] = (
+            states[0] if random.random() < whole else states[random.integers(len(states))],
+        )
     return found
 
 
@@ -157,21 +194,39 @@ def ways(quick: bool, graph: Callable[[], Any]) -> Iterator[Way]:
         return lambda calls, mesh: recipes_of(graph(), calls, mesh)[name]
 
     def data(calls: Any, mesh: Any) -> Any:
-        return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if gives_every_rank_data((mesh.size,), layouts[0], mesh)}
+        return {
+            path: layouts
+            for path, layouts in data_parallel(calls, mesh).items()
+            if gives_every_rank_data((mesh.size,), layouts[0], mesh)
+        }
 
     yield Way("found, batch split", S(0), solved)
     yield Way("found, batch whole", B, solved)
     yield Way("data", S(0), functools.partial(solved, layouts=data))
     yield Way("tensor", B, functools.partial(solved, layouts=recipe("tensor parallel")))
     yield Way("fsdp", S(0), functools.partial(solved, layouts=recipe("fully sharded (ZeRO-3)")))
-    yield Way("tensor, batch split", S(0), functools.partial(solved, layouts=recipe("tensor parallel")))
-    yield Way("fsdp, batch whole", B, functools.partial(solved, layouts=recipe("fully sharded (ZeRO-3)")))
+    yield Way(
+        "tensor, batch split", S(0), functools.partial(solved, layouts=recipe("tensor parallel"))
+    )
+    yield Way(
+        "fsdp, batch whole", B, functools.partial(solved, layouts=recipe("fully sharded (ZeRO-3)"))
+    )
     yield Way("found, dim 1 split", S(1), solved)
     for seed in range(1 if quick else 8):
         batch = (S(0), B)[seed % 2]
-        yield Way(f"random layouts {seed}", batch, functools.partial(solved, layouts=lambda calls, mesh, seed=seed: anyhow(calls, mesh, seed)))
+        yield Way(
+            f"random layouts {seed}",
+            batch,
+            functools.partial(
+                solved, layouts=lambda calls, mesh, seed=seed: anyhow(calls, mesh, seed)
+            ),
+        )
     for seed in range(1 if quick else 12):
-        yield Way(f"near the best {seed}", (S(0), B)[seed % 2], functools.partial(solved, noise=0.5 * 2 ** (seed // 2), seed=seed))
+        yield Way(
+            f"near the best {seed}",
+            (S(0), B)[seed % 2],
+            functools.partial(solved, noise=0.5 * 2 ** (seed // 2), seed=seed),
+        )
 
 
 # ---------------------------------------------------------------- running them
@@ -209,7 +264,8 @@ class Chosen:
 
 
 class Measured(NamedTuple):
-    """A way's step time, in seconds. ``halves``: measured in every other round, and in those between."""
+    """A way's step time, in seconds. ``halves``: measured in every other round, and in those
+    between."""
 
     name: str
     foretold: float
@@ -218,7 +274,8 @@ class Measured(NamedTuple):
 
 
 def yardstick(case: Case) -> Callable[[], float]:
-    """A step of the model by itself on every rank, on its share of the batch, and the sum of its gradients over the ranks."""
+    """A step of the model by itself on every rank, on its share of the batch, and the sum of its
+    gradients over the ranks."""
     torch.manual_seed(0)
     model, batch = case.make(), case.batch.tensor_split(dist.get_world_size())[dist.get_rank()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -226,7 +283,9 @@ def yardstick(case: Case) -> Callable[[], float]:
     def step() -> float:
         loss = model(batch)
         loss.backward()
-        dist.all_reduce(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
+        dist.all_reduce(
+            torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+        )
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()  # type: ignore[no-any-return]
@@ -235,16 +294,20 @@ def yardstick(case: Case) -> Callable[[], float]:
 
 
 def pace(step: Callable[[], float]) -> float:
-    """Seconds of the yardstick, in rows as among the plans, over some seconds: of fewer the machine's moods make a twentieth more or less."""
+    """Seconds of the yardstick, in rows as among the plans, over some seconds: of fewer the
+    machine's moods make a twentieth more or less."""
     return statistics.median(interleave({YARDSTICK: step}, 16, calls=10, again=5)[YARDSTICK])
 
 
 def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
-    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once.
+    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways
+    that come to the same plan are run once.
 
-    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is run
-    as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training has
-    one: so a few are there at a time, each time others. The least of many times is one that happened to be little: those near it are run in more."""
+    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory
+    happens to lie, as often as they are repeated: so each plan is run as several graphs, one after
+    the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower
+    than alone, and training has one: so a few are there at a time, each time others. The least of
+    many times is one that happened to be little: those near it are run in more."""
     runs, more, tried = 2 if quick else GRAPHS, 1 if quick else AGAIN, _Tried({}, {}, {}, {}, [])
     groups: list[dict[str, list[float]]] = []
     names = [way.name for way in ways(quick, lambda: None)]
@@ -252,9 +315,19 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
         names = [name for name in names if tried.same.get(name, name) == name]
         if run == runs:
             names = near_the_best(at_one_pace(agreed(groups)))
-        turn = [names[i] for i in np.random.default_rng(run).permutation(len(names))] if run else names
+        turn = (
+            [names[i] for i in np.random.default_rng(run).permutation(len(names))] if run else names
+        )
         for first in range(0, len(turn), TOGETHER):
-            groups.append(_graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, turn[first : first + TOGETHER], tried))
+            groups.append(
+                _graphs_in_turn(
+                    case,
+                    rounds if quick else math.ceil(rounds / runs),
+                    quick,
+                    turn[first : first + TOGETHER],
+                    tried,
+                )
+            )
     seconds, median = at_one_pace(groups), statistics.median
 
     def over(name: str, part: slice) -> float:
@@ -262,12 +335,16 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
 
     every, even, odd = slice(None), slice(None, None, 2), slice(1, None, 2)
     told = [(name, seconds_, tried.same[name]) for name, seconds_ in tried.foretold.items()]
-    return [Measured(name, seconds_, over(same, every), (over(same, even), over(same, odd))) for name, seconds_, same in told], over(YARDSTICK, every)
+    return [
+        Measured(name, seconds_, over(same, every), (over(same, even), over(same, odd)))
+        for name, seconds_, same in told
+    ], over(YARDSTICK, every)
 
 
 class _Tried(NamedTuple):
-    """What is known of ways by their names: what each has chosen, the first that came to the same plan and is run for it, and the seconds foretold; the first
-    that came to each plan; and the losses of the first steps."""
+    """What is known of ways by their names: what each has chosen, the first that came to the same
+    plan and is run for it, and the seconds foretold; the first that came to each plan; and the
+    losses of the first steps."""
 
     chosen: dict[str, Chosen]
     same: dict[str, str]
@@ -276,7 +353,9 @@ class _Tried(NamedTuple):
     losses: list[float]
 
 
-def _graphs_in_turn(case: Case, rounds: int, quick: bool, names: list[str], tried: _Tried) -> dict[str, list[float]]:
+def _graphs_in_turn(
+    case: Case, rounds: int, quick: bool, names: list[str], tried: _Tried
+) -> dict[str, list[float]]:
     """Seconds of each way that is run, round by round."""
     everyone = flow.placement.all("cpu")
     steps: dict[str, Callable[[], float]] = {}
@@ -287,7 +366,9 @@ def _graphs_in_turn(case: Case, rounds: int, quick: bool, names: list[str], trie
         torch.manual_seed(0)
         model = case.make().to_global(everyone, B)  # type: ignore[operator]
         batch = case.batch.to_global(everyone, B, check_meta=False).to_global(sbp=way.batch)
-        graph = here[0] = Step(model, way._replace(choose=tried.chosen.setdefault(way.name, Chosen(way.choose))))
+        graph = here[0] = Step(
+            model, way._replace(choose=tried.chosen.setdefault(way.name, Chosen(way.choose)))
+        )
         graph(batch)
         plan = graph.auto_plan()
         told = str(way.batch), str(graph.plan()), tuple(sorted(plan.parameters.items()))
@@ -303,17 +384,26 @@ def _graphs_in_turn(case: Case, rounds: int, quick: bool, names: list[str], trie
     known = {"the first": iter(tried.losses).__next__} if tried.losses else {}
     tried.losses[:] = same_losses(known | steps)
     steps[YARDSTICK] = yardstick(case)
-    # Some steps in a row, as training makes them: models in turn would each find the caches full of the others.
+    # Some steps in a row, as training makes them: models in turn would each find the caches full of
+    # the others.
     return interleave(steps, rounds, calls=10, warm_up=1, again=5)
 
 
 def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Seconds of each contender, graph by graph and round by round, at the machine's usual pace. ``groups``: of those that took turns, round by round.
+    """Seconds of each contender, graph by graph and round by round, at the machine's usual pace.
+    ``groups``: of those that took turns, round by round.
 
-    From one round to the next the pace may change by more than plans differ. A time is thought to be the contender's own by the pace of its round, and both
-    are found by medians in turn (Tukey, Exploratory Data Analysis, 1977: median polish), as each contender has taken turns with others each time.
+    From one round to the next the pace may change by more than plans differ. A time is thought to
+    be the contender's own by the pace of its round, and both are found by medians in turn (Tukey,
+    Exploratory Data Analysis, 1977: median polish), as each contender has taken turns with others
+    each time.
     """
-    cells = [(name, (i, k), math.log(took)) for i, seconds in enumerate(groups) for name, found in seconds.items() for k, took in enumerate(found)]
+    cells = [
+        (name, (i, k), math.log(took))
+        for i, seconds in enumerate(groups)
+        for name, found in seconds.items()
+        for k, took in enumerate(found)
+    ]
     pace = {at: 0.0 for _, at, _ in cells}
     for _ in range(POLISHED):
         own: dict[str, list[float]] = {}
@@ -328,13 +418,20 @@ def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[flo
     found: dict[str, list[list[float]]] = {}
     for i, seconds in enumerate(groups):
         for name, times in seconds.items():
-            found.setdefault(name, []).append([took / math.exp(pace[i, k] - middle) for k, took in enumerate(times)])
+            found.setdefault(name, []).append(
+                [took / math.exp(pace[i, k] - middle) for k, took in enumerate(times)]
+            )
     return found
 
 
 def near_the_best(seconds: dict[str, list[list[float]]]) -> list[str]:
-    """Contenders that took at most NEAR of the time that the quickest took, in medians of their graphs' medians."""
-    took = {name: statistics.median(map(statistics.median, found)) for name, found in seconds.items() if name != YARDSTICK}
+    """Contenders that took at most NEAR of the time that the quickest took, in medians of their
+    graphs' medians."""
+    took = {
+        name: statistics.median(map(statistics.median, found))
+        for name, found in seconds.items()
+        if name != YARDSTICK
+    }
     return [name for name, each in took.items() if each <= NEAR * min(took.values())]
 
 
@@ -350,32 +447,52 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 
 def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
-    """What is told of a model. The plan that the search would choose is the one that it foretells the least for. ``slower``: the yardstick's time among the
-    plans as a multiple of that while calibrating. "of two halves": how far what was measured in half of the rounds ranks the plans as the other half does; no
-    foretelling ranks them much better than that."""
+    """What is told of a model. The plan that the search would choose is the one that it foretells
+    the least for. ``slower``: the yardstick's time among the plans as a multiple of that while
+    calibrating. "of two halves": how far what was measured in half of the rounds ranks the plans as
+    the other half does; no foretelling ranks them much better than that."""
     found = min((m for m in all_ if m.name.startswith("found")), key=lambda m: m.foretold)
     best, data = min(all_, key=lambda m: m.measured), next(m for m in all_ if m.name == "data")
-    error, even = (statistics.median(abs(m.foretold * by - m.measured) / m.measured for m in all_) for by in (1.0, slower))
+    error, even = (
+        statistics.median(abs(m.foretold * by - m.measured) / m.measured for m in all_)
+        for by in (1.0, slower)
+    )
     return {
-        "case": name, "unit": "ms", "data": round(data.measured * 1e3, 3), "ours": round(found.measured * 1e3, 3), "best": round(best.measured * 1e3, 3),
-        "plans": len(all_), "median error": f"{error:.1%}", "at equal pace": f"{even:.1%}", "pace": f"{slower:.2f}",
-        "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",
-        "of two halves": f"{correlation([m.halves[0] for m in all_], [m.halves[1] for m in all_]):.3f}",
+        "case": name, "unit": "ms", "data": round(data.measured * 1e3, 3),
+        "ours": round(found.measured * 1e3, 3), "best": round(best.measured * 1e3, 3),
+        "plans": len(all_), "median error": f"{error:.1%}", "at equal pace": f"{even:.1%}",
+        "pace": f"{slower:.2f}",
+        "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",  # noqa: E501
+        "of two halves": f"{correlation([m.halves[0] for m in all_], [m.halves[1] for m in all_]):.3f}",  # noqa: E501
         "regret": f"{found.measured / best.measured - 1:.1%}", "chosen": found.name,
     }  # fmt: skip
 
 
 def together(told: list[dict[str, Any]], all_: list[Measured]) -> dict[str, Any]:
-    """What is told of all models: times added up, the largest regret, and how well all their plans' times were foretold."""
+    """What is told of all models: times added up, the largest regret, and how well all their plans'
+    times were foretold."""
     error = statistics.median(abs(m.foretold - m.measured) / m.measured for m in all_)
     sums = {key: round(sum(row[key] for row in told), 3) for key in ("data", "ours", "best")}
     rank = correlation([m.foretold for m in all_], [m.measured for m in all_])
     regret = max(float(row["regret"].rstrip("%")) for row in told)
-    return {"case": "all", "unit": "ms", **sums, "plans": len(all_), "median error": f"{error:.1%}", "rank correlation": f"{rank:.3f}", "regret": f"{regret}%"}
+    return {
+        "case": "all",
+        "unit": "ms",
+        **sums,
+        "plans": len(all_),
+        "median error": f"{error:.1%}",
+        "rank correlation": f"{rank:.3f}",
+        "regret": f"{regret}%",
+    }
 
 
 def main() -> None:
-    more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
+    more = {
+        "--save": {
+            "action": "store_true",
+            "help": "write each plan's times and the tables into results/",
+        }
+    }
     chosen = options(__doc__.splitlines()[0], steps=24, more=more)
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
@@ -387,18 +504,35 @@ def main() -> None:
             continue
         inputs = torch.empty_like(case.batch, device="meta")
         before = pace(yardstick(case))
-        cluster = flow.auto.calibrate(case.make(), inputs, profiled, (chosen.nproc,), seconds=2.0 if chosen.quick else CALIBRATED)
+        cluster = flow.auto.calibrate(
+            case.make(),
+            inputs,
+            profiled,
+            (chosen.nproc,),
+            seconds=2.0 if chosen.quick else CALIBRATED,
+        )
         after = pace(yardstick(case))
         with use_cluster(cluster):
             found, among = measure(case, cluster, chosen.steps, chosen.quick)
         told.append(summary(name, found, among / statistics.mean((before, after))))
         every += found
-        details += [{"case": f"{name}: {m.name}", "unit": "ms", "foretold": round(m.foretold * 1e3, 3), "measured": round(m.measured * 1e3, 3)} for m in found]
+        details += [
+            {
+                "case": f"{name}: {m.name}",
+                "unit": "ms",
+                "foretold": round(m.foretold * 1e3, 3),
+                "measured": round(m.measured * 1e3, 3),
+            }
+            for m in found
+        ]
     if not first:
         return
     if len(told) > 1:
         told.append(together(told, every))
-    print("\n".join(map(json.dumps, told)) if chosen.json else f"{table(told)}\n\n{table(details)}", flush=True)
+    print(
+        "\n".join(map(json.dumps, told)) if chosen.json else f"{table(told)}\n\n{table(details)}",
+        flush=True,
+    )
     if chosen.save:
         ranks = "" if chosen.nproc == 2 else f"_on_{chosen.nproc}"
         keep(told, f"auto_parallel{ranks}")

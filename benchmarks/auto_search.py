@@ -1,7 +1,8 @@
-"""How long the full search takes for 512 devices: mesh, stages, micro-batches, recomputation, ZeRO and layouts, by `flow.auto.plan`, captures included.
+"""How long the full search takes for 512 devices: mesh, stages, micro-batches, recomputation, ZeRO
+and layouts, by `flow.auto.plan`, captures included.
 
-And for layouts alone on one mesh of 8 x 8. The cluster is a preset and nothing runs on it: what is timed is one core of this machine. Models are those of
-transformers, without memory.
+And for layouts alone on one mesh of 8 x 8. The cluster is a preset and nothing runs on it: what is
+timed is one core of this machine. Models are those of transformers, without memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,14 @@ def ids(rows: int, words: int) -> Tensor:
 
 
 def gpt(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = hf.GPT2Config(n_embd=12288, n_layer=96, n_head=96, n_positions=2048, use_cache=False, loss_type="ForCausalLMLoss")
+    config = hf.GPT2Config(
+        n_embd=12288,
+        n_layer=96,
+        n_head=96,
+        n_positions=2048,
+        use_cache=False,
+        loss_type="ForCausalLMLoss",
+    )
     return Words(hf.GPT2LMHeadModel(config)), (ids(1024, 2048),) * 2
 
 
@@ -64,12 +72,23 @@ def mixtral(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def t5(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = hf.T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+    config = hf.T5Config(
+        d_model=1024,
+        d_ff=4096,
+        num_layers=24,
+        num_heads=16,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return Words(hf.T5ForConditionalGeneration(config)), (ids(1024, 512), ids(1024, 128))
 
 
 def resnet(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Pictures(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))), (torch.empty(4096, 3, 224, 224), torch.empty(4096, dtype=torch.long))
+    return Pictures(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))), (
+        torch.empty(4096, 3, 224, 224),
+        torch.empty(4096, dtype=torch.long),
+    )
 
 
 MODELS: dict[str, Callable[[Any], tuple[nn.Module, tuple[Tensor, ...]]]] = {
@@ -86,7 +105,9 @@ def bare(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
     with torch.device("meta"):
         model, inputs = MODELS[name](hf)
-    return model.to(torch.bfloat16), tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)
+    return model.to(torch.bfloat16), tuple(
+        t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs
+    )
 
 
 def searched(name: str, devices: int) -> dict[str, Any]:
@@ -98,27 +119,39 @@ def searched(name: str, devices: int) -> dict[str, Any]:
     took, spent = time.perf_counter() - started, time.process_time() - spent
     chosen = plan.choices
     return {
-        "case": f"{name}, {devices} devices, batch {len(inputs[0])}", "unit": "s", "whole": round(took, 1), "processor": round(spent, 1),
-        "search": round(plan.search["searching_seconds"], 1), "settings": f"{plan.search['searched']} of {plan.search['settings']}",
-        "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"), "gap": f"{plan.gap:.1%}", "stages": len(chosen["stages"]),
-        "mesh": " x ".join(map(str, chosen["mesh"])), "micro-batches": chosen["micro_batches"], "schedule": chosen["schedule"] or "",
+        "case": f"{name}, {devices} devices, batch {len(inputs[0])}", "unit": "s",
+        "whole": round(took, 1), "processor": round(spent, 1),
+        "search": round(plan.search["searching_seconds"], 1),
+        "settings": f"{plan.search['searched']} of {plan.search['settings']}",
+        "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"),
+        "gap": f"{plan.gap:.1%}", "stages": len(chosen["stages"]),
+        "mesh": " x ".join(map(str, chosen["mesh"])), "micro-batches": chosen["micro_batches"],
+        "schedule": chosen["schedule"] or "",
         "recomputed": len(chosen["recompute"]), "memory": f"{plan.memory / 2**30:.1f} GiB",
-        "others": "; ".join(f"{k} {a.cost:.3g}{'' if a.fits else ' (does not fit)'}" for k, a in plan.alternatives.items()),
+        "others": "; ".join(f"{k} {a.cost:.3g}{'' if a.fits else ' (does not fit)'}" for k,
+            a in plan.alternatives.items()),
     }  # fmt: skip
 
 
 def laid(name: str, side: int) -> dict[str, Any]:
-    """Layouts alone, on a mesh of side x side, without a memory limit, after the capture. Search: candidates, prices and the proof; whole: and what is told."""
+    """Layouts alone, on a mesh of side x side, without a memory limit, after the capture. Search:
+    candidates, prices and the proof; whole: and what is told."""
     model, (one, *more) = bare(name)
     few = tuple(t[:64] for t in (one, *more))
     cluster = Cluster.preset("dgx-h100", nodes=max(1, side**2 // 8)).with_size(side**2)
-    calls, mesh = calls_of_model(model, few), Placement("cpu", np.arange(side**2).reshape(side, side))
+    calls, mesh = (
+        calls_of_model(model, few),
+        Placement("cpu", np.arange(side**2).reshape(side, side)),
+    )
     started = time.perf_counter()
     plan = search(calls, cluster, mesh, Options(), compared=False).plan
     return {
-        "case": f"{name}, layouts on {side} x {side}, batch {len(few[0])}", "unit": "s", "whole": round(time.perf_counter() - started, 2),
-        "search": round(plan.search["formulating_seconds"] + plan.search["solving_seconds"], 2), "of it solving": round(plan.search["solving_seconds"], 2),
-        "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"), "gap": f"{plan.gap:.1%}", "mesh": f"{side} x {side}",
+        "case": f"{name}, layouts on {side} x {side}, batch {len(few[0])}", "unit": "s",
+        "whole": round(time.perf_counter() - started, 2),
+        "search": round(plan.search["formulating_seconds"] + plan.search["solving_seconds"], 2),
+        "of it solving": round(plan.search["solving_seconds"], 2),
+        "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"),
+        "gap": f"{plan.gap:.1%}", "mesh": f"{side} x {side}",
         "memory": f"{plan.memory / 2**30:.1f} GiB",
     }  # fmt: skip
 
@@ -130,7 +163,10 @@ def main() -> None:
     rows = []
     for name in list(MODELS)[2:3] if chosen.quick else MODELS:
         if chosen.only in name:
-            for row in (laid(name, 2 if chosen.quick else SIDE), searched(name, 16 if chosen.quick else DEVICES)):
+            for row in (
+                laid(name, 2 if chosen.quick else SIDE),
+                searched(name, 16 if chosen.quick else DEVICES),
+            ):
                 rows.append(row)
                 if chosen.json:
                     print(json.dumps(row), flush=True)

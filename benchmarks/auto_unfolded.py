@@ -1,6 +1,8 @@
-"""What the search gives up by deciding a call's forward and backward together: its best plan against the best one whose gradients go their own ways.
+"""What the search gives up by deciding a call's forward and backward together: its best plan
+against the best one whose gradients go their own ways.
 
-Both are solved exactly (globaltensor/auto/intra_op/separate_backward.py); the machines are presets, so nothing is timed but the solver.
+Both are solved exactly (globaltensor/auto/intra_op/separate_backward.py); the machines are presets,
+so nothing is timed but the solver.
 """
 
 from __future__ import annotations
@@ -69,8 +71,14 @@ def ids(rows: int, length: int) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "mlp 256": (lambda: Mlp(256), lambda: (torch.randn(64, 256),)),
     "mlp 2048": (lambda: Mlp(2048), lambda: (torch.randn(512, 2048),)),
-    "gpt 1 x 128": (lambda: Words(Size(1, 128, 4, 32, 8)), lambda: (Size(1, 128, 4, 32, 8).rows(),)),
-    "gpt 2 x 1024": (lambda: Words(Size(2, 1024, 16, 256, 16)), lambda: (Size(2, 1024, 16, 256, 16).rows(),)),
+    "gpt 1 x 128": (
+        lambda: Words(Size(1, 128, 4, 32, 8)),
+        lambda: (Size(1, 128, 4, 32, 8).rows(),),
+    ),
+    "gpt 2 x 1024": (
+        lambda: Words(Size(2, 1024, 16, 256, 16)),
+        lambda: (Size(2, 1024, 16, 256, 16).rows(),),
+    ),
     "encoder, decoder 256": (lambda: Translation(256), lambda: (ids(16, 32), ids(16, 33))),
 }
 MACHINES: dict[str, Cluster] = {
@@ -84,13 +92,21 @@ def compare(name: str, machine: str, grid: tuple[int, ...]) -> dict[str, Any]:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     calls = calls_of_model(make(), inputs())
-    folded = formulate(calls, MACHINES[machine], Placement("cpu", np.arange(np.prod(grid)).reshape(grid)), Options())
+    folded = formulate(
+        calls,
+        MACHINES[machine],
+        Placement("cpu", np.arange(np.prod(grid)).reshape(grid)),
+        Options(),
+    )
     unfolded = Unfolded(folded)
     ours, free = solve(folded.problem, seconds=_SECONDS), solve(unfolded.problem, seconds=_SECONDS)
     return {
-        "case": f"{name}, {machine}, {' x '.join(map(str, grid))}", "unit": "us", "ours": float(ours.cost * 1e6), "free": float(free.cost * 1e6),
-        "bound of free": float(free.bound * 1e6), "loss": f"{ours.cost / free.cost - 1:.2%}", "at most": f"{ours.cost / free.bound - 1:.2%}",
-        "nodes": len(folded.problem.costs), "nodes of free": len(unfolded.problem.costs), "proven": str(ours.optimal and free.optimal),
+        "case": f"{name}, {machine}, {' x '.join(map(str, grid))}", "unit": "us",
+        "ours": float(ours.cost * 1e6), "free": float(free.cost * 1e6),
+        "bound of free": float(free.bound * 1e6), "loss": f"{ours.cost / free.cost - 1:.2%}",
+        "at most": f"{ours.cost / free.bound - 1:.2%}",
+        "nodes": len(folded.problem.costs), "nodes of free": len(unfolded.problem.costs),
+        "proven": str(ours.optimal and free.optimal),
     }  # fmt: skip
 
 

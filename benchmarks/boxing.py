@@ -1,8 +1,9 @@
-"""Boxing against DTensor's redistribute, on 2 gloo processes: the same tensors, interleaved, medians. Run it on a machine that is otherwise idle.
+"""Boxing against DTensor's redistribute, on 2 gloo processes: the same tensors, interleaved,
+medians. Run it on a machine that is otherwise idle.
 
-    python benchmarks/boxing.py            a table
-    python benchmarks/boxing.py --json     one object a line: case, unit, the median of each contender, and the share of what a bare pair of messages moves
-"""
+python benchmarks/boxing.py            a table
+python benchmarks/boxing.py --json     one object a line: case, unit, the median of each contender, and the share of what a bare pair of messages moves
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LINKS = ("S(0)->B", "S(1)->B", "P->B", "P->S(0)", "P->S(1)", "S(0)->S(1)", "S(1)
 
 
 def measure(contenders: dict[str, Callable[[], object]], times: int) -> dict[str, float]:
-    """Medians in ms of functions called in turn; each call starts when all ranks are there, and counts until the slowest rank is done."""
+    """Medians in ms of functions called in turn; each call starts when all ranks are there, and
+    counts until the slowest rank is done."""
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for turn in range(times + 3):
@@ -37,7 +39,9 @@ def measure(contenders: dict[str, Callable[[], object]], times: int) -> dict[str
             spent[name].append(time.perf_counter() - start)
     mine = torch.tensor([spent[name][3:] for name in names], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return {name: statistics.median(row.tolist()) * 1e3 for name, row in zip(names, mine, strict=True)}
+    return {
+        name: statistics.median(row.tolist()) * 1e3 for name, row in zip(names, mine, strict=True)
+    }
 
 
 def cases() -> list[dict[str, object]]:
@@ -56,11 +60,16 @@ def cases() -> list[dict[str, object]]:
     for size, (rows, columns, times) in SIZES.items():
         for link in LINKS:
             a, b = link.split("->")
-            src, dst = (Spec.make((rows, columns), torch.float32, everyone, ours[e]) for e in (a, b))
+            src, dst = (
+                Spec.make((rows, columns), torch.float32, everyone, ours[e]) for e in (a, b)
+            )
             local = torch.randn(src.local_shape(dist.get_rank()))
             d = DTensor.from_local(local, mesh, [theirs[a]], run_check=False)
             route = plan_boxing(src, dst)
-            sent, received = torch.zeros(max(1, route.bytes // 4)), torch.empty(max(1, route.bytes // 4))
+            sent, received = (
+                torch.zeros(max(1, route.bytes // 4)),
+                torch.empty(max(1, route.bytes // 4)),
+            )
 
             def bare(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
                 works = [dist.irecv(received, peer), dist.isend(sent, peer)]
@@ -74,7 +83,11 @@ def cases() -> list[dict[str, object]]:
             if route.bytes:
                 contenders["messages"] = bare
             medians = measure(contenders, times)
-            row: dict[str, object] = {"case": f"{link} {size}", "unit": "ms", **{name: round(ms, 4) for name, ms in medians.items()}}
+            row: dict[str, object] = {
+                "case": f"{link} {size}",
+                "unit": "ms",
+                **{name: round(ms, 4) for name, ms in medians.items()},
+            }
             if route.bytes:
                 row["bytes"] = route.bytes
                 row["share_of_link"] = round(medians["messages"] / medians["ours"], 3)
@@ -90,11 +103,16 @@ def work(rank: int, meeting: str, as_json: bool) -> None:
         if as_json:
             print("\n".join(json.dumps(row) for row in rows))
         else:
-            print(f"{'case':20} {'dtensor':>10} {'ours':>10} {'ours/dtensor':>13} {'messages':>10} {'share of link':>14}   (ms)")
+            print(
+                f"{'case':20} {'dtensor':>10} {'ours':>10} {'ours/dtensor':>13} {'messages':>10} "
+                f"{'share of link':>14}   (ms)"
+            )
             for row in rows:
                 ratio = float(row["ours"]) / float(row["dtensor"])  # type: ignore[arg-type]
                 link = f"{row.get('messages', '-'):>10} {row.get('share_of_link', '-'):>14}"
-                print(f"{row['case']:20} {row['dtensor']:>10} {row['ours']:>10} {ratio:>13.2f} {link}")
+                print(
+                    f"{row['case']:20} {row['dtensor']:>10} {row['ours']:>10} {ratio:>13.2f} {link}"
+                )
     dist.destroy_process_group()
 
 
@@ -110,8 +128,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, __file__, "--meeting", os.path.join(folder, "meeting"), *(["--json"] if args.json else [])]
-        ranks = [subprocess.Popen([*command, "--rank", str(r)], env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}) for r in range(RANKS)]
+        command = [
+            sys.executable,
+            __file__,
+            "--meeting",
+            os.path.join(folder, "meeting"),
+            *(["--json"] if args.json else []),
+        ]
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank", str(r)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            )
+            for r in range(RANKS)
+        ]
         try:
             return max(abs(r.wait(timeout=600)) for r in ranks)
         finally:

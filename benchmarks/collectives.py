@@ -1,4 +1,5 @@
-"""Collectives on the backends gloo and mpi (ours), beside a copy of as many bytes in memory, which is the limit: a call's time and its bytes per second."""
+"""Collectives on the backends gloo and mpi (ours), beside a copy of as many bytes in memory, which
+is the limit: a call's time and its bytes per second."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ class Timed(Row):
     def line(self) -> str:
         told = json.loads(super().line())
         scale = {"us": 1e3, "ms": 1e6}[self.unit]
-        return json.dumps(told | {f"{name} GB/s": round(self.nbytes / scale / self.median(name), 3) for name in self.seconds})
+        return json.dumps(
+            told
+            | {
+                f"{name} GB/s": round(self.nbytes / scale / self.median(name), 3)
+                for name in self.seconds
+            }
+        )
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
@@ -71,7 +78,9 @@ def ring(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
     return call
 
 
-COLLECTIVES = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ring)}
+COLLECTIVES = {
+    f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ring)
+}
 
 
 def compare(name: str, size: str, groups: dict[str, dist.ProcessGroup], rounds: int) -> Row:
@@ -80,7 +89,12 @@ def compare(name: str, size: str, groups: dict[str, dist.ProcessGroup], rounds: 
     x, y = torch.zeros(SIZES[size] // 4 // n * n), torch.zeros(SIZES[size] // 4 // n * n)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: y.copy_(x)}
     calls |= {backend: COLLECTIVES[name](x.clone(), group) for backend, group in groups.items()}
-    return Timed(f"{name} {size}", interleave(calls, rounds, calls=min(200, max(1, BLOCK // SIZES[size]))), "us", x.nbytes)
+    return Timed(
+        f"{name} {size}",
+        interleave(calls, rounds, calls=min(200, max(1, BLOCK // SIZES[size]))),
+        "us",
+        x.nbytes,
+    )
 
 
 def main() -> None:
@@ -91,7 +105,12 @@ def main() -> None:
     torch.set_num_threads(1)
     flow.env.get_rank()  # starts the process group
     groups = {"gloo": dist.new_group(backend="gloo"), "ours": dist.group.WORLD}
-    cases = [(name, size) for size in (QUICK_SIZES if chosen.quick else SIZES) for name in COLLECTIVES if chosen.only in f"{name} {size}"]
+    cases = [
+        (name, size)
+        for size in (QUICK_SIZES if chosen.quick else SIZES)
+        for name in COLLECTIVES
+        if chosen.only in f"{name} {size}"
+    ]
     rows = [compare(name, size, groups, chosen.steps) for name, size in cases]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "gloo")

@@ -1,7 +1,8 @@
 """What the benchmarks share: starting the ranks, interleaved timing, and the report.
 
-Machines are noisy, so contenders are never timed one after the other: each round times every contender once, in an order that rotates,
-and what is reported are medians over the rounds. Ratios are medians of the rounds' own ratios.
+Machines are noisy, so contenders are never timed one after the other: each round times every
+contender once, in an order that rotates, and what is reported are medians over the rounds. Ratios
+are medians of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ import torch.nn as nn
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # the example's model; tests/support: instruments
-#: Seconds after which a benchmark's processes are ended, whatever they do: about twice what the longest takes, auto_parallel.py for four ranks on two cores.
+sys.path[:0] = [
+    str(ROOT / "examples"),
+    str(ROOT / "tests"),
+]  # the example's model; tests/support: instruments
+#: Seconds after which a benchmark's processes are ended, whatever they do: about twice what the
+#: longest takes, auto_parallel.py for four ranks on two cores.
 LIMIT = 5400.0
 QUICK_ROUNDS = 3
-#: Seconds that a contender is timed for at least: of steps of some milliseconds fifteen rounds are over before the machine has been through its moods.
+#: Seconds that a contender is timed for at least: of steps of some milliseconds fifteen rounds are
+#: over before the machine has been through its moods.
 LEAST = 1.5
 
 Contenders = dict[str, Callable[[], object]]
@@ -64,16 +70,22 @@ class Size:
         return f"{self.layers} x {self.width}, batch {self.batch} x {self.context}"
 
 
-#: What a training step's time is mostly made of in each: the calls, arithmetic (the size of `make train`), the bytes that ranks exchange.
+#: What a training step's time is mostly made of in each: the calls, arithmetic (the size of `make
+#: train`), the bytes that ranks exchange.
 SIZES = [Size(4, 64, 4, 32, 4), Size(4, 128, 4, 128, 16), Size(4, 512, 8, 32, 4)]
 QUICK_SIZES = [Size(1, 32, 2, 16, 4)]
 
 
-def training_step(model: nn.Module, rows: Tensor, groups: list[list[Tensor]] | None = None) -> Callable[[], Tensor]:
-    """A function that does one training step -> the loss. ``groups``: the parameters, apart where the optimizer cannot take them together."""
+def training_step(
+    model: nn.Module, rows: Tensor, groups: list[list[Tensor]] | None = None
+) -> Callable[[], Tensor]:
+    """A function that does one training step -> the loss. ``groups``: the parameters, apart where
+    the optimizer cannot take them together."""
     from train_gpt import loss_of
 
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups or [list(model.parameters())]], lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups or [list(model.parameters())]], lr=1e-4, fused=True
+    )
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -99,20 +111,41 @@ class Row:
 
     def ratio(self, name: str, to: str) -> float:
         """Median over the rounds of one contender's time over another's in the same round."""
-        return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[to], strict=True))
+        return statistics.median(
+            a / b for a, b in zip(self.seconds[name], self.seconds[to], strict=True)
+        )
 
     def line(self) -> str:
         """The row as JSON: case, unit and the median of each contender."""
-        return json.dumps({"case": self.case, "unit": self.unit} | {name: round(self.median(name), 3) for name in self.seconds})
+        return json.dumps(
+            {"case": self.case, "unit": self.unit}
+            | {name: round(self.median(name), 3) for name in self.seconds}
+        )
 
 
-def options(description: str, steps: int, arguments: Sequence[str] | None = None, more: dict[str, dict[str, Any]] | None = None) -> argparse.Namespace:
-    """The command line that all benchmarks have in common; ``steps`` is the default number of rounds. ``more``: options of one benchmark alone."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=steps, help="rounds; each times every contender once")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: does it run?")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--nproc", type=int, default=2, help="processes, where the benchmark uses several")
+def options(
+    description: str,
+    steps: int,
+    arguments: Sequence[str] | None = None,
+    more: dict[str, dict[str, Any]] | None = None,
+) -> argparse.Namespace:
+    """The command line that all benchmarks have in common; ``steps`` is the default number of
+    rounds. ``more``: options of one benchmark alone."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="rounds; each times every contender once"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few rounds: does it run?"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line instead of a table"
+    )
+    parser.add_argument(
+        "--nproc", type=int, default=2, help="processes, where the benchmark uses several"
+    )
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     for name, about in (more or {}).items():
         parser.add_argument(name, **about)
@@ -123,17 +156,29 @@ def options(description: str, steps: int, arguments: Sequence[str] | None = None
 
 
 def on_ranks(nproc: int, backend: str = "auto") -> None:
-    """Return in a process that a launcher started; elsewhere start this script on ``nproc`` processes, wait, and exit with their status."""
+    """Return in a process that a launcher started; elsewhere start this script on ``nproc``
+    processes, wait, and exit with their status."""
     if "RANK" not in os.environ:
         sys.exit(started(nproc, backend))
 
 
 def started(nproc: int, backend: str = "auto") -> int | str:
     """Start this script on ``nproc`` processes and wait -> their status."""
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), "--backend", backend, *sys.argv]
+    command = [
+        sys.executable,
+        "-m",
+        "globaltensor.distributed.launch",
+        "--nproc_per_node",
+        str(nproc),
+        "--backend",
+        backend,
+        *sys.argv,
+    ]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     end_by_signal()
-    ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
+    ranks = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    )
     try:
         return ranks.wait(LIMIT)
     except subprocess.TimeoutExpired:
@@ -158,26 +203,53 @@ def end(process: subprocess.Popen[Any], group: bool = False) -> None:
 
 
 def interleave(
-    contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3, clock: Clock = time.perf_counter, again: int = 0, least: float = 0.0
+    contenders: Contenders,
+    rounds: int,
+    calls: int | None = None,
+    warm_up: int = 3,
+    clock: Clock = time.perf_counter,
+    again: int = 0,
+    least: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender, round by round. All ranks start and end a block together; without ``calls`` a block takes about 20 ms. ``again``
-    calls before each block are not counted: another contender's block has emptied the caches. ``least``: there are more rounds where that many seconds of
-    each contender take more (not where there are as few as for --quick).
+    """Seconds per call of each contender, round by round. All ranks start and end a block together;
+    without ``calls`` a block takes about 20 ms. ``again`` calls before each block are not counted:
+    another contender's block has emptied the caches. ``least``: there are more rounds where that
+    many seconds of each contender take more (not where there are as few as for --quick).
 
-    A contender that neither waits nor communicates is better timed by ``time.process_time``: other processes of the machine then don't count.
+    A contender that neither waits nor communicates is better timed by ``time.process_time``: other
+    processes of the machine then don't count.
     """
-    together = dist.barrier if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi") else lambda: None
+    together = (
+        dist.barrier
+        if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi")
+        else lambda: None
+    )
     for call in contenders.values():
         for _ in range(warm_up):
             call()
     if calls is None:
-        calls = max(1, int(0.02 / max(_block(call, 20, together, clock) for call in contenders.values())))
+        calls = max(
+            1, int(0.02 / max(_block(call, 20, together, clock) for call in contenders.values()))
+        )
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     gc.collect()
     gc.freeze()
     if least and rounds > QUICK_ROUNDS:
-        rounds = max(rounds, int(_agreed(least / (calls * statistics.median(_block(call, calls, together, clock) for call in contenders.values())))))
+        rounds = max(
+            rounds,
+            int(
+                _agreed(
+                    least
+                    / (
+                        calls
+                        * statistics.median(
+                            _block(call, calls, together, clock) for call in contenders.values()
+                        )
+                    )
+                )
+            ),
+        )
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             for _ in range(again):
@@ -196,7 +268,9 @@ def _agreed(number: float) -> float:
     return told.item()
 
 
-def _block(call: Callable[[], object], calls: int, together: Callable[[], object], clock: Clock) -> float:
+def _block(
+    call: Callable[[], object], calls: int, together: Callable[[], object], clock: Clock
+) -> float:
     together()
     started = clock()
     for _ in range(calls):
@@ -205,13 +279,18 @@ def _block(call: Callable[[], object], calls: int, together: Callable[[], object
     return (clock() - started) / calls
 
 
-def same_losses(contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3) -> list[float]:
-    """Contenders must do the same work: their losses over the first steps, which it gives, agree, or there is nothing to compare."""
+def same_losses(
+    contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3
+) -> list[float]:
+    """Contenders must do the same work: their losses over the first steps, which it gives, agree,
+    or there is nothing to compare."""
     losses = {name: [step() for _ in range(steps)] for name, step in contenders.items()}
     (first, want), *others = losses.items()
     for name, got in others:
         if any(abs(a - b) > tolerance * abs(b) for a, b in zip(got, want, strict=True)):
-            sys.exit(f"{name} does not do the same work as {first}: its losses are {got}, not {want}")
+            sys.exit(
+                f"{name} does not do the same work as {first}: its losses are {got}, not {want}"
+            )
     return want
 
 
@@ -221,13 +300,23 @@ def show(rows: Sequence[Row], as_json: bool, base: str) -> None:
         for row in rows:
             print(row.line(), flush=True)
     else:
-        ratios = {row.case: {name: row.ratio(name, base) for name in row.seconds if base in row.seconds} for row in rows}
+        ratios = {
+            row.case: {name: row.ratio(name, base) for name in row.seconds if base in row.seconds}
+            for row in rows
+        }
         print(table([json.loads(row.line()) for row in rows], ratios, base), flush=True)
 
 
-def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]] | None = None, base: str = "") -> str:
-    """Rows as a markdown table that also reads well as text; with ratios, each contender's ratio to ``base`` stands behind its median."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("case", "unit")))
+def table(
+    rows: Sequence[dict[str, object]],
+    ratios: dict[str, dict[str, float]] | None = None,
+    base: str = "",
+) -> str:
+    """Rows as a markdown table that also reads well as text; with ratios, each contender's ratio to
+    ``base`` stands behind its median."""
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if name not in ("case", "unit"))
+    )
 
     def cell(row: dict[str, object], name: str) -> str:
         if name not in row:
@@ -235,20 +324,46 @@ def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]]
         ratio = (ratios or {}).get(str(row["case"]), {}).get(name)
         if isinstance(row[name], str):
             return str(row[name])
-        return (f"{row[name]:,}" if isinstance(row[name], int) else f"{row[name]:.4g}") + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
+        return (f"{row[name]:,}" if isinstance(row[name], int) else f"{row[name]:.4g}") + (
+            f" ({ratio:.2f}x)" if ratio is not None and name != base else ""
+        )
 
-    lines = [["case", "unit", *names], *([str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)] for row in rows)]
+    lines = [
+        ["case", "unit", *names],
+        *(
+            [str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)]
+            for row in rows
+        ),
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = ["| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|")
+    text = [
+        "| "
+        + " | ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in lines
+    ]
+    text.insert(
+        1,
+        "|"
+        + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths))
+        + "|",
+    )
     return "\n".join(text)
 
 
 def keep(rows: Sequence[dict[str, object]], name: str) -> None:
     """Write rows to results/<name>.jsonl."""
-    (ROOT / "benchmarks" / "results" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (ROOT / "benchmarks" / "results" / f"{name}.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
 
 
 def describe() -> str:
     """One line on what was measured where."""
-    return f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a process, float32"
+    return (
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} "
+        f"thread(s) a process, float32"
+    )

@@ -1,7 +1,9 @@
-"""A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no communication at all as the limit.
+"""A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no
+communication at all as the limit.
 
-Ours as the example trains: the number of targets that the mean divides by travels with the gradients; "apart": in a message of its own. (DDP divides by
-each rank's own number, and sends none.) Both start from gloo; on one host ours goes through shared memory (docs/boxing.md), and with
+Ours as the example trains: the number of targets that the mean divides by travels with the
+gradients; "apart": in a message of its own. (DDP divides by each rank's own number, and sends
+none.) Both start from gloo; on one host ours goes through shared memory (docs/boxing.md), and with
 GLOBALTENSOR_SHARED_MEMORY=0 by gloo alone.
 """
 
@@ -14,7 +16,19 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, options, same_losses, show, started, training_step
+from common import (
+    LEAST,
+    QUICK_SIZES,
+    SIZES,
+    Row,
+    Size,
+    interleave,
+    options,
+    same_losses,
+    show,
+    started,
+    training_step,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import PARALLEL, spread
@@ -30,7 +44,8 @@ def mean(loss: Tensor) -> float:
 
 
 def compare(size: Size, rounds: int) -> Row:
-    """Each rank's share of the batch is the same for every contender; data is there before the clock starts."""
+    """Each rank's share of the batch is the same for every contender; data is there before the
+    clock starts."""
     rows = size.rows()
     mine = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
     ours, also, everyone = size.model(), size.model(), flow.placement.all("cpu")
@@ -43,7 +58,12 @@ def compare(size: Size, rounds: int) -> Row:
         "ours": riding(training_step(ours, shared)),
         "apart": training_step(also, shared),
     }
-    same_losses({"ddp": lambda: mean(steps["ddp"]()), **{name: lambda name=name: steps[name]().item() for name in ("ours", "apart")}})
+    same_losses(
+        {
+            "ddp": lambda: mean(steps["ddp"]()),
+            **{name: lambda name=name: steps[name]().item() for name in ("ours", "apart")},
+        }
+    )
     return Row(f"gpt step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
@@ -64,9 +84,13 @@ LINEARS = "linears 8 x 512, ours: ddp over mpi"
 
 
 def over_backends(rounds: int, views: bool) -> Row:
-    """A step that is mostly communication, by torch's DDP over gloo and over our mpi. ``views``: DDP keeps gradients where they are summed; else it copies
-    them there and back, which takes a quarter of the step over mpi."""
-    x, gloo = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())), dist.new_group(backend="gloo")
+    """A step that is mostly communication, by torch's DDP over gloo and over our mpi. ``views``:
+    DDP keeps gradients where they are summed; else it copies them there and back, which takes a
+    quarter of the step over mpi."""
+    x, gloo = (
+        torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())),
+        dist.new_group(backend="gloo"),
+    )
 
     def step(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], float]:
         torch.manual_seed(0)
@@ -82,11 +106,19 @@ def over_backends(rounds: int, views: bool) -> Row:
 
         return once
 
-    over_gloo = step(lambda model: DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=views))
+    over_gloo = step(
+        lambda model: DistributedDataParallel(
+            model, process_group=gloo, gradient_as_bucket_view=views
+        )
+    )
     over_mpi = step(lambda model: DistributedDataParallel(model, gradient_as_bucket_view=views))
     steps = {"plain": step(lambda model: model), "ddp": over_gloo, "ours": over_mpi}
     same_losses({name: steps[name] for name in ("ddp", "ours")})
-    return Row(LINEARS + ", gradients as views" * views, interleave(steps, rounds, calls=3, least=LEAST), "ms")
+    return Row(
+        LINEARS + ", gradients as views" * views,
+        interleave(steps, rounds, calls=3, least=LEAST),
+        "ms",
+    )
 
 
 def main() -> None:
@@ -100,7 +132,11 @@ def main() -> None:
     if dist.get_backend() == "mpi":
         rows = [over_backends(chosen.steps, views) for views in (False, True)]
     else:
-        rows = [compare(size, chosen.steps) for size in (QUICK_SIZES if chosen.quick else SIZES) if chosen.only in str(size)]
+        rows = [
+            compare(size, chosen.steps)
+            for size in (QUICK_SIZES if chosen.quick else SIZES)
+            if chosen.only in str(size)
+        ]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "ddp")
 

@@ -1,6 +1,8 @@
-"""What it costs that ranks compare what they run: a training step of the example's GPT with and without, over shared memory, gloo and MPI.
+"""What it costs that ranks compare what they run: a training step of the example's GPT with and
+without, over shared memory, gloo and MPI.
 
-"off" records nothing and compares nothing: it sets a field of the world that no user can. Its limit is 1 % of a step of the GPT 4 x 128.
+"off" records nothing and compares nothing: it sets a field of the world that no user can. Its limit
+is 1 % of a step of the GPT 4 x 128.
 """
 
 from __future__ import annotations
@@ -12,7 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, options, same_losses, show, started, training_step
+from common import (
+    LEAST,
+    QUICK_SIZES,
+    SIZES,
+    Row,
+    Size,
+    interleave,
+    options,
+    same_losses,
+    show,
+    started,
+    training_step,
+)
 from torch import Tensor
 from train_gpt import PARALLEL, spread
 
@@ -52,7 +66,11 @@ def compare(size: Size, how: str, rounds: int) -> Row:
         shared = rows.to_global(everyone, flow.sbp.broadcast).to_global(sbp=PARALLEL[how].batch)
         steps[name] = switched(training_step(model, shared), name == "ours")
     same_losses({name: lambda name=name: steps[name]().item() for name in steps})
-    return Row(f"{how}, gpt step {size}, {os.environ[TRANSPORT]}", interleave(steps, rounds, calls=3, least=3 * LEAST), "ms")
+    return Row(
+        f"{how}, gpt step {size}, {os.environ[TRANSPORT]}",
+        interleave(steps, rounds, calls=3, least=3 * LEAST),
+        "ms",
+    )
 
 
 def main() -> None:
@@ -61,13 +79,22 @@ def main() -> None:
         for transport, backend in TRANSPORTS.items():
             if backend == "mpi" and not importlib.util.find_spec("mpi4py"):
                 continue
-            os.environ |= {TRANSPORT: transport, "GLOBALTENSOR_SHARED_MEMORY": str(int(transport == "shared memory"))}
+            os.environ |= {
+                TRANSPORT: transport,
+                "GLOBALTENSOR_SHARED_MEMORY": str(int(transport == "shared memory")),
+            }
             if status := started(chosen.nproc, backend):
                 sys.exit(status)
         return
     torch.set_num_threads(1)
-    cases = [(size, how) for size in (QUICK_SIZES if chosen.quick else SIZES[:2]) for how in ("data", "tensor")]
-    rows = [compare(size, how, chosen.steps) for size, how in cases if chosen.only in f"{how} {size}"]
+    cases = [
+        (size, how)
+        for size in (QUICK_SIZES if chosen.quick else SIZES[:2])
+        for how in ("data", "tensor")
+    ]
+    rows = [
+        compare(size, how, chosen.steps) for size, how in cases if chosen.only in f"{how} {size}"
+    ]
     if flow.env.get_rank() == 0:
         show(rows, chosen.json, "off")
 

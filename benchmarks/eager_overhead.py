@@ -1,9 +1,12 @@
-"""What a global tensor costs per call: plain local torch (the limit), DTensor and ours, where no communication is needed.
+"""What a global tensor costs per call: plain local torch (the limit), DTensor and ours, where no
+communication is needed.
 
-One process, one thread, tensors so small that little but overhead is left. The world is four ranks, of which this process is the first and the
-others are imagined (torch's fake backend): nothing that is timed communicates, so this process does exactly what each of four would do.
-Time is this process's own, so that other processes of the machine don't count. The training step of ours is on a placement of one rank: there the
-gradients need no all-reduce, as DTensor's, left partial, need none.
+One process, one thread, tensors so small that little but overhead is left. The world is four ranks,
+of which this process is the first and the others are imagined (torch's fake backend): nothing that
+is timed communicates, so this process does exactly what each of four would do. Time is this
+process's own, so that other processes of the machine don't count. The training step of ours is on a
+placement of one rank: there the gradients need no all-reduce, as DTensor's, left partial, need
+none.
 """
 
 from __future__ import annotations
@@ -75,25 +78,38 @@ class MLP(nn.Module):
 def op_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
     """Each op alone, without and with autograd recording."""
     local = [torch.randn(8, 16), torch.randn(16, 16), torch.randn(16)]
-    peers = [DTensor.from_local(t, mesh, [Shard(0) if i == 0 else Replicate()], run_check=False) for i, t in enumerate(local)]
+    peers = [
+        DTensor.from_local(t, mesh, [Shard(0) if i == 0 else Replicate()], run_check=False)
+        for i, t in enumerate(local)
+    ]
     everyone = flow.placement("cpu", list(range(RANKS)))
     # The imagined ranks send nothing, so nothing can be checked with them.
-    ours = [t.to_global(everyone, S(0) if i == 0 else B, check_meta=False) for i, t in enumerate(local)]
+    ours = [
+        t.to_global(everyone, S(0) if i == 0 else B, check_meta=False) for i, t in enumerate(local)
+    ]
 
     def contenders(op: Callable[..., object], recording: bool) -> Contenders:
         operands = {"plain": local, "dtensor": peers, "ours": ours}
         if recording:
-            operands = {name: [t.detach().requires_grad_() for t in ts] for name, ts in operands.items()}
+            operands = {
+                name: [t.detach().requires_grad_() for t in ts] for name, ts in operands.items()
+            }
         return {name: lambda ts=ts: op(*ts) for name, ts in operands.items()}
 
     rows = []
     for recording in (False, True):
         for name, op in OPS.items():
             case = name + (", recorded for backward" if recording else "")
-            if only not in case or (recording and name not in ("add", "linear", "layer_norm", "view")):
+            if only not in case or (
+                recording and name not in ("add", "linear", "layer_norm", "view")
+            ):
                 continue
             with torch.set_grad_enabled(recording):
-                rows.append(Row(case, interleave(contenders(op, recording), rounds, clock=time.process_time)))
+                rows.append(
+                    Row(
+                        case, interleave(contenders(op, recording), rounds, clock=time.process_time)
+                    )
+                )
     return rows
 
 
@@ -110,7 +126,11 @@ def models(mesh: DeviceMesh) -> dict[str, nn.Module]:
 def step_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
     """The MLP forward, and forward with backward."""
     made, x = models(mesh), torch.randn(8, 16)
-    data = {"plain": x, "dtensor": DTensor.from_local(x, mesh, [Shard(0)], run_check=False), "ours": x.to_global(flow.placement("cpu", [0]), S(0))}
+    data = {
+        "plain": x,
+        "dtensor": DTensor.from_local(x, mesh, [Shard(0)], run_check=False),
+        "ours": x.to_global(flow.placement("cpu", [0]), S(0)),
+    }
 
     def forward(name: str) -> object:
         with torch.no_grad():
@@ -121,9 +141,22 @@ def step_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
         made[name](data[name]).backward()
 
     rows = []
-    for case, run in {"4-layer MLP forward": forward, "4-layer MLP forward + backward": both}.items():
+    for case, run in {
+        "4-layer MLP forward": forward,
+        "4-layer MLP forward + backward": both,
+    }.items():
         if only in case:
-            rows.append(Row(case, interleave({name: lambda name=name, run=run: run(name) for name in made}, rounds, calls=100, clock=time.process_time)))
+            rows.append(
+                Row(
+                    case,
+                    interleave(
+                        {name: lambda name=name, run=run: run(name) for name in made},
+                        rounds,
+                        calls=100,
+                        clock=time.process_time,
+                    ),
+                )
+            )
     return rows
 
 
@@ -150,7 +183,11 @@ def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    rows = [row for cases in (op_cases, step_cases, optimizer_cases) for row in cases(mesh, chosen.steps, chosen.only)]
+    rows = [
+        row
+        for cases in (op_cases, step_cases, optimizer_cases)
+        for row in cases(mesh, chosen.steps, chosen.only)
+    ]
     show(rows, chosen.json, "plain")
     dist.destroy_process_group()
 

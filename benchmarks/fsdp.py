@@ -1,7 +1,8 @@
-"""A training step of the example's GPT with parameters, gradients and optimizer state split over the ranks: FSDP2 and ours.
+"""A training step of the example's GPT with parameters, gradients and optimizer state split over
+the ranks: FSDP2 and ours.
 
-FSDP2 by default frees the gathered parameters after the forward and gathers them again in the backward; `fsdp2_keep` keeps them
-(reshard_after_forward=False): less traffic, more memory.
+FSDP2 by default frees the gathered parameters after the forward and gathers them again in the
+backward; `fsdp2_keep` keeps them (reshard_after_forward=False): less traffic, more memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
+from common import (
+    LEAST,
+    QUICK_SIZES,
+    SIZES,
+    Row,
+    Size,
+    interleave,
+    on_ranks,
+    options,
+    same_losses,
+    show,
+    training_step,
+)
 from data_parallel import mean
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +41,8 @@ def sharded(model: nn.Module, reshard: bool) -> nn.Module:
 
 
 def compare(size: Size, rounds: int) -> Row:
-    """Each rank's share of the batch is the same for every contender; data is there before the clock starts."""
+    """Each rank's share of the batch is the same for every contender; data is there before the
+    clock starts."""
     rows = size.rows()
     mine = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
     ours, everyone = size.model(), flow.placement.all("cpu")
@@ -39,7 +53,13 @@ def compare(size: Size, rounds: int) -> Row:
         "fsdp2_keep": training_step(sharded(size.model(), False), mine),
         "ours": training_step(ours, shared),
     }
-    same_losses({"fsdp2": lambda: mean(steps["fsdp2"]()), "fsdp2_keep": lambda: mean(steps["fsdp2_keep"]()), "ours": lambda: steps["ours"]().item()})
+    same_losses(
+        {
+            "fsdp2": lambda: mean(steps["fsdp2"]()),
+            "fsdp2_keep": lambda: mean(steps["fsdp2_keep"]()),
+            "ours": lambda: steps["ours"]().item(),
+        }
+    )
     return Row(f"gpt step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
@@ -48,7 +68,11 @@ def main() -> None:
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
     flow.env.get_rank()  # starts the process group that all contenders share
-    rows = [compare(size, chosen.steps) for size in (QUICK_SIZES if chosen.quick else SIZES) if chosen.only in str(size)]
+    rows = [
+        compare(size, chosen.steps)
+        for size in (QUICK_SIZES if chosen.quick else SIZES)
+        if chosen.only in str(size)
+    ]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "fsdp2")
 

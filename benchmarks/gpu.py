@@ -1,7 +1,10 @@
-"""Training steps on one GPU, one rank: what global tensors cost where kernels are quick, in eager mode, as a graph and compiled, beside plain PyTorch.
+"""Training steps on one GPU, one rank: what global tensors cost where kernels are quick, in eager
+mode, as a graph and compiled, beside plain PyTorch.
 
-The world is one rank over NCCL: nothing is sent, and what is seen is the time that the host takes to issue a step, or, at the larger sizes, the kernels'
-own. DTensor stands beside it where it can run the model (the MLP); DistributedDataParallel of one rank has the buckets, and nobody to send them to.
+The world is one rank over NCCL: nothing is sent, and what is seen is the time that the host takes
+to issue a step, or, at the larger sizes, the kernels' own. DTensor stands beside it where it can
+run the model (the MLP); DistributedDataParallel of one rank has the buckets, and nobody to send
+them to.
 """
 
 from __future__ import annotations
@@ -28,9 +31,17 @@ import globaltensor as flow
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 #: size -> dtype: two whose kernels are short, and one that fills the GPU.
-SIZES = {Size(4, 64, 4, 32, 4): torch.float32, Size(4, 512, 8, 128, 8): torch.bfloat16, Size(12, 1024, 16, 1024, 8): torch.bfloat16}
+SIZES = {
+    Size(4, 64, 4, 32, 4): torch.float32,
+    Size(4, 512, 8, 128, 8): torch.bfloat16,
+    Size(12, 1024, 16, 1024, 8): torch.bfloat16,
+}
 QUICK_SIZES = {Size(1, 32, 2, 16, 4): torch.float32}
-HERE = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, torch {torch.__version__}"  # other results are of a machine without
+# other results are of a machine without
+HERE = (
+    f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, torch "
+    f"{torch.__version__}"
+)
 
 
 def clock() -> float:
@@ -48,14 +59,22 @@ def mlp(rounds: int) -> Row:
     distribute_module(made["dtensor"], mesh)
     made["ours"].to_global(place, B)
     x = torch.randn(8, 16, device="cuda")
-    data = {"plain": x, "dtensor": DTensor.from_local(x, mesh, [Shard(0)], run_check=False), "ours": x.to_global(place, S(0))}
+    data = {
+        "plain": x,
+        "dtensor": DTensor.from_local(x, mesh, [Shard(0)], run_check=False),
+        "ours": x.to_global(place, S(0)),
+    }
 
     def both(name: str) -> None:
         made[name].zero_grad()
         made[name](data[name]).backward()
 
     calls: Contenders = {name: lambda name=name: both(name) for name in made}
-    return Row(f"4-layer MLP forward + backward, {HERE}", interleave(calls, rounds, calls=50, clock=clock), "us")
+    return Row(
+        f"4-layer MLP forward + backward, {HERE}",
+        interleave(calls, rounds, calls=50, clock=clock),
+        "us",
+    )
 
 
 def gpt(size: Size, dtype: torch.dtype, rounds: int, compiled: bool) -> Row:
@@ -77,18 +96,35 @@ def gpt(size: Size, dtype: torch.dtype, rounds: int, compiled: bool) -> Row:
 
     eager, graph = ours(), Step(ours())
     steps: dict[str, Callable[[], Any]] = {
-        "plain": plain(), "ddp": plain(DistributedDataParallel), "eager": by_hand(eager, lambda: loss_of(eager, shared)), "graph": lambda: graph(shared),
+        "plain": plain(), "ddp": plain(DistributedDataParallel),
+        "eager": by_hand(eager, lambda: loss_of(eager, shared)), "graph": lambda: graph(shared),
     }  # fmt: skip
     if compiled:
         fast = Step(ours(), "inductor")
         steps |= {"plain, compiled": plain(torch.compile), "graph, compiled": lambda: fast(shared)}
-    same_losses({name: lambda step=step: step().item() for name, step in steps.items()}, tolerance=1e-3 if dtype is torch.float32 else 2e-2)
+    same_losses(
+        {name: lambda step=step: step().item() for name, step in steps.items()},
+        tolerance=1e-3 if dtype is torch.float32 else 2e-2,
+    )
     contenders: Contenders = dict(steps)
-    return Row(f"gpt step {size}, {str(dtype).removeprefix('torch.')}, {HERE}", interleave(contenders, rounds, calls=5, clock=clock), "ms")
+    return Row(
+        f"gpt step {size}, {str(dtype).removeprefix('torch.')}, {HERE}",
+        interleave(contenders, rounds, calls=5, clock=clock),
+        "ms",
+    )
 
 
 def main() -> None:
-    chosen = options(__doc__.splitlines()[0], steps=15, more={"--without-compiler": {"action": "store_true", "help": "leave out the compiled contenders"}})
+    chosen = options(
+        __doc__.splitlines()[0],
+        steps=15,
+        more={
+            "--without-compiler": {
+                "action": "store_true",
+                "help": "leave out the compiled contenders",
+            }
+        },
+    )
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
     on_ranks(1)

@@ -1,7 +1,9 @@
-"""A training step of the example's GPT as a static graph: beside the program one writes by hand for one rank, with the same collectives, and the eager step.
+"""A training step of the example's GPT as a static graph: beside the program one writes by hand for
+one rank, with the same collectives, and the eager step.
 
-Data parallel: by hand is torch's DistributedDataParallel. Tensor parallel: by hand are Megatron's two functions (Shoeybi et al. 2019, section 3) around local
-matrices. Both update with the same fused AdamW. The last row is what capturing, planning and building takes for 48 layers.
+Data parallel: by hand is torch's DistributedDataParallel. Tensor parallel: by hand are Megatron's
+two functions (Shoeybi et al. 2019, section 3) around local matrices. Both update with the same
+fused AdamW. The last row is what capturing, planning and building takes for 48 layers.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class OutOf(torch.autograd.Function):
 
 
 class Split(nn.Module):
-    """One rank's share of the GPT, split as PARALLEL["tensor"] splits it, with the vocabulary left whole in the loss's place."""
+    """One rank's share of the GPT, split as PARALLEL["tensor"] splits it, with the vocabulary left
+    whole in the loss's place."""
 
     def __init__(self, whole: GPT, rank: int, world: int) -> None:
         super().__init__()
@@ -75,7 +78,10 @@ class Split(nn.Module):
 
     def block(self, block: Any, x: Tensor) -> Tensor:
         h = Into.apply(block.norm1(x))
-        q, k, v = (project(h).unflatten(-1, (-1, block.head_size)).transpose(1, 2) for project in (block.q, block.k, block.v))
+        q, k, v = (
+            project(h).unflatten(-1, (-1, block.head_size)).transpose(1, 2)
+            for project in (block.q, block.k, block.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + OutOf.apply(block.out(attended.transpose(1, 2).flatten(2)))
         h = Into.apply(block.norm2(x))
@@ -144,7 +150,9 @@ def mean(loss: Tensor) -> float:
 
 def compare(kind: str, size: Size, rounds: int, compiled: bool) -> Row:
     rows, everyone, rank = size.rows(), flow.placement.all("cpu"), dist.get_rank()
-    shared = rows.to_global(everyone, flow.sbp.broadcast, check_meta=False).to_global(sbp=PARALLEL[kind].batch)
+    shared = rows.to_global(everyone, flow.sbp.broadcast, check_meta=False).to_global(
+        sbp=PARALLEL[kind].batch
+    )
     mine = rows.tensor_split(dist.get_world_size())[rank]
 
     def ours() -> nn.Module:
@@ -162,11 +170,18 @@ def compare(kind: str, size: Size, rounds: int, compiled: bool) -> Row:
         return by_hand(model, lambda: loss_of(run, mine))
 
     eager, graph = ours(), Step(ours())
-    steps: dict[str, Callable[[], object]] = {"by hand": local(False), "eager": by_hand(eager, lambda: loss_of(eager, shared)), "graph": lambda: graph(shared)}
+    steps: dict[str, Callable[[], object]] = {
+        "by hand": local(False),
+        "eager": by_hand(eager, lambda: loss_of(eager, shared)),
+        "graph": lambda: graph(shared),
+    }
     if compiled:
         fast = Step(ours(), "inductor")
         steps |= {"by hand, compiled": local(True), "graph, compiled": lambda: fast(shared)}
-    told = {name: (lambda s=step, h="by hand" in name: mean(s()) if h else s().item()) for name, step in steps.items()}  # type: ignore[misc]
+    told = {
+        name: (lambda s=step, h="by hand" in name: mean(s()) if h else s().item())
+        for name, step in steps.items()
+    }  # type: ignore[misc]
     same_losses(told)
     return Row(f"{kind} {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
@@ -174,7 +189,9 @@ def compare(kind: str, size: Size, rounds: int, compiled: bool) -> Row:
 def building(rounds: int) -> Row:
     """The first call of a graph less the second: capture, plan, build."""
     rows, everyone = DEEP.rows(), flow.placement.all("cpu")
-    shared = rows.to_global(everyone, flow.sbp.broadcast, check_meta=False).to_global(sbp=PARALLEL["data"].batch)
+    shared = rows.to_global(everyone, flow.sbp.broadcast, check_meta=False).to_global(
+        sbp=PARALLEL["data"].batch
+    )
     model = DEEP.model()
     spread(model, PARALLEL["data"], everyone)
     seconds = []

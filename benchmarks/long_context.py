@@ -1,8 +1,11 @@
-"""Attention forward and backward over a split sequence: keys round a ring, an exchange to split heads, keys gathered, and what "auto" takes (ours).
+"""Attention forward and backward over a split sequence: keys round a ring, an exchange to split
+heads, keys gathered, and what "auto" takes (ours).
 
-The second row of each case is the processor time of the busiest rank: how long a step takes where each rank has a core of its own. (With more ranks than cores
-the first row is the work of all ranks together, and hides that under a causal mask some of them wait.) The third is memory: the most that a rank holds, its own
-queries, keys, values and their gradients among it; beside it what plain torch holds on one device, and its share of that. Scores are never held.
+The second row of each case is the processor time of the busiest rank: how long a step takes where
+each rank has a core of its own. (With more ranks than cores the first row is the work of all ranks
+together, and hides that under a causal mask some of them wait.) The third is memory: the most that
+a rank holds, its own queries, keys, values and their gradients among it; beside it what plain torch
+holds on one device, and its share of that. Scores are never held.
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ import globaltensor as flow
 METHODS = ("gather", "ring", "heads", "auto")
 WIDTH = 64
 #: (length, heads of queries, heads of keys, causal)
-CASES = [(2048, 4, 4, False), (2048, 4, 4, True), (4096, 4, 4, True), (4096, 16, 4, True), (4096, 16, 1, True)]
+CASES = [
+    (2048, 4, 4, False),
+    (2048, 4, 4, True),
+    (4096, 4, 4, True),
+    (4096, 16, 4, True),
+    (4096, 16, 1, True),
+]
 QUICK_CASES = [(128, 4, 4, False), (128, 4, 2, True)]
 
 
@@ -37,7 +46,10 @@ class Memory(Row):
         return self.seconds[name][0] / (1 << 20)
 
     def line(self) -> str:
-        shares = {f"{name} of one device": f"{self.ratio(name, 'one device'):.1%}" for name in ("ring", "ours")}
+        shares = {
+            f"{name} of one device": f"{self.ratio(name, 'one device'):.1%}"
+            for name in ("ring", "ours")
+        }
         return json.dumps(json.loads(super().line()) | shares)
 
 
@@ -48,7 +60,9 @@ def step(method: str, tensors: list[torch.Tensor], causal: bool) -> Callable[[],
         for t in tensors:
             t.grad = None
         with flow.context_parallel(method):
-            out = F.scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=tensors[1].shape[1] != tensors[0].shape[1])
+            out = F.scaled_dot_product_attention(
+                *tensors, is_causal=causal, enable_gqa=tensors[1].shape[1] != tensors[0].shape[1]
+            )
         out.sum().backward()
         return out
 
@@ -57,19 +71,39 @@ def step(method: str, tensors: list[torch.Tensor], causal: bool) -> Callable[[],
 
 def compare(length: int, heads: int, of_keys: int, causal: bool, rounds: int) -> list[Row]:
     everyone, generator = flow.placement.all("cpu"), torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, h, length, WIDTH, generator=generator) for h in (heads, of_keys, of_keys)]
-    tensors = [t.to_global(everyone, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(2)).detach().clone().requires_grad_() for t in whole]
+    whole = [
+        torch.randn(1, h, length, WIDTH, generator=generator) for h in (heads, of_keys, of_keys)
+    ]
+    tensors = [
+        t.to_global(everyone, flow.sbp.broadcast)
+        .to_global(sbp=flow.sbp.split(2))
+        .detach()
+        .clone()
+        .requires_grad_()
+        for t in whole
+    ]
     calls = {"ours" if m == "auto" else m: step(m, tensors, causal) for m in METHODS}
     results = {name: call().detach().to_local() for name, call in calls.items()}
     for name, result in results.items():
         if not torch.allclose(result, results["gather"], atol=1e-4):
             sys.exit(f"{name} does not do the same work as gather")
-    case = f"{'causal ' if causal else ''}{length} x {heads} heads{f' ({of_keys} of keys)' if heads != of_keys else ''}, {dist.get_world_size()} ranks"
+    case = (
+        f"{'causal ' if causal else ''}{length} x {heads} "
+        f"heads{f' ({of_keys} of keys)' if heads != of_keys else ''}, {dist.get_world_size()} "
+        f"ranks"
+    )
     memory = {name: [most_of([held_by(call, tensors)])[0]] for name, call in calls.items()}
     alone = [t.requires_grad_() for t in whole]
     memory["one device"] = [held_by(step("auto", alone, causal), alone)]
     timed = Row(case, interleave(calls, rounds, calls=1, warm_up=1), "ms")
-    busiest = Row(f"busiest, {case}", {name: most_of(found) for name, found in interleave(calls, rounds, 1, 0, time.process_time).items()}, "ms")
+    busiest = Row(
+        f"busiest, {case}",
+        {
+            name: most_of(found)
+            for name, found in interleave(calls, rounds, 1, 0, time.process_time).items()
+        },
+        "ms",
+    )
     return [timed, busiest, Memory(f"memory, {case}", memory, "MiB")]
 
 
@@ -93,7 +127,12 @@ def main() -> None:
         sys.exit(started(2) or started(4))
     torch.set_num_threads(1)
     flow.env.get_rank()  # starts the process group
-    rows = [row for case in (QUICK_CASES if chosen.quick else CASES) if chosen.only in str(case[0]) for row in compare(*case, chosen.steps)]
+    rows = [
+        row
+        for case in (QUICK_CASES if chosen.quick else CASES)
+        if chosen.only in str(case[0])
+        for row in compare(*case, chosen.steps)
+    ]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "gather")
 

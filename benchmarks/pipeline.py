@@ -1,11 +1,15 @@
-"""A training step of the example's GPT in pipeline stages, 8 micro-batches: torch.distributed.pipelining and `nn.Graph`, by each schedule.
+"""A training step of the example's GPT in pipeline stages, 8 micro-batches:
+torch.distributed.pipelining and `nn.Graph`, by each schedule.
 
-Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, and as the simulator foretells it from what each action cost in the same
-run (medians over the rounds of each round's own figures, and of one over the other); the activations that each lane came to hold, and those that the schedule
-promises. A bubble is the time that a rank is idle, in milliseconds and in percent of an ideal step ("Efficient Large-Scale Language Model Training on GPU
-Clusters", Narayanan et al., SC 2021), which is what the least busy of the round's schedules keeps a rank busy with: one measure for all. As a share of its own
-step, which is told too, a schedule's bubble seems the smaller the slower its actions are, and they are slower the more activations it holds.
-The example ties the embedding to the output layer; torch's stages cannot, so here nobody's do.
+Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, and as the
+simulator foretells it from what each action cost in the same run (medians over the rounds of each
+round's own figures, and of one over the other); the activations that each lane came to hold, and
+those that the schedule promises. A bubble is the time that a rank is idle, in milliseconds and in
+percent of an ideal step ("Efficient Large-Scale Language Model Training on GPU Clusters", Narayanan
+et al., SC 2021), which is what the least busy of the round's schedules keeps a rank busy with: one
+measure for all. As a share of its own step, which is told too, a schedule's bubble seems the
+smaller the slower its actions are, and they are slower the more activations it holds. The example
+ties the embedding to the output layer; torch's stages cannot, so here nobody's do.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ MICROS = 8
 #: Large enough that an action takes milliseconds: what is measured is the schedule.
 SIZES = [Size(8, 128, 4, 128, 16)]
 QUICK_SIZES = [Size(4, 32, 2, 16, 8)]
-#: schedule -> (the lane of each stage, torch's schedule that orders the same actions, or the nearest)
+#: schedule -> (the lane of each stage, torch's schedule that orders the same actions, or the
+#: nearest)
 SCHEDULES = {
     "gpipe": ((0, 1), "ScheduleGPipe"),
     "1f1b": ((0, 1), "Schedule1F1B"),
@@ -82,9 +87,17 @@ class Ours:
         self.name, self.lanes = name, lanes
         places = [flow.placement("cpu", [lane]) for lane in lanes]
         per_stage = size.layers // len(lanes)
-        self.graph = Training(flow.pipeline.cut(model_of(size), places, at=[f"blocks.{k * per_stage}" for k in range(1, len(lanes))]), name)
+        self.graph = Training(
+            flow.pipeline.cut(
+                model_of(size), places, at=[f"blocks.{k * per_stage}" for k in range(1, len(lanes))]
+            ),
+            name,
+        )
         rows = size.rows()
-        self.batch = [t.contiguous().to_global(p, flow.sbp.broadcast) for t, p in ((rows[:, :-1], places[0]), (rows[:, 1:], places[-1]))]
+        self.batch = [
+            t.contiguous().to_global(p, flow.sbp.broadcast)
+            for t, p in ((rows[:, :-1], places[0]), (rows[:, 1:], places[-1]))
+        ]
         self.last = lanes[-1]
 
     def step(self) -> Tensor:
@@ -127,7 +140,8 @@ class Ours:
 
 
 class Part(nn.Module):
-    """One of torch's stages: some of the blocks, with the model's beginning or end where they are its first or last."""
+    """One of torch's stages: some of the blocks, with the model's beginning or end where they are
+    its first or last."""
 
     def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
@@ -151,13 +165,21 @@ class Theirs:
         rank, model = dist.get_rank(), model_of(size)
         mine = [k for k, lane in enumerate(lanes) if lane == rank]
         parts = [Part(copy.deepcopy(model), k, len(lanes)) for k in mine]
-        stages = [PipelineStage(part, k, len(lanes), torch.device("cpu")) for part, k in zip(parts, mine, strict=True)]
+        stages = [
+            PipelineStage(part, k, len(lanes), torch.device("cpu"))
+            for part, k in zip(parts, mine, strict=True)
+        ]
         made = getattr(torch_schedules, kind)
         single = issubclass(made, torch_schedules.PipelineScheduleSingle)
-        self.schedule = made(stages[0] if single else stages, n_microbatches=MICROS, loss_fn=loss_of)
+        self.schedule = made(
+            stages[0] if single else stages, n_microbatches=MICROS, loss_fn=loss_of
+        )
         self.optimizer = optimizer_of([p for part in parts for p in part.parameters()], True)
         rows = size.rows()
-        self.inputs, self.targets = (rows[:, :-1].contiguous(),) if 0 in mine else (), rows[:, 1:].contiguous() if len(lanes) - 1 in mine else None
+        self.inputs, self.targets = (
+            (rows[:, :-1].contiguous(),) if 0 in mine else (),
+            rows[:, 1:].contiguous() if len(lanes) - 1 in mine else None,
+        )
         self.last = lanes[-1]
 
     def step(self) -> list[Tensor]:
@@ -179,15 +201,37 @@ def told(loss: Tensor, source: int) -> float:
     return value.item()
 
 
-def compare(size: Size, names: Sequence[str], rounds: int) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The times of the schedules' steps, all in turn, so that schedules can be compared too; and their bubbles."""
-    every = {name: {"torch": Theirs(size, SCHEDULES[name][1], SCHEDULES[name][0]), "ours": Ours(size, name, SCHEDULES[name][0])} for name in names}
+def compare(
+    size: Size, names: Sequence[str], rounds: int
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The times of the schedules' steps, all in turn, so that schedules can be compared too; and
+    their bubbles."""
+    every = {
+        name: {
+            "torch": Theirs(size, SCHEDULES[name][1], SCHEDULES[name][0]),
+            "ours": Ours(size, name, SCHEDULES[name][0]),
+        }
+        for name in names
+    }
     for both in every.values():
         same_losses({who: steps.loss for who, steps in both.items()})
-    seconds = interleave({f"{who} {name}": steps.step for name, both in every.items() for who, steps in both.items()}, rounds, calls=1)
-    rows = [Row(f"gpt {name} {size}", {who: seconds[f"{who} {name}"] for who in both}, "ms") for name, both in every.items()]
+    seconds = interleave(
+        {
+            f"{who} {name}": steps.step
+            for name, both in every.items()
+            for who, steps in both.items()
+        },
+        rounds,
+        calls=1,
+    )
+    rows = [
+        Row(f"gpt {name} {size}", {who: seconds[f"{who} {name}"] for who in both}, "ms")
+        for name, both in every.items()
+    ]
     found = bubbles([both["ours"] for both in every.values()], 2 * rounds)
-    return rows, [{"case": row.case, "unit": ""} | more for row, more in zip(rows, found, strict=True)]
+    return rows, [
+        {"case": row.case, "unit": ""} | more for row, more in zip(rows, found, strict=True)
+    ]
 
 
 def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
@@ -203,12 +247,26 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
             model = simulate(ours.pipeline.schedule, run.each)
             idle, foretold = idle_of(run), idle_of(model)
             shares = idle / ideal * 100, foretold / ideal * 100, idle / foretold, run.bubble * 100
-            figures.append((run.makespan * 1e3, model.makespan * 1e3, idle * 1e3, *shares, run.period * 1e3))
-    names = ("run ms", "simulated ms", "idle ms", "bubble %", "simulated %", "of simulated", "of its step %", "period ms")
+            figures.append(
+                (run.makespan * 1e3, model.makespan * 1e3, idle * 1e3, *shares, run.period * 1e3)
+            )
+    names = (
+        "run ms",
+        "simulated ms",
+        "idle ms",
+        "bubble %",
+        "simulated %",
+        "of simulated",
+        "of its step %",
+        "period ms",
+    )
     out = []
     for ours, figures in zip(contenders, found, strict=True):
         middle = [round(statistics.median(column), 2) for column in zip(*figures, strict=True)]
-        held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, max_activations(ours.name, ours.lanes, MICROS)))}
+        held = {
+            "held": "/".join(map(str, ours.held())),
+            "promised": "/".join(map(str, max_activations(ours.name, ours.lanes, MICROS))),
+        }
         out.append(dict(zip(names, middle, strict=True)) | held)
     return out
 
@@ -232,7 +290,12 @@ def main() -> None:
             details += found[1]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "torch")
-        print("\n".join(map(json.dumps, details)) if chosen.json else f"\n{table(details)}\nload {os.getloadavg()[0]:.1f}", flush=True)
+        print(
+            "\n".join(map(json.dumps, details))
+            if chosen.json
+            else f"\n{table(details)}\nload {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

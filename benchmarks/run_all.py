@@ -1,4 +1,5 @@
-"""Run every benchmark and write what they found: results/<name>.jsonl, one JSON object a line, and results/README.md, the tables."""
+"""Run every benchmark and write what they found: results/<name>.jsonl, one JSON object a line, and
+results/README.md, the tables."""
 
 from __future__ import annotations
 
@@ -12,19 +13,28 @@ import torch
 from common import LIMIT, describe, end, end_by_signal, keep, options, table
 
 HERE = Path(__file__).resolve().parent
-#: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
-BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
-              "divergence": "off", "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
+#: name -> the contender that ours is compared with; where rows differ, the first of these that a
+#: row has.
+BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2",
+    "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
+              "divergence": "off", "models": "ddp, dtensor", "long_context": "gather",
+              "graph": "by hand", "pipeline": "torch",
               "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
-#: Results of other runs of a benchmark, which these leave as they are: `auto_parallel.py --nproc 4 --save`.
+#: Results of other runs of a benchmark, which these leave as they are: `auto_parallel.py --nproc 4
+#: --save`.
 MORE = {"auto_parallel": ["auto_parallel_on_4"]}
 OURS = ("ours", "apart", "eager", "graph", "compiled")
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
     """One benchmark in processes of its own -> its rows. What it says besides goes to stderr."""
-    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py"), "--json", *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / f"{name}.py"), "--json", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         printed, _ = process.communicate(timeout=LIMIT)
     finally:
@@ -40,9 +50,16 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
     for base in BENCHMARKS[name].split(", "):
         those = [row for row in rows if base in row]
         if those or base == BENCHMARKS[name]:
-            ratios = {row["case"]: {ours: row[ours] / row[base] for ours in OURS if ours in row} for row in those}
+            ratios = {
+                row["case"]: {ours: row[ours] / row[base] for ours in OURS if ours in row}
+                for row in those
+            }
             tables.append(table(those or rows, ratios, base))
-    alone = [row for row in rows if tables and not any(base in row for base in BENCHMARKS[name].split(", "))]
+    alone = [
+        row
+        for row in rows
+        if tables and not any(base in row for base in BENCHMARKS[name].split(", "))
+    ]
     if alone and len(alone) < len(rows):
         tables.append(table(alone))
     return "\n\n".join(tables)
@@ -51,18 +68,26 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
 def page(results: Path) -> str:
     """The tables of all results there are."""
     anchors = "plain, ddp, fsdp2, dtensor, gather, gloo, by hand, torch.distributed.pipelining"
-    about = f"Medians; contenders timed in turn in one run; in brackets ours over its anchor ({anchors}). `make bench` writes this page."
+    about = (
+        f"Medians; contenders timed in turn in one run; in brackets ours over its anchor "
+        f"({anchors}). `make bench` writes this page."
+    )
     parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
         for path in (results / f"{stem}.jsonl" for stem in [name, *MORE.get(name, [])]):
             if path.exists():
-                parts.append(f"## {path.stem}\n\n{compared(name, [json.loads(line) for line in path.read_text().splitlines()])}")
+                parts.append(
+                    f"## "
+                    f"{path.stem}\n\n{compared(name, [json.loads(line) for line in path.read_text().splitlines()])}"  # noqa: E501
+                )
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     chosen = options(__doc__.splitlines()[0], steps=0)
-    arguments = (["--quick"] if chosen.quick else []) + (["--steps", str(chosen.steps)] if chosen.steps else [])
+    arguments = (["--quick"] if chosen.quick else []) + (
+        ["--steps", str(chosen.steps)] if chosen.steps else []
+    )
     # A quick run shows that the benchmarks run; its numbers are not for keeping.
     results = None if chosen.quick else HERE / "results"
     end_by_signal()
@@ -70,7 +95,12 @@ def main() -> None:
         if chosen.only not in name or (name == "gpu" and not torch.cuda.is_available()):
             continue
         rows = run(name, arguments if name != "boxing" else [])  # its sizes and rounds are its own
-        print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{compared(name, rows)}", flush=True)
+        print(
+            "\n".join(json.dumps({"benchmark": name} | row) for row in rows)
+            if chosen.json
+            else f"\n== {name}\n{compared(name, rows)}",
+            flush=True,
+        )
         if results:
             results.mkdir(exist_ok=True)
             keep(rows, name)

@@ -1,7 +1,9 @@
-"""A tensor-parallel training step of the example's GPT: DTensor's `parallelize_module` and ours, the same parameters split the same way.
+"""A tensor-parallel training step of the example's GPT: DTensor's `parallelize_module` and ours,
+the same parameters split the same way.
 
-Both split the projections of every block by columns and rows, the embedding and the output layer by bytes, and compute the loss from split logits.
-The second case of each size also splits the activations between the projections in time (sequence parallelism).
+Both split the projections of every block by columns and rows, the embedding and the output layer by
+bytes, and compute the loss from split logits. The second case of each size also splits the
+activations between the projections in time (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -11,7 +13,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
+from common import (
+    LEAST,
+    QUICK_SIZES,
+    SIZES,
+    Row,
+    Size,
+    interleave,
+    on_ranks,
+    options,
+    same_losses,
+    show,
+    training_step,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,7 +44,8 @@ import globaltensor as flow
 
 
 def parallelized(model: nn.Module, sequence: bool) -> nn.Module:
-    """DTensor as its documentation has it; what lies between the projections is on plain local tensors, its cheapest way."""
+    """DTensor as its documentation has it; what lies between the projections is on plain local
+    tensors, its cheapest way."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -46,9 +61,20 @@ def parallelized(model: nn.Module, sequence: bool) -> nn.Module:
     if sequence:
         norms = ("blocks.*.norm1", "blocks.*.norm2", "norm")
         parallelize_module(model, mesh, {name: SequenceParallel() for name in norms})
-        parallelize_module(model, mesh, {name: PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()) for name in norms})
+        parallelize_module(
+            model,
+            mesh,
+            {
+                name: PrepareModuleOutput(
+                    output_layouts=Shard(1), desired_output_layouts=Replicate()
+                )
+                for name in norms
+            },
+        )
         rank, size = dist.get_rank(), dist.get_world_size()
-        model.position.register_forward_hook(lambda module, inputs, output: output.tensor_split(size)[rank])
+        model.position.register_forward_hook(
+            lambda module, inputs, output: output.tensor_split(size)[rank]
+        )
         # Each rank sees its own stretch of time only: the gradients of the positions are partial.
         model.position.weight.register_hook(all_reduced)
     return model
@@ -84,7 +110,9 @@ def compare(size: Size, mode: str, rounds: int) -> Row:
         "dtensor": dtensor_step(parallelized(size.model(), mode == "sequence"), rows),
         "ours": training_step(ours, rows.to_global(everyone, flow.sbp.broadcast)),
     }
-    same_losses({"dtensor": lambda: full(steps["dtensor"]()), "ours": lambda: steps["ours"]().item()})
+    same_losses(
+        {"dtensor": lambda: full(steps["dtensor"]()), "ours": lambda: steps["ours"]().item()}
+    )
     return Row(f"gpt {mode} step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 

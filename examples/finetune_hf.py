@@ -1,9 +1,12 @@
 """Fine-tune a Hugging Face language model, unmodified, on the Python standard library's own source.
 
-    python -m globaltensor.distributed.launch --nproc_per_node 2 examples/finetune_hf.py --parallel fsdp --out runs/finetuned
+    python -m globaltensor.distributed.launch --nproc_per_node 2 examples/finetune_hf.py --parallel
+    fsdp --out runs/finetuned
 
-`--model` is a folder that `save_pretrained` has written, or a name that transformers can load; without it a small Llama with random weights is trained.
-The result is a folder of safetensors that `from_pretrained` reads. Words are bytes, so that no tokenizer is needed; give `--model` one of 256 words or more.
+`--model` is a folder that `save_pretrained` has written, or a name that transformers can load;
+without it a small Llama with random weights is trained. The result is a folder of safetensors that
+`from_pretrained` reads. Words are bytes, so that no tokenizer is needed; give `--model` one of 256
+words or more.
 """
 
 from __future__ import annotations
@@ -30,14 +33,19 @@ def load(path: str | None) -> nn.Module:
     if path is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(path)  # type: ignore[no-any-return]
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True)  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=256,
+        num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+                                      tie_word_embeddings=True)  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
 def save(model: nn.Module, folder: str) -> None:
     """The whole weights, as one device would have them. Collective; the first rank writes."""
-    whole = {name: value.to_global(sbp=[B] * value.placement.axes).to_local().cpu() for name, value in model.state_dict().items()}
+    whole = {
+        name: value.to_global(sbp=[B] * value.placement.axes).to_local().cpu()
+        for name, value in model.state_dict().items()
+    }
     if flow.env.get_rank() == 0:
         model.save_pretrained(folder, state_dict=whole)  # type: ignore[operator]
 
@@ -52,7 +60,12 @@ def train(options: argparse.Namespace) -> list[float]:
     sbp = B if options.parallel in ("tensor", "sequence") else S(0)
     bar = tqdm(range(options.steps), disable=None if flow.env.get_rank() == 0 else True)
     for step in bar:
-        ids = draw(text, options.batch, options.context, step).long().to_global(everyone, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        ids = (
+            draw(text, options.batch, options.context, step)
+            .long()
+            .to_global(everyone, B)
+            .to_global(sbp=sbp)
+        )  # type: ignore[attr-defined]
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -67,9 +80,15 @@ def train(options: argparse.Namespace) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
-    add("--model", help="folder or name of a causal language model; none: a small one with random weights")
+    add(
+        "--model",
+        help="folder or name of a causal language model; none: a small one with random weights",
+    )
     add("--parallel", choices=PLANS, default="data", help="the plan (see flow.parallelize)")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--steps", type=int, default=100)
@@ -78,10 +97,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rate", type=float, default=3e-3, help="learning rate")
     add("--out", help="folder for the result")
     options = parser.parse_args(arguments)
-    if small := [f"--{name}" for name in ("steps", "batch", "context") if getattr(options, name) < 1]:
+    if small := [
+        f"--{name}" for name in ("steps", "batch", "context") if getattr(options, name) < 1
+    ]:
         parser.error(f"{', '.join(small)} must be at least 1")
     if options.model and options.model.startswith((".", "/")) and not Path(options.model).is_dir():
-        parser.error(f"--model {options.model} is no folder: give one that save_pretrained has written")
+        parser.error(
+            f"--model {options.model} is no folder: give one that save_pretrained has written"
+        )
     return options
 
 
@@ -90,4 +113,7 @@ if __name__ == "__main__":
     options = parse()
     losses = train(options)
     if flow.env.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps" + (f"; saved to {options.out}" if options.out else ""))
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps"
+            + (f"; saved to {options.out}" if options.out else "")
+        )

@@ -1,9 +1,12 @@
-"""Train a small GPT on the Python standard library's own source, byte by byte, on as many processes as you like.
+"""Train a small GPT on the Python standard library's own source, byte by byte, on as many processes
+as you like.
 
-    python -m globaltensor.distributed.launch --nproc_per_node 2 examples/train_gpt.py --parallel tensor
+    python -m globaltensor.distributed.launch --nproc_per_node 2 examples/train_gpt.py --parallel
+    tensor
 
-The model is written as for one device: nothing in it knows of ranks. How the job is spread over them is said once, in the table
-`PARALLEL`: which sbp each parameter and each input has. Every choice gives the same losses (`single` is plain PyTorch, to compare with).
+The model is written as for one device: nothing in it knows of ranks. How the job is spread over
+them is said once, in the table `PARALLEL`: which sbp each parameter and each input has. Every
+choice gives the same losses (`single` is plain PyTorch, to compare with).
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ CLIP = 1.0  # the largest norm of a step's gradients
 
 # ---------------------------------------------------------------- the model: ordinary PyTorch
 
+
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm: [batch, time, width] -> the same."""
+    """Attention and a feed-forward layer, each behind a layer norm: [batch, time, width] -> the
+    same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,7 +53,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (project(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -65,7 +73,12 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    parameter,
+                    std=0.02 / math.sqrt(2 * layers)
+                    if name.endswith(("out.weight", "down.weight"))
+                    else 0.02,
+                )
 
     def forward(self, ids: Tensor) -> Tensor:
         """[batch, time] of bytes -> [batch, time, 256] logits of the byte that follows each."""
@@ -76,11 +89,13 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before it."""
+    """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before
+    it."""
     logits, targets = model(rows[:, :-1]), rows[:, 1:]
     if targets.is_global:  # with stages the logits lie where the last one is
         targets = targets.to_global(placement=logits.placement)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 
 # ---------------------------------------------------------------- how it is spread
 
@@ -88,19 +103,32 @@ Sbp = list[flow.sbp.sbp]  # one entry for each axis of the placement
 
 
 class Parallel(NamedTuple):
-    """A way to spread the job: the sbp of the batch, and of the parameters and of the modules' outputs whose names match a pattern."""
+    """A way to spread the job: the sbp of the batch, and of the parameters and of the modules'
+    outputs whose names match a pattern."""
 
     batch: Sbp
     parameters: dict[str, Sbp]
     outputs: dict[str, Sbp]
 
 
-# Projections into a block are split by columns, those out of it by rows (nn.Linear stores weights transposed), the embedding by bytes.
-TENSOR = {"*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1), "*.up.*": S(0), "*.down.weight": S(1), "token.weight": S(0), "*": B}
-# What comes out of them is a sum over the ranks: sum it up at once. Left alone, the library lays it out in the way that moves the fewest bytes next,
-# which for a model as small as this one is to gather the weights and split the batch.
+# Projections into a block are split by columns, those out of it by rows (nn.Linear stores weights
+# transposed), the embedding by bytes.
+TENSOR = {
+    "*.q.weight": S(0),
+    "*.k.weight": S(0),
+    "*.v.weight": S(0),
+    "*.out.weight": S(1),
+    "*.up.*": S(0),
+    "*.down.weight": S(1),
+    "token.weight": S(0),
+    "*": B,
+}
+# What comes out of them is a sum over the ranks: sum it up at once. Left alone, the library lays it
+# out in the way that moves the fewest bytes next, which for a model as small as this one is to
+# gather the weights and split the batch.
 SUMS = {"token": B, "*.out": B, "*.down": B}
-# Sequence parallelism sums it up onto a split in time, so that layer norms and residuals are no longer done by all ranks alike.
+# Sequence parallelism sums it up onto a split in time, so that layer norms and residuals are no
+# longer done by all ranks alike.
 IN_TIME = {"token": S(1), "*.out": S(1), "*.down": S(1), "*norm*": B}
 
 
@@ -128,8 +156,14 @@ def placement_of(options: argparse.Namespace) -> flow.placement:
     if options.parallel != "hybrid":
         return flow.placement.all(options.device)
     if flow.env.get_world_size() % options.tensor_size:
-        sys.exit(f"--tensor-size {options.tensor_size} does not divide the {flow.env.get_world_size()} processes of this job")
-    return flow.placement(options.device, torch.arange(flow.env.get_world_size()).view(-1, options.tensor_size).tolist())
+        sys.exit(
+            f"--tensor-size {options.tensor_size} does not divide the {flow.env.get_world_size()} "
+            f"processes of this job"
+        )
+    return flow.placement(
+        options.device,
+        torch.arange(flow.env.get_world_size()).view(-1, options.tensor_size).tolist(),
+    )
 
 
 def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> None:
@@ -138,32 +172,45 @@ def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> N
     for name, module in model.named_modules():
         for pattern, sbp in parallel.outputs.items():
             if fnmatch.fnmatch(name, pattern):
-                module.register_forward_hook(lambda module, inputs, output, sbp=sbp: output.to_global(sbp=sbp))
+                module.register_forward_hook(
+                    lambda module, inputs, output, sbp=sbp: output.to_global(sbp=sbp)
+                )
+
 
 # ---------------------------------------------------------------- data, checkpoints, text
 
+
 def corpus() -> Tensor:
-    """The top-level modules of the standard library, one after the other: uint8 [bytes], at most 8 MB."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    """The top-level modules of the standard library, one after the other: uint8 [bytes], at most 8
+    MB."""
+    text = b"".join(
+        path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    )
     return torch.frombuffer(bytearray(text[:8_000_000]), dtype=torch.uint8)
 
 
 def draw(text: Tensor, batch: int, context: int, seed: int) -> Tensor:
     """Random snippets of the text: [batch, context + 1]. Every rank draws the same ones."""
-    starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed)
+    )
     return text[starts + torch.arange(context + 1)].long()
 
 
 def whole(value: Any) -> Any:
-    """A global tensor -> its whole value as an ordinary tensor on every rank; anything else as it is."""
+    """A global tensor -> its whole value as an ordinary tensor on every rank; anything else as it
+    is."""
     if isinstance(value, Tensor) and value.is_global:
         return value.detach().to_global(flow.placement.all(value.placement.type), B).to_local()
     return value
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Whole values, so that any number of processes can resume in any mode; at no time is a half-written file under this name."""
-    state = tree_map(whole, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+    """Whole values, so that any number of processes can resume in any mode; at no time is a
+    half-written file under this name."""
+    state = tree_map(
+        whole, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    )
     if flow.env.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path.with_suffix(".part"))
@@ -178,34 +225,62 @@ def restore(path: Path, model: nn.Module) -> dict[str, Any]:
     except OSError as error:
         sys.exit(f"--resume: {path} cannot be read: {error.strerror or error}")
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
-        sys.exit(f"--resume: {path} is no checkpoint of this program, or not all of one ({type(error).__name__})")
+        sys.exit(
+            f"--resume: {path} is no checkpoint of this program, or not all of one "
+            f"({type(error).__name__})"
+        )
     try:
         model.load_state_dict(parameters)
     except RuntimeError as error:
-        sys.exit(f"--resume: {path} is of another model, see --layers, --width and --context: {' '.join(str(error).split())[:200]} ...")
+        sys.exit(
+            f"--resume: {path} is of another model, see --layers, --width and --context: "
+            f"{' '.join(str(error).split())[:200]} ..."
+        )
     return saved
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device
+) -> None:
     """Load whole values; what belongs to a global parameter is laid out as the parameter is."""
     optimizer.load_state_dict(state)
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if value.shape == parameter.shape and parameter.is_global:
-                values[name] = value.to(device).to_global(parameter.placement, [B] * len(parameter.sbp)).to_global(sbp=parameter.sbp)
+                values[name] = (
+                    value.to(device)
+                    .to_global(parameter.placement, [B] * len(parameter.sbp))
+                    .to_global(sbp=parameter.sbp)
+                )
 
 
 @torch.no_grad()
-def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: float, seed: int, feed: Callable[[Tensor], Tensor]) -> Iterator[int]:
-    """Sample byte after byte from the trained model; the window [context] slides along. All ranks draw the same bytes."""
+def continuation(
+    model: nn.Module,
+    prompt: Tensor,
+    length: int,
+    temperature: float,
+    seed: int,
+    feed: Callable[[Tensor], Tensor],
+) -> Iterator[int]:
+    """Sample byte after byte from the trained model; the window [context] slides along. All ranks
+    draw the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
         logits = torch.from_numpy(model(feed(prompt[None]))[0, -1].double().cpu().numpy())
-        byte = logits.argmax() if temperature == 0 else torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)[0]
+        byte = (
+            logits.argmax()
+            if temperature == 0
+            else torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)[
+                0
+            ]
+        )
         prompt = torch.cat([prompt[1:], byte[None]])
         yield int(byte)
 
+
 # ---------------------------------------------------------------- the run
+
 
 def plan_in(path: str) -> flow.auto.Plan:
     try:
@@ -215,37 +290,83 @@ def plan_in(path: str) -> flow.auto.Plan:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
-    add("--parallel", choices=["single", "pipeline", "auto", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
+    add(
+        "--parallel",
+        choices=["single", "pipeline", "auto", *PARALLEL],
+        default="data",
+        help="how the job is spread; single: plain PyTorch, one process",
+    )
     add("--picture", type=Path, help="auto: where a page that shows the plan is written")
-    add("--plan", type=plan_in, help="auto: carry out the plan in this file (Plan.save, `globaltensor plan --json`) instead of searching for one")
-    add("--cluster", help="auto: what the cluster is like, a file that `globaltensor profile` wrote or the name of a preset; else the ranks are measured")
+    add(
+        "--plan",
+        type=plan_in,
+        help=(
+            "auto: carry out the plan in this file (Plan.save, `globaltensor plan --json`) "
+            "instead of searching for one"
+        ),
+    )
+    add(
+        "--cluster",
+        help=(
+            "auto: what the cluster is like, a file that `globaltensor profile` wrote or the "
+            "name of a preset; else the ranks are measured"
+        ),
+    )
     add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
-    add("--graph", action="store_true", help="capture the training step as a static graph (nn.Graph)")
-    add("--micro-batches", type=int, default=1, help="with --graph: cut each batch into so many, and step once")
+    add(
+        "--graph",
+        action="store_true",
+        help="capture the training step as a static graph (nn.Graph)",
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="with --graph: cut each batch into so many, and step once",
+    )
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--context", type=int, default=128, help="bytes the model looks back")
     add("--batch", type=int, default=16, help="snippets per step, over all processes")
     add("--steps", type=int, default=500)
-    add("--lr", type=float, default=3e-3, help="at its highest: it warms up, then falls along a cosine")
+    add(
+        "--lr",
+        type=float,
+        default=3e-3,
+        help="at its highest: it warms up, then falls along a cosine",
+    )
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--checkpoint", type=Path, help="where the trained state is saved")
     add("--resume", action="store_true", help="go on from --checkpoint, up to --steps")
     add("--sample", type=int, default=200, help="bytes of the continuation at the end")
-    add("--temperature", type=float, default=0.7, help="of the continuation; 0: always the likeliest byte")
+    add(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="of the continuation; 0: always the likeliest byte",
+    )
     add("--log-every", type=int, default=25, help="steps between two reports of the loss")
     add("--no-progress", action="store_true", help="no progress bar, even on a terminal")
     options = parser.parse_args(arguments)
     counts = ("layers", "width", "heads", "context", "batch", "steps", "tensor_size", "log_every")
     if small := [f"--{name.replace('_', '-')}" for name in counts if getattr(options, name) < 1]:
         parser.error(f"{', '.join(small)} must be at least 1")
-    if options.micro_batches < 1 or options.batch % options.micro_batches or (options.micro_batches > 1 and not options.graph):
-        parser.error(f"--micro-batches {options.micro_batches} needs --graph, and must divide --batch {options.batch}")
+    if (
+        options.micro_batches < 1
+        or options.batch % options.micro_batches
+        or (options.micro_batches > 1 and not options.graph)
+    ):
+        parser.error(
+            f"--micro-batches {options.micro_batches} needs --graph, and must divide --batch "
+            f"{options.batch}"
+        )
     if (options.picture or options.plan or options.cluster) and options.parallel != "auto":
         parser.error("--picture, --plan and --cluster go with --parallel auto")
     if options.temperature < 0 or options.sample < 0:
@@ -261,22 +382,41 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def learning_rate(step: int, steps: int) -> float:
     """Warm up, then fall along a cosine to a tenth."""
-    return min((step + 1) / max(1, min(20, steps // 10)), 0.55 + 0.45 * math.cos(math.pi * step / steps))
+    return min(
+        (step + 1) / max(1, min(20, steps // 10)), 0.55 + 0.45 * math.cos(math.pi * step / steps)
+    )
 
 
-def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -> Callable[..., Tensor]:
-    """Spread the model as the options say -> what makes a plain tensor its input: laid out as the batch, or with ``whole`` the same on all ranks."""
+def place(
+    model: nn.Module, options: argparse.Namespace, device: torch.device
+) -> Callable[..., Tensor]:
+    """Spread the model as the options say -> what makes a plain tensor its input: laid out as the
+    batch, or with ``whole`` the same on all ranks."""
     if options.parallel == "single":
         return lambda tensor, whole=False: tensor.to(device)
     if options.parallel == "pipeline":  # one stage a process
         if options.layers < flow.env.get_world_size():
-            sys.exit(f"--parallel pipeline: {flow.env.get_world_size()} processes need a layer each, but --layers is {options.layers}")
-        stages = [flow.placement(options.device, [rank]) for rank in range(flow.env.get_world_size())]
+            sys.exit(
+                f"--parallel pipeline: {flow.env.get_world_size()} processes need a layer each, "
+                f"but --layers is {options.layers}"
+            )
+        stages = [
+            flow.placement(options.device, [rank]) for rank in range(flow.env.get_world_size())
+        ]
         flow.pipeline.cut(model, stages)
-        return lambda tensor, whole=False: tensor.to(device).to_global(flow.placement.all(options.device), B, check_meta=False).to_global(stages[0], B)
+        return lambda tensor, whole=False: (
+            tensor.to(device)
+            .to_global(flow.placement.all(options.device), B, check_meta=False)
+            .to_global(stages[0], B)
+        )
     parallel, placement = PARALLEL.get(options.parallel, ANY), placement_of(options)
     if options.parallel == "auto" and (options.plan or not options.graph):
-        flow.parallelize(model, placement, options.plan or "auto", inputs=(torch.zeros(options.batch, options.context, dtype=torch.long),))
+        flow.parallelize(
+            model,
+            placement,
+            options.plan or "auto",
+            inputs=(torch.zeros(options.batch, options.context, dtype=torch.long),),
+        )
     else:
         spread(model, parallel, placement)
 
@@ -289,15 +429,20 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
 
 
 class Step(flow.nn.Graph):
-    """A training step as a static graph: captured at the first call, then run without any dispatch. Gradients are clipped as the optimizer's group says."""
+    """A training step as a static graph: captured at the first call, then run without any dispatch.
+    Gradients are clipped as the optimizer's group says."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, auto: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, auto: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
         self.config.set_gradient_accumulation_steps(micro_batches)
         plan = flow.auto.plan_of(model)
-        if plan is not None:  # from a file: the model is laid already, the rest is micro-batches and their schedule
+        if (
+            plan is not None
+        ):  # from a file: the model is laid already, the rest is micro-batches and their schedule
             self.config.follow(plan)
         else:
             self.config.enable_auto_parallel(auto)
@@ -325,11 +470,26 @@ def show_plan(step_of: Any, model: nn.Module, options: argparse.Namespace) -> No
         plan.save_html(options.picture)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable[[int], Tensor], first: int, options: argparse.Namespace) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch_of: Callable[[int], Tensor],
+    first: int,
+    options: argparse.Namespace,
+) -> list[float]:
     """The steps from ``first`` on -> the mean losses reported, one for each --log-every steps."""
-    step_of = Step(model, optimizer, options.micro_batches, options.parallel == "auto") if options.graph else functools.partial(eager_step, model, optimizer)
+    step_of = (
+        Step(model, optimizer, options.micro_batches, options.parallel == "auto")
+        if options.graph
+        else functools.partial(eager_step, model, optimizer)
+    )
     loud = flow.env.get_rank() == 0
-    bar = tqdm(total=options.steps, initial=first, unit="step", disable=not loud or options.no_progress or not sys.stderr.isatty())
+    bar = tqdm(
+        total=options.steps,
+        initial=first,
+        unit="step",
+        disable=not loud or options.no_progress or not sys.stderr.isatty(),
+    )
     losses, recent, since = [], [], time.perf_counter()
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
@@ -339,7 +499,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable
             show_plan(step_of, model, options)
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
-            losses.append(torch.stack(recent).mean().item())  # collective: on every rank, though only one tells
+            losses.append(
+                torch.stack(recent).mean().item()
+            )  # collective: on every rank, though only one tells
             rate = len(recent) * options.batch * options.context / (time.perf_counter() - since)
             recent, since = [], time.perf_counter()
             told = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s"
@@ -371,31 +533,68 @@ def run(options: argparse.Namespace) -> list[float]:
     flow.fuse_loss_count()  # no rank looks at a loss, or hooks into a gradient, that others do not
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
-    model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))
+    model = GPT(options.layers, options.width, options.heads, options.context).to(
+        device, getattr(torch, options.dtype)
+    )
     text = corpus()
     training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
     if loud:
-        size, processes = sum(p.numel() for p in model.parameters()), 1 if options.parallel == "single" else flow.env.get_world_size()
-        print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {processes} process(es)", flush=True)
+        size, processes = (
+            sum(p.numel() for p in model.parameters()),
+            1 if options.parallel == "single" else flow.env.get_world_size(),
+        )
+        print(
+            f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {processes} "
+            f"process(es)",
+            flush=True,
+        )
 
     saved = restore(options.checkpoint, model) if options.resume else {"step": 0}
     feed = place(model, options, device)
     group = {"params": model.parameters(), "clip_grad_max_norm": CLIP}
-    optimizer = torch.optim.AdamW([group], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        [group], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     if options.resume:
         restore_optimizer(optimizer, saved["optimizer"], device)
-    losses = train(model, optimizer, lambda step: feed(draw(training, options.batch, options.context, options.seed + step)), saved["step"], options)
+    losses = train(
+        model,
+        optimizer,
+        lambda step: feed(draw(training, options.batch, options.context, options.seed + step)),
+        saved["step"],
+        options,
+    )
     if options.checkpoint:
         save(options.checkpoint, model, optimizer, max(saved["step"], options.steps))
 
     with torch.no_grad():
-        held_out = [loss_of(model, feed(draw(validation, options.batch, options.context, options.seed - 1 - i))).item() for i in range(4)]
+        held_out = [
+            loss_of(
+                model, feed(draw(validation, options.batch, options.context, options.seed - 1 - i))
+            ).item()
+            for i in range(4)
+        ]
     losses.append(sum(held_out) / len(held_out))
     prompt = draw(validation, 1, options.context - 1, options.seed)[0]
-    sampled = bytes(continuation(model, prompt, options.sample, options.temperature, options.seed, lambda ids: feed(ids, whole=True)))
+    sampled = bytes(
+        continuation(
+            model,
+            prompt,
+            options.sample,
+            options.temperature,
+            options.seed,
+            lambda ids: feed(ids, whole=True),
+        )
+    )
     if loud:
-        before, after = (bytes(part).decode(errors="replace") for part in (prompt.tolist(), sampled))
-        print(f"validation loss {losses[-1]:.4f} nats/byte\n--- after\n{before}\n--- the model writes\n{after}", flush=True)
+        before, after = (
+            bytes(part).decode(errors="replace") for part in (prompt.tolist(), sampled)
+        )
+        print(
+            f"validation loss {losses[-1]:.4f} nats/byte\n--- after\n{before}\n--- the model "
+            f"writes\n{after}",
+            flush=True,
+        )
     return losses
 
 

@@ -9,7 +9,9 @@ from .amp import unscale as _scaling  # (handlers)
 from .optim import local_step as _optimizers
 from ._ops import random as _draws  # (handlers)
 from ._ops import autograd_function as _functions
-from .parallel import module_to_global as _modules  # (adds to_global and to_local to torch.nn.Module)
+from .parallel import (
+    module_to_global as _modules,
+)  # (adds to_global and to_local to torch.nn.Module)
 from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
@@ -17,7 +19,9 @@ from ._ops import flex_attention as _flex  # (wraps torch's when it is imported)
 from .distributed import replicated_values as _counted_once
 from ._tensor import file_savers as _savers
 from ._ops import metrics as _metrics
-from ._tensor import compiler_guard as _uncompiled  # (keeps torch.compile away, when that is imported)
+from ._tensor import (
+    compiler_guard as _uncompiled,
+)  # (keeps torch.compile away, when that is imported)
 from ._ops.legacy_constructors import (
     BFloat16Tensor,
     BoolTensor,
@@ -50,12 +54,16 @@ from ._tensor.gradients.reducer import fuse_loss_count, no_sync, set_grad_reduce
 from ._ops.rules.attention.sdpa import context_parallel
 from ._ops.rules.experts import moe_experts
 from ._ops.rules.grouped_linear import grouped_linear
-from ._tensor.display import visualize_sharding, visualize_sharding as show  # torch's and JAX's word, and a short one
+from ._tensor.display import (
+    visualize_sharding,
+    visualize_sharding as show,
+)  # torch's and JAX's word, and a short one
 from .sharding.spec import Spec
 from ._ops.oneflow_aliases import global_to_global, local_to_global, tensordot, transpose
 from ._ops.methods import GlobalTensor
 
-# Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
+# Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also
+# the name of a module here.
 from ._ops.creation import *  # noqa: F403
 
 _tracebacks.install()

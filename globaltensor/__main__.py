@@ -1,10 +1,10 @@
 """The command ``globaltensor``: each verb is a Python function first; this file only names them.
 
-    globaltensor launch --nproc_per_node 2 script.py     start a script on several processes
-    globaltensor doctor [--json]                         what this machine and this environment offer
-    globaltensor profile --nproc 2 --out cluster.json    what computing and moving data cost here, for plans
-    globaltensor plan MODULE:NAME --cluster cluster.json the best way to run a model there
-"""
+globaltensor launch --nproc_per_node 2 script.py     start a script on several processes
+globaltensor doctor [--json]                         what this machine and this environment offer
+globaltensor profile --nproc 2 --out cluster.json    what computing and moving data cost here, for plans
+globaltensor plan MODULE:NAME --cluster cluster.json the best way to run a model there
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["doctor", "main"]
 
 
 def doctor() -> dict[str, object]:
-    """What this process would run on: versions, devices, backends, and the world that the environment describes. Starts nothing."""
+    """What this process would run on: versions, devices, backends, and the world that the
+    environment describes. Starts nothing."""
     import torch
     import torch.distributed as dist
 
@@ -29,7 +30,14 @@ def doctor() -> dict[str, object]:
 
     try:
         found = detect(os.environ)
-        place = "a world of one" if found is None else f"rank {found.rank} of {found.world_size} at {found.meeting}, started by {found.source}"
+        place = (
+            "a world of one"
+            if found is None
+            else (
+                f"rank {found.rank} of {found.world_size} at {found.meeting}, started by "
+                f"{found.source}"
+            )
+        )
     except WorldError as error:
         place = f"cannot tell: {error}"
     backends = {
@@ -56,11 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .distributed.launch import main as launch
 
         return launch(arguments[1:], prog="globaltensor launch")
-    parser = argparse.ArgumentParser(prog="globaltensor", description="Global tensors for PyTorch: a cluster looks like one device.")
+    parser = argparse.ArgumentParser(
+        prog="globaltensor",
+        description="Global tensors for PyTorch: a cluster looks like one device.",
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     verbs.add_parser("launch", help="start a script on several processes (globaltensor launch -h)")
-    verbs.add_parser("doctor", help="what this machine and this environment offer").add_argument("--json", action="store_true", help="one JSON object")
-    _profile_options(verbs.add_parser("profile", help="measure what computing and moving data cost here", description=_PROFILE))
+    verbs.add_parser("doctor", help="what this machine and this environment offer").add_argument(
+        "--json", action="store_true", help="one JSON object"
+    )
+    _profile_options(
+        verbs.add_parser(
+            "profile", help="measure what computing and moving data cost here", description=_PROFILE
+        )
+    )
     planner = verbs.add_parser("plan", help="find the best way to run a model on a cluster")
     if arguments[:1] == ["plan"]:  # imports more than other verbs need
         from .auto import cli
@@ -79,22 +96,49 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(found) + "\n")
     else:
-        sys.stdout.writelines(f"{name:14}{', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}\n" for name, value in found.items())
+        sys.stdout.writelines(
+            f"{name:14}{', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}\n"  # noqa: E501
+            for name, value in found.items()
+        )
     return 0
 
 
 _PROFILE = """Measures matmuls, memory, each collective by size and group, messages, and how much moving and computing hinder each other, on all ranks at once.
-In a job of several ranks (under a launcher) it measures these; otherwise it starts ranks of its own on this machine."""
+In a job of several ranks (under a launcher) it measures these; otherwise it starts ranks of its own on this machine."""  # noqa: E501
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, default=0, metavar="N", help="ranks to start: one for each GPU, or two, unless told")
-    parser.add_argument("--seconds", type=float, default=40.0, metavar="S", help="how long it may measure (about; %(default)g)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what is measured")
-    parser.add_argument("--backend", default="auto", help="gloo, nccl or mpi: what carries the collectives")
-    parser.add_argument("--out", metavar="FILE", help="where to write it, as JSON that Cluster.load and `globaltensor plan --cluster` read")
-    parser.add_argument("--name", default="profiled", help="how plans and reports call this cluster")
-    parser.add_argument("--json", action="store_true", help="print what would be written instead of a table")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks to start: one for each GPU, or two, unless told",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="how long it may measure (about; %(default)g)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="what is measured"
+    )
+    parser.add_argument(
+        "--backend", default="auto", help="gloo, nccl or mpi: what carries the collectives"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to write it, as JSON that Cluster.load and `globaltensor plan --cluster` read",
+    )
+    parser.add_argument(
+        "--name", default="profiled", help="how plans and reports call this cluster"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what would be written instead of a table"
+    )
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -107,13 +151,19 @@ def _profile(options: argparse.Namespace) -> int:
 
     try:
         place = detect(os.environ)
-        if options.out and (place is None or place.rank == 0):  # by the rank that writes it; before the measuring, not after it
+        if options.out and (
+            place is None or place.rank == 0
+        ):  # by the rank that writes it; before the measuring, not after it
             check_writable(options.out)
-        found = profile(options.seconds, options.nproc, options.device, options.backend, options.name)
+        found = profile(
+            options.seconds, options.nproc, options.device, options.backend, options.name
+        )
         if world().rank == 0:
             if options.out:
                 found.save(options.out)
-            sys.stdout.write((json.dumps(as_json(found)) if options.json else describe(found)) + "\n")
+            sys.stdout.write(
+                (json.dumps(as_json(found)) if options.json else describe(found)) + "\n"
+            )
     except (ClusterError, WorldError, OSError) as error:
         sys.stderr.write(f"globaltensor profile: {error}\n")
         return 1

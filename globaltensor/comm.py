@@ -1,4 +1,5 @@
-"""``flow.comm``: collectives and messages in OneFlow's own spelling: sums only, all ranks, blocking. ``flow.distributed`` has torch's."""
+"""``flow.comm``: collectives and messages in OneFlow's own spelling: sums only, all ranks,
+blocking. ``flow.distributed`` has torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .distributed.process_groups import start
 from .errors import ShapeError, WorldError
 
 __all__ = [
-    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast",
+    "gather", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "scatter", "send",
 ]  # fmt: skip
 
@@ -29,21 +31,35 @@ def all_reduce(tensor: torch.Tensor) -> None:
 
 
 def all_gather(tensor_list: list[Any], tensor: torch.Tensor) -> None:
-    """Put every rank's tensor (of one shape and dtype) into the list, which has an entry for each rank: written where it fits, replaced where it does not."""
+    """Put every rank's tensor (of one shape and dtype) into the list, which has an entry for each
+    rank: written where it fits, replaced where it does not."""
     size = start().size
     if len(tensor_list) != size:
-        raise ShapeError(f"comm.all_gather: the list has {len(tensor_list)} entries for {size} ranks: give one for each")
-    fits = [isinstance(t, torch.Tensor) and (t.shape, t.dtype, t.device) == (tensor.shape, tensor.dtype, tensor.device) for t in tensor_list]
-    tensor_list[:] = [t if fit else torch.empty_like(tensor) for t, fit in zip(tensor_list, fits, strict=True)]
+        raise ShapeError(
+            f"comm.all_gather: the list has {len(tensor_list)} entries for {size} ranks: give one "
+            f"for each"
+        )
+    fits = [
+        isinstance(t, torch.Tensor)
+        and (t.shape, t.dtype, t.device) == (tensor.shape, tensor.dtype, tensor.device)
+        for t in tensor_list
+    ]
+    tensor_list[:] = [
+        t if fit else torch.empty_like(tensor) for t, fit in zip(tensor_list, fits, strict=True)
+    ]
     dist.all_gather(tensor_list, tensor)
 
 
 def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-    """Every rank's tensor, one after the other: concatenated or stacked, as the shape of the output says. Raises ShapeError where its size doesn't fit."""
+    """Every rank's tensor, one after the other: concatenated or stacked, as the shape of the output
+    says. Raises ShapeError where its size doesn't fit."""
     size = start().size
     if output_tensor.numel() != size * input_tensor.numel():
         sizes = f"{tuple(output_tensor.shape)} for {size} inputs of {tuple(input_tensor.shape)}"
-        raise ShapeError(f"comm.all_gather_into_tensor: the output is {sizes}: it must hold {size * input_tensor.numel()} elements")
+        raise ShapeError(
+            f"comm.all_gather_into_tensor: the output is {sizes}: it must hold "
+            f"{size * input_tensor.numel()} elements"
+        )
     flat = output_tensor.contiguous().view(-1)
     dist.all_gather_into_tensor(flat, input_tensor.contiguous().view(-1))
     if flat.data_ptr() != output_tensor.data_ptr():
@@ -55,7 +71,9 @@ def broadcast(tensor: torch.Tensor, src: int) -> None:
     dist.broadcast(tensor, src)
 
 
-def scatter(tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0) -> None:
+def scatter(
+    tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
+) -> None:
     """Rank ``src`` gives each rank one tensor of its list."""
     dist.scatter(tensor, list(scatter_list) if scatter_list is not None else None, src)
 
@@ -65,7 +83,9 @@ def reduce(tensor: torch.Tensor, dst: int) -> None:
     dist.reduce(tensor if start().rank == dst else tensor.clone(), dst)
 
 
-def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor]) -> None:
+def all_to_all(
+    output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor]
+) -> None:
     """Rank i gets entry i of every rank's list."""
     dist.all_to_all(output_tensor_list, input_tensor_list)
 
@@ -81,30 +101,41 @@ def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor]) -> None
 
 
 def reduce_scatter_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-    """Rank i gets the sum of part i of every rank's tensor, cut along dim 0; parts of any shape of that size. Raises ShapeError where the size doesn't fit."""
+    """Rank i gets the sum of part i of every rank's tensor, cut along dim 0; parts of any shape of
+    that size. Raises ShapeError where the size doesn't fit."""
     size = start().size
     if input_tensor.numel() != size * output_tensor.numel():
         sizes = f"{tuple(input_tensor.shape)} for {size} outputs of {tuple(output_tensor.shape)}"
-        raise ShapeError(f"comm.reduce_scatter_tensor: the input is {sizes}: it must hold {size * output_tensor.numel()} elements")
+        raise ShapeError(
+            f"comm.reduce_scatter_tensor: the input is {sizes}: it must hold "
+            f"{size * output_tensor.numel()} elements"
+        )
     flat = output_tensor.contiguous().view(-1)
     dist.reduce_scatter_tensor(flat, input_tensor.contiguous().view(-1))
     if flat.data_ptr() != output_tensor.data_ptr():
         output_tensor.copy_(flat.view(output_tensor.shape))
 
 
-def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0) -> None:
+def gather(
+    tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0
+) -> None:
     """Every rank's tensor, in the list of rank ``dst``; elsewhere the list is not looked at."""
     dist.gather(tensor, gather_list if start().rank == dst else None, dst)
 
 
 def send(tensor: torch.Tensor, dst: int, send_meta: bool = True) -> None:
-    """Send to rank ``dst``, which calls ``recv``. ``send_meta``: say shape, dtype and device first; without, the receiver must know them."""
+    """Send to rank ``dst``, which calls ``recv``. ``send_meta``: say shape, dtype and device first;
+    without, the receiver must know them."""
     if send_meta:
         shape = list(tensor.shape)
         if len(shape) > _MOST_DIMS:
             raise ShapeError(f"comm.send: a tensor of {len(shape)} dims; at most {_MOST_DIMS}")
         meta = [len(shape), _DTYPES.index(tensor.dtype), _DEVICES.index(tensor.device.type), *shape]
-        dist.send(torch.tensor(meta + [0] * (3 + _MOST_DIMS - len(meta)), device=_meta_device()), dst, tag=_TAG)
+        dist.send(
+            torch.tensor(meta + [0] * (3 + _MOST_DIMS - len(meta)), device=_meta_device()),
+            dst,
+            tag=_TAG,
+        )
     dist.send(tensor, dst)
 
 
@@ -116,13 +147,17 @@ def recv(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A tensor from rank ``src`` -> a new one, or ``out``. Give shape, dtype and device where the sender says ``send_meta=False``, none where it doesn't.
+    """A tensor from rank ``src`` -> a new one, or ``out``. Give shape, dtype and device where the
+    sender says ``send_meta=False``, none where it doesn't.
 
     Raises WorldError where only some are given, ShapeError where ``out`` does not fit.
     """
     given = [value is not None for value in (shape, dtype, device)]
     if any(given) and not all(given):
-        raise WorldError("comm.recv: give all of shape, dtype and device (the sender's send_meta=False), or none of them")
+        raise WorldError(
+            "comm.recv: give all of shape, dtype and device (the sender's send_meta=False), or "
+            "none of them"
+        )
     here = start()
     if not any(given):
         meta = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=_meta_device())
@@ -134,7 +169,10 @@ def recv(
     if out is None:
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
     elif (tuple(out.shape), out.dtype) != (tuple(shape), dtype):
-        raise ShapeError(f"comm.recv: out is {out.dtype} {tuple(out.shape)}, but rank {src} sends {dtype} {tuple(shape)}")
+        raise ShapeError(
+            f"comm.recv: out is {out.dtype} {tuple(out.shape)}, but rank {src} sends {dtype} "
+            f"{tuple(shape)}"
+        )
     dist.recv(out, src)
     return out
 
@@ -142,4 +180,8 @@ def recv(
 def _meta_device() -> torch.device:
     """Where a message about a message may lie: on the cpu, if the group can carry that."""
     config = str(torch_dist.get_backend_config(start().carrier and torch_dist.group.WORLD))
-    return torch.device("cpu") if config != "nccl" and ("cpu" in config or ":" not in config) else start().device("cuda")
+    return (
+        torch.device("cpu")
+        if config != "nccl" and ("cpu" in config or ":" not in config)
+        else start().device("cuda")
+    )

@@ -1,4 +1,5 @@
-"""Error classes. All derive from RuntimeError: Python swallows a TypeError raised inside an operator's dunder method."""
+"""Error classes. All derive from RuntimeError: Python swallows a TypeError raised inside an
+operator's dunder method."""
 
 import sys
 
@@ -20,7 +21,8 @@ class ShapeError(GlobalTensorError):
 
 
 class KindError(GlobalTensorError):
-    """A tensor of a kind that global tensors are not made of: sparse, nested, quantized, or of a class that decides what its values are."""
+    """A tensor of a kind that global tensors are not made of: sparse, nested, quantized, or of a
+    class that decides what its values are."""
 
 
 class BoxingError(GlobalTensorError):
@@ -52,11 +54,13 @@ class InplaceError(SbpError):
 
 
 class FormError(GlobalTensorError, TypeError, ValueError):
-    """A form of a call that its rule does not describe: it runs on whole tensors. Any other error in a rule is a fault of the rule."""
+    """A form of a call that its rule does not describe: it runs on whole tensors. Any other error
+    in a rule is a fault of the rule."""
 
 
 class LocalTensorError(GlobalTensorError, AttributeError):
-    """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a plain tensor."""
+    """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a
+    plain tensor."""
 
 
 class RenamedError(GlobalTensorError, AttributeError):
@@ -68,7 +72,8 @@ class KernelError(GlobalTensorError):
 
 
 class StorageError(GlobalTensorError, BufferError):
-    """The memory of a global tensor was asked for, which lies in parts on several ranks. (A BufferError: that is what DLPack's protocol wants to see.)"""
+    """The memory of a global tensor was asked for, which lies in parts on several ranks. (A
+    BufferError: that is what DLPack's protocol wants to see.)"""
 
 
 class InterfaceError(StorageError, AttributeError):
@@ -80,7 +85,8 @@ class PartError(GlobalTensorError):
 
 
 class CompileError(GlobalTensorError):
-    """Code that must be compiled as a whole (``torch.compile(..., fullgraph=True)``) works on global tensors."""
+    """Code that must be compiled as a whole (``torch.compile(..., fullgraph=True)``) works on
+    global tensors."""
 
 
 class CompileWarning(UserWarning):

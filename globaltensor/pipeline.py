@@ -1,4 +1,5 @@
-"""``flow.pipeline``: a model cut into stages, and the schedules by which stages take turns. The public page of `graph.pipeline`."""
+"""``flow.pipeline``: a model cut into stages, and the schedules by which stages take turns. The
+public page of `graph.pipeline`."""
 
 from .graph.pipeline import *  # noqa: F403
 from .graph.pipeline.split_model import cut

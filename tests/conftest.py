@@ -1,4 +1,5 @@
-"""What every test gets: a fixed seed, one thread, and the shared processes (support/pool.py), which end with the run."""
+"""What every test gets: a fixed seed, one thread, and the shared processes (support/pool.py), which
+end with the run."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from support.forked import close_server
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
-# Machines differ in speed, and the first example pays for imports: no deadline for an example; the run has its own time limit.
+# Machines differ in speed, and the first example pays for imports: no deadline for an example; the
+# run has its own time limit.
 settings.register_profile("here", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("here")
-os.environ.setdefault("GLOBALTENSOR_PROFILE", "0")  # automatic plans are for the generic machine, and so the same on every machine that runs the tests
+# automatic plans are for the generic machine, and so the same on every machine that runs the tests
+os.environ.setdefault("GLOBALTENSOR_PROFILE", "0")
 device.move()
 
 
@@ -63,31 +66,49 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
 
 
 #: What starts processes, or runs on the shared ones.
-STARTERS = {id(thing) for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess) for thing in vars(module).values() if callable(thing)}
+STARTERS = {
+    id(thing)
+    for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess)
+    for thing in vars(module).values()
+    if callable(thing)
+}
 STARTERS.add(id(subprocess))
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them for every 4 cores: there one after another, with one
-    pool for all."""
+    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them
+    for every 4 cores: there one after another, with one pool for all."""
     known: dict[Any, bool] = {}
     groups = max(1, (os.cpu_count() or 1) // 4)
     for item in items:
         function = getattr(item, "function", None)
-        if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (function is not None and starts_processes(function, known)):
-            item.add_marker(pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}"))
+        if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (
+            function is not None and starts_processes(function, known)
+        ):
+            item.add_marker(
+                pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}")
+            )
 
 
 def starts_processes(function: Any, known: dict[Any, bool]) -> bool:
-    """Whether a function of a test file names, itself or through others of that file, something that starts processes."""
+    """Whether a function of a test file names, itself or through others of that file, something
+    that starts processes."""
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, FunctionType):
         return False
     if function not in known:
         known[function] = False
-        here = [function.__globals__[name] for name in names(function.__code__) if name in function.__globals__]
-        mine = [f for f in here if isinstance(f, FunctionType) and f.__globals__ is function.__globals__]
-        known[function] = any(id(thing) in STARTERS for thing in here) or any(starts_processes(f, known) for f in mine)
+        here = [
+            function.__globals__[name]
+            for name in names(function.__code__)
+            if name in function.__globals__
+        ]
+        mine = [
+            f for f in here if isinstance(f, FunctionType) and f.__globals__ is function.__globals__
+        ]
+        known[function] = any(id(thing) in STARTERS for thing in here) or any(
+            starts_processes(f, known) for f in mine
+        )
     return known[function]
 
 

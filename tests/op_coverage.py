@@ -1,16 +1,23 @@
-"""The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and docs/coverage.json.
+"""The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and
+docs/coverage.json.
 
-How an op *ran*: **native** where its rule kept an operand split; **composite** where it is written with other global ops (torch's own Python
-body, or ours) and none of them made the largest operand whole; **own** where no data are needed (shapes, dtypes, functions without operands);
-**whole** where a rule wants every operand whole or the result's shape depends on data; **fallback** where no rule knows it: every operand is made whole,
-with a warning. The best of all samples and layouts counts.
+How an op *ran*: **native** where its rule kept an operand split; **composite** where it is written
+with other global ops (torch's own Python body, or ours) and none of them made the largest operand
+whole; **own** where no data are needed (shapes, dtypes, functions without operands); **whole**
+where a rule wants every operand whole or the result's shape depends on data; **fallback** where no
+rule knows it: every operand is made whole, with a warning. The best of all samples and layouts
+counts.
 
-At most three samples of an op are tried (the first, the first of those with the most dims, one more), each on 2, 4 and 2x2 simulated ranks and split in
-up to three fixed layouts and one drawn, partial sums among them; parts are of unequal sizes, and empty where there are fewer elements than ranks.
+At most three samples of an op are tried (the first, the first of those with the most dims, one
+more), each on 2, 4 and 2x2 simulated ranks and split in up to three fixed layouts and one drawn,
+partial sums among them; parts are of unequal sizes, and empty where there are fewer elements than
+ranks.
 
-Verdicts: **right**, plain torch's numbers in every layout; **some**, right or refused with an error that says what to do, never wrong; **refused** in
-every layout; **wrong**, other numbers; **error**, an error that is not the library's. DTensor's beside it: the same samples in the layouts that do not
-mix (every operand split by its first dim; the first operand only; by the last dim) on two ranks; **some** where it raises in some of them, **fails** in all.
+Verdicts: **right**, plain torch's numbers in every layout; **some**, right or refused with an error
+that says what to do, never wrong; **refused** in every layout; **wrong**, other numbers; **error**,
+an error that is not the library's. DTensor's beside it: the same samples in the layouts that do not
+mix (every operand split by its first dim; the first operand only; by the last dim) on two ranks;
+**some** where it raises in some of them, **fails** in all.
 """
 
 from __future__ import annotations
@@ -54,20 +61,40 @@ def measure(task: tuple[int, int, int]) -> Row:
         theirs.append(vars(o))
         if time.monotonic() - start > PEER_SECONDS:
             break
-    row = {"op": name_of(op), "float": torch.float32 in op.dtypes, "dtype": str(dtype_of(op)).removeprefix("torch."), **summary(ours)}
+    row = {
+        "op": name_of(op),
+        "float": torch.float32 in op.dtypes,
+        "dtype": str(dtype_of(op)).removeprefix("torch."),
+        **summary(ours),
+    }
     peer = summary([{**o, "how": "refused" if o["how"] == "error" else o["how"]} for o in theirs])
-    row["dtensor"] = {"verdicts": peer["verdicts"], "uneven": peer["uneven"], "problems": peer["problems"][:1]}
+    row["dtensor"] = {
+        "verdicts": peer["verdicts"],
+        "uneven": peer["uneven"],
+        "problems": peer["problems"][:1],
+    }
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
 def verdict(hows: Sequence[str]) -> str:
     """What the outcomes of one kind amount to."""
     n = Counter(hows)
-    return "wrong" if n["wrong"] else "error" if n["error"] else "right" if not n["refused"] else "some" if n["right"] else "refused"
+    return (
+        "wrong"
+        if n["wrong"]
+        else "error"
+        if n["error"]
+        else "right"
+        if not n["refused"]
+        else "some"
+        if n["right"]
+        else "refused"
+    )
 
 
 def summary(found: Sequence[dict[str, Any]]) -> Row:
-    """Outcomes -> {kind: verdict}, how it ran, the verdict on forward where parts are uneven, and what went wrong first."""
+    """Outcomes -> {kind: verdict}, how it ran, the verdict on forward where parts are uneven, and
+    what went wrong first."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for outcome in found:
         by_kind[outcome["what"]].append(outcome)
@@ -75,11 +102,18 @@ def summary(found: Sequence[dict[str, Any]]) -> Row:
     for what, outcomes in by_kind.items():
         verdicts[what] = verdict([o["how"] for o in outcomes])
         if verdicts[what] != "right":
-            problems.append(next(f"{what} of {o['layouts']} on {list(o['grid'])}: {o['why']}" for o in outcomes if o["how"] == _worst(outcomes)))
+            problems.append(
+                next(
+                    f"{what} of {o['layouts']} on {list(o['grid'])}: {o['why']}"
+                    for o in outcomes
+                    if o["how"] == _worst(outcomes)
+                )
+            )
     ran = [o["ran"] for o in found if o["what"] == "forward" and o["ran"]]
     uneven = [o["how"] for o in found if o["what"] == "forward" and o["uneven"]]
     return {
-        "ran": next((kind for kind in RAN if kind in ran), ""), "calls": len(found), "verdicts": verdicts,
+        "ran": next((kind for kind in RAN if kind in ran), ""), "calls": len(found),
+        "verdicts": verdicts,
         "uneven": verdict(uneven) if uneven else "", "problems": problems,
     }  # fmt: skip
 
@@ -88,7 +122,7 @@ def _worst(outcomes: Sequence[dict[str, Any]]) -> str:
     return next(h for h in ("wrong", "error", "refused") if any(o["how"] == h for o in outcomes))
 
 
-# ---------------------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -97,26 +131,75 @@ def report(rows: Sequence[Row]) -> str:
     floats = [r for r in measured if r["float"]]
     text = ["# Coverage", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
     text += [
-        f"{len(rows)} entries of torch's op database, {sum(r['float'] for r in rows)} of which take float32; {len(measured)} have samples for a CPU.",
-        f"{sum(r['calls'] for r in rows)} calls on 2, 4 and 2x2 simulated ranks were compared with plain torch.", "",
+        (f"{len(rows)} entries of torch's op database, {sum(r['float'] for r in rows)} of which "
+        f"take float32; {len(measured)} have samples for a CPU."),
+        (f"{sum(r['calls'] for r in rows)} calls on 2, 4 and 2x2 simulated ranks were compared "
+        f"with plain torch."), "",
     ]  # fmt: skip
     text += ["| ran | all | float32 |", "|---|---|---|"]
-    text += [f"| {kind or 'not at all'} | {_count(measured, 'ran', kind)} | {_count(floats, 'ran', kind)} |" for kind in (*RAN, "")]
-    text += ["", "| verdict | " + " | ".join(f"{k}" for k in KINDS) + " | uneven | DTensor forward | backward | uneven |", "|---" * 9 + "|"]
+    text += [
+        f"| {kind or 'not at all'} | {_count(measured, 'ran', kind)} | "
+        f"{_count(floats, 'ran', kind)} |"
+        for kind in (*RAN, "")
+    ]
+    text += [
+        "",
+        "| verdict | "
+        + " | ".join(f"{k}" for k in KINDS)
+        + " | uneven | DTensor forward | backward | uneven |",
+        "|---" * 9 + "|",
+    ]
     for v in VERDICTS:
-        ours = [sum(r["verdicts"].get(k) == v for r in measured) for k in KINDS] + [_count(measured, "uneven", v)]
+        ours = [sum(r["verdicts"].get(k) == v for r in measured) for k in KINDS] + [
+            _count(measured, "uneven", v)
+        ]
         peers = [r["dtensor"] for r in measured]
-        theirs = [sum(p["verdicts"].get(k) == v for p in peers) for k in ("forward", "backward")] + [sum(p["uneven"] == v for p in peers)]
-        text.append(f"| {'refused (DTensor: fails)' if v == 'refused' else v} | " + " | ".join(map(str, [*ours, *theirs])) + " |")
+        theirs = [
+            sum(p["verdicts"].get(k) == v for p in peers) for k in ("forward", "backward")
+        ] + [sum(p["uneven"] == v for p in peers)]
+        text.append(
+            f"| {'refused (DTensor: fails)' if v == 'refused' else v} | "
+            + " | ".join(map(str, [*ours, *theirs]))
+            + " |"
+        )
     text += ["", "## Refused, or wrong", ""]
-    text += [f"- `{r['op']}`: {'; '.join(r['problems'])}" for r in measured if {"refused", "error", "wrong"} & set(r["verdicts"].values())]
-    for kind, title in (("fallback", "Run on whole tensors, without a rule"), ("whole", "Run whole by rule")):
-        text += ["", f"## {title}", "", ", ".join(f"`{r['op']}`" for r in measured if r["ran"] == kind) or "none"]
-    text += ["", "## Every entry", "", "| op | ran | forward | backward | in-place | out | uneven | DTensor forward | backward | uneven |", "|---" * 10 + "|"]
+    text += [
+        f"- `{r['op']}`: {'; '.join(r['problems'])}"
+        for r in measured
+        if {"refused", "error", "wrong"} & set(r["verdicts"].values())
+    ]
+    for kind, title in (
+        ("fallback", "Run on whole tensors, without a rule"),
+        ("whole", "Run whole by rule"),
+    ):
+        text += [
+            "",
+            f"## {title}",
+            "",
+            ", ".join(f"`{r['op']}`" for r in measured if r["ran"] == kind) or "none",
+        ]
+    text += [
+        "",
+        "## Every entry",
+        "",
+        (
+            "| op | ran | forward | backward | in-place | out | uneven | DTensor forward | "
+            "backward | "
+            "uneven |"
+        ),
+        "|---" * 10 + "|",
+    ]
     for r in rows:
         peer = r["dtensor"]
         cells = [r["ran"] or "-", *(r["verdicts"].get(k, "") for k in KINDS), r["uneven"]]
-        cells += [{"refused": "fails"}.get(v, v) for v in (peer["verdicts"].get("forward", ""), peer["verdicts"].get("backward", ""), peer["uneven"])]
+        cells += [
+            {"refused": "fails"}.get(v, v)
+            for v in (
+                peer["verdicts"].get("forward", ""),
+                peer["verdicts"].get("backward", ""),
+                peer["uneven"],
+            )
+        ]
         text.append(f"| `{r['op']}` | " + " | ".join(cells) + " |")
     return "\n".join([*text, ""])
 
@@ -125,11 +208,12 @@ def _count(rows: Sequence[Row], key: str, value: str) -> int:
     return sum(r[key] == value for r in rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the run
+# ------------------------------------------------------------------------------------------ the run
 
 
 def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
-    """Each task in one of a few processes, as they get done. An op that kills its process, or takes too long, is reported as such."""
+    """Each task in one of a few processes, as they get done. An op that kills its process, or takes
+    too long, is reported as such."""
     from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from concurrent.futures.process import BrokenProcessPool
 
@@ -139,7 +223,9 @@ def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
             running: dict[Any, Any] = {}
             try:
                 while left or running:
-                    while left and len(running) < jobs:  # no more than run at once, so that it is known who was running
+                    while (
+                        left and len(running) < jobs
+                    ):  # no more than run at once, so that it is known who was running
                         task = left.pop(0)
                         running[pool.submit(measure, task)] = task
                     done, _ = wait(running, timeout=SECONDS, return_when=FIRST_COMPLETED)
@@ -154,7 +240,8 @@ def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
                 for task in running.values():
                     died = {"verdicts": {}, "uneven": "", "problems": []}
                     yield task[0], {
-                        "op": f"number {task[0]}", "float": True, "dtype": "", "ran": "", "calls": 0, "verdicts": {"forward": "error"}, "uneven": "",
+                        "op": f"number {task[0]}", "float": True, "dtype": "", "ran": "",
+                        "calls": 0, "verdicts": {"forward": "error"}, "uneven": "",
                         "problems": ["its process died, or took too long"], "dtensor": died,
                     }  # fmt: skip
 
@@ -167,21 +254,41 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=3, help="samples of each op at most")
-    parser.add_argument("--draws", type=int, default=1, help="drawn layouts of each sample, beside up to three fixed ones")
-    parser.add_argument("--only", default="", help="ops whose name holds one of these texts (comma between; =name: that op); the others keep their rows")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help="drawn layouts of each sample, beside up to three fixed ones",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help=(
+            "ops whose name holds one of these texts (comma between; =name: that op); the others "
+            "keep their rows"
+        ),
+    )
     parser.add_argument("--part", default="1/1", help="k/n: the k-th of n slices of the ops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder for coverage.md and coverage.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs", help="folder for coverage.md and coverage.json"
+    )
     options = parser.parse_args()
     from support.opinfo import OPS, name_of
 
     part, parts = map(int, options.part.split("/"))
     texts = options.only.split(",")
     names = [name_of(op) for op in OPS]
-    chosen = [i for i in range(part - 1, len(OPS), parts) if any(t in names[i] or t == f"={names[i]}" for t in texts)]
+    chosen = [
+        i
+        for i in range(part - 1, len(OPS), parts)
+        if any(t in names[i] or t == f"={names[i]}" for t in texts)
+    ]
     data = options.out / "coverage.json"
     every = options.only == "" and parts == 1
-    kept: dict[str, Row] = {} if every or not data.exists() else {r["op"]: r for r in json.loads(data.read_text())}
+    kept: dict[str, Row] = (
+        {} if every or not data.exists() else {r["op"]: r for r in json.loads(data.read_text())}
+    )
     fresh: list[Row] = []
     for i, row in pooled([(i, options.samples, options.draws) for i in chosen], options.jobs):
         kept[names[i]] = {**row, "op": names[i]}
@@ -189,7 +296,11 @@ def main() -> int:
         bad = {"error", "wrong"} & set(row["verdicts"].values())
         if len(fresh) % 20 == 0:
             write(options.out, [kept[n] for n in names if n in kept])
-        print(f"{len(fresh)}/{len(chosen)} {names[i]} {row['ran']} {row['verdicts']}", *(row["problems"] if bad else []), flush=True)
+        print(
+            f"{len(fresh)}/{len(chosen)} {names[i]} {row['ran']} {row['verdicts']}",
+            *(row["problems"] if bad else []),
+            flush=True,
+        )
     write(options.out, [kept[n] for n in names if n in kept])
     wrong = [r["op"] for r in fresh if {"error", "wrong"} & set(r["verdicts"].values())]
     print(f"{len(fresh)} ops, {len(wrong)} with something wrong: {' '.join(wrong)}")

@@ -1,4 +1,5 @@
-"""Mixed precision: autocast over every layout, GradScaler over all ranks, and gradients of half parameters summed in float32."""
+"""Mixed precision: autocast over every layout, GradScaler over all ranks, and gradients of half
+parameters summed in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def spread(t: torch.Tensor, *sbp: Any, grid: tuple[int, ...] | None = None) -> torch.Tensor:
-    where = flow.placement.all("cpu") if grid is None else flow.placement("cpu", torch.arange(int(torch.tensor(grid).prod())).reshape(grid).tolist())
+    where = (
+        flow.placement.all("cpu")
+        if grid is None
+        else flow.placement(
+            "cpu", torch.arange(int(torch.tensor(grid).prod())).reshape(grid).tolist()
+        )
+    )
     return t.to_global(where, [B] * where.axes).to_global(sbp=list(sbp)).detach().clone()  # type: ignore[no-any-return]
 
 
@@ -42,7 +49,7 @@ def network() -> nn.Sequential:
 START = network()
 TABLES = {"data": {"*": B}, "fsdp": {"*": S(0)}, "tensor": {"0.*": S(0), "3.weight": S(1), "*": B}}
 
-# ---------------------------------------------------------------------------------------------------------------- autocast
+# ----------------------------------------------------------------------------------------- autocast
 
 HALVES = (torch.bfloat16, torch.float16)
 TARGET = torch.tensor([0, 2, 1, -100, 2])
@@ -60,32 +67,69 @@ CASES: dict[str, tuple[Loss, list[tuple[int, ...]]]] = {
     "softmax": (lambda x: F.softmax(x, 1), [(5, 6)]),
     "log_softmax": (lambda x: F.log_softmax(x, -1), [(5, 6)]),
     "mse_loss": (F.mse_loss, [(5, 4), (5, 4)]),
-    "kl_div": (lambda x, y: F.kl_div(F.log_softmax(x, 1), F.softmax(y, 1), reduction="batchmean"), [(5, 4), (5, 4)]),
-    "binary_cross_entropy_with_logits": (lambda x, y: F.binary_cross_entropy_with_logits(x, torch.sigmoid(y)), [(5, 4), (5, 4)]),
+    "kl_div": (
+        lambda x, y: F.kl_div(F.log_softmax(x, 1), F.softmax(y, 1), reduction="batchmean"),
+        [(5, 4), (5, 4)],
+    ),
+    "binary_cross_entropy_with_logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, torch.sigmoid(y)),
+        [(5, 4), (5, 4)],
+    ),
     "cosine": (lambda x, y: F.cosine_similarity(x, y), [(5, 4), (5, 4)]),
     "norm": (lambda x: torch.linalg.vector_norm(x, 2, 1), [(5, 4)]),
     "sum": (lambda x: (x @ x.transpose(0, 1)).sum(1), [(5, 4)]),
     "exp and cumsum": (lambda x: x.exp().cumsum(1), [(5, 4)]),
-    "embedding and linear": (lambda x, w: F.linear(F.embedding(torch.tensor([1, 3, 2, 0]), x), w), [(5, 4), (3, 4)]),
-    "linear after linear": (lambda x, v, w: F.linear(torch.relu(F.linear(x, v)), w), [(5, 4), (6, 4), (3, 6)]),
-    "cross_entropy after linear": (lambda x, w: F.cross_entropy(F.linear(x, w), TARGET), [(5, 4), (3, 4)]),
-    "smoothed cross_entropy": (lambda x, w: F.cross_entropy(F.linear(x, w), TARGET, label_smoothing=0.1, reduction="sum"), [(5, 4), (3, 4)]),
-    "weighted cross_entropy": (lambda x, w, v: F.cross_entropy(F.linear(x, w), TARGET, weight=v.exp().detach()), [(5, 4), (3, 4), (3,)]),
-    "soft cross_entropy": (lambda x, w, y: F.cross_entropy(F.linear(x, w), target=F.softmax(y, 1)), [(5, 4), (3, 4), (5, 3)]),
+    "embedding and linear": (
+        lambda x, w: F.linear(F.embedding(torch.tensor([1, 3, 2, 0]), x), w),
+        [(5, 4), (3, 4)],
+    ),
+    "linear after linear": (
+        lambda x, v, w: F.linear(torch.relu(F.linear(x, v)), w),
+        [(5, 4), (6, 4), (3, 6)],
+    ),
+    "cross_entropy after linear": (
+        lambda x, w: F.cross_entropy(F.linear(x, w), TARGET),
+        [(5, 4), (3, 4)],
+    ),
+    "smoothed cross_entropy": (
+        lambda x, w: F.cross_entropy(F.linear(x, w), TARGET, label_smoothing=0.1, reduction="sum"),
+        [(5, 4), (3, 4)],
+    ),
+    "weighted cross_entropy": (
+        lambda x, w, v: F.cross_entropy(F.linear(x, w), TARGET, weight=v.exp().detach()),
+        [(5, 4), (3, 4), (3,)],
+    ),
+    "soft cross_entropy": (
+        lambda x, w, y: F.cross_entropy(F.linear(x, w), target=F.softmax(y, 1)),
+        [(5, 4), (3, 4), (5, 3)],
+    ),
     "layer_norm after linear": (lambda x, w: F.layer_norm(F.linear(x, w), (3,)), [(5, 4), (3, 4)]),
     "softmax after linear": (lambda x, w: F.softmax(F.linear(x, w), -1), [(5, 4), (3, 4)]),
-    "batch_norm after conv": (lambda x, w: F.batch_norm(F.conv1d(x, w), None, None, training=True), [(4, 4, 7), (6, 4, 3)]),
-    "attention after linear": (lambda x, w: F.scaled_dot_product_attention(*[F.linear(x, w)] * 3, is_causal=True), [(2, 4, 6, 4), (4, 4)]),
+    "batch_norm after conv": (
+        lambda x, w: F.batch_norm(F.conv1d(x, w), None, None, training=True),
+        [(4, 4, 7), (6, 4, 3)],
+    ),
+    "attention after linear": (
+        lambda x, w: F.scaled_dot_product_attention(*[F.linear(x, w)] * 3, is_causal=True),
+        [(2, 4, 6, 4), (4, 4)],
+    ),
     "addition of both": (lambda x, w: F.linear(x, w) + x[:, :3], [(5, 4), (3, 4)]),
 }
 LAYOUTS = [
-    (0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 0), (2, 0, 0), (2, 2, 2), (3, 0, 0), (-1, 0, -1), (-1, 1, 0), (-1, -1, -1), (0, -1, 0), (-2, 0, 0), (-2, -2, -1)
+    (0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 0), (2, 0, 0), (2, 2, 2), (3, 0, 0), (-1, 0, -1),
+    (-1, 1, 0), (-1, -1, -1), (0, -1, 0), (-2, 0, 0), (-2, -2, -1)
 ]  # fmt: skip
 
 
 def layouts(shapes: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
     """Sbp of each operand: -1 is broadcast, -2 partial, others the dim that is split."""
-    found = [tuple(B if d == -1 or d >= len(s) else P if d == -2 else S(d) for d, s in zip(row, shapes, strict=False)) for row in LAYOUTS]
+    found = [
+        tuple(
+            B if d == -1 or d >= len(s) else P if d == -2 else S(d)
+            for d, s in zip(row, shapes, strict=False)
+        )
+        for row in LAYOUTS
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -99,7 +143,10 @@ def _autocast(name: str, dtype: torch.dtype, grid: tuple[int, ...]) -> None:
     function, shapes = CASES[name]
     for row in layouts(shapes):
         plain = [values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
-        ours = [spread(t.detach(), *([e] + [B] * (len(grid) - 1)), grid=grid).requires_grad_() for t, e in zip(plain, row, strict=True)]
+        ours = [
+            spread(t.detach(), *([e] + [B] * (len(grid) - 1)), grid=grid).requires_grad_()
+            for t, e in zip(plain, row, strict=True)
+        ]
         with torch.autocast("cpu", dtype=dtype):
             want, got = function(*plain), function(*ours)
         try:
@@ -126,7 +173,14 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for grid in ((2,), (2, 2)):
-            simulate(grid[0] * (grid[1] if len(grid) > 1 else 1), _autocast, name, dtype, grid, timeout=20.0)
+            simulate(
+                grid[0] * (grid[1] if len(grid) > 1 else 1),
+                _autocast,
+                name,
+                dtype,
+                grid,
+                timeout=20.0,
+            )
 
 
 def test_convolutions_where_a_rank_has_nothing_or_a_part_of_space() -> None:
@@ -134,11 +188,18 @@ def test_convolutions_where_a_rank_has_nothing_or_a_part_of_space() -> None:
 
     def body() -> None:
         line = flow.placement("cpu", [0, 1, 2])
-        x, w, b = (torch.ones(*shape).to_global(line, flow.sbp.broadcast).requires_grad_() for shape in ((2, 4, 7), (4, 4, 3), (4,)))
+        x, w, b = (
+            torch.ones(*shape).to_global(line, flow.sbp.broadcast).requires_grad_()
+            for shape in ((2, 4, 7), (4, 4, 3), (4,))
+        )
         for d in (0, 1, 2):
             for function in (F.conv1d, F.conv_transpose1d):
                 with torch.autocast("cpu", torch.bfloat16):
-                    y = function(x.to_global(sbp=flow.sbp.split(d)), w.to_global(sbp=flow.sbp.split(1 - d) if d == 1 else flow.sbp.broadcast), b)
+                    y = function(
+                        x.to_global(sbp=flow.sbp.split(d)),
+                        w.to_global(sbp=flow.sbp.split(1 - d) if d == 1 else flow.sbp.broadcast),
+                        b,
+                    )
                 assert y.dtype is y.to_local().dtype is torch.bfloat16
                 y.float().sum().backward()
 
@@ -167,7 +228,11 @@ def _nested() -> None:
         return F.linear(t, w)
 
     assert decorated(x).dtype is low
-    with torch.autocast("cuda", dtype=torch.float16) if torch.cuda.is_available() else torch.autocast("cpu", dtype=low):
+    with (
+        torch.autocast("cuda", dtype=torch.float16)
+        if torch.cuda.is_available()
+        else torch.autocast("cpu", dtype=low)
+    ):
         assert (x + 1).dtype is high
 
 
@@ -211,7 +276,7 @@ def test_custom_functions_under_autocast() -> None:
     simulate(2, _custom)
 
 
-# ---------------------------------------------------------------------------------------------------------------- GradScaler
+# --------------------------------------------------------------------------------------- GradScaler
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -224,18 +289,27 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def scaled(table: Any, make: Any, clip: bool) -> list[list[float]]:
-    """Train beside plain torch, some batches with an inf in the last row: only the last rank's share has it."""
-    plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(flow.placement.all("cpu"), table)
+    """Train beside plain torch, some batches with an inf in the last row: only the last rank's
+    share has it."""
+    plain, ours = (
+        copy.deepcopy(START),
+        copy.deepcopy(START).to_global(flow.placement.all("cpu"), table),
+    )
     scales: list[list[float]] = []
     for model, feed in ((plain, lambda t: t), (ours, lambda t: spread(t, S(0)))):
-        optimizer, scaler = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        optimizer, scaler = (
+            make(model.parameters()),
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
+        )
         scales.append([])
         for i in range(6):
             optimizer.zero_grad()
             t = values(5, 4, seed=i)
             if i in (1, 4):
                 t[4] = float("inf") if i == 1 else float("nan")
-            before = [full(p).clone() if p.is_global else p.detach().clone() for p in model.parameters()]
+            before = [
+                full(p).clone() if p.is_global else p.detach().clone() for p in model.parameters()
+            ]
             scaler.scale(model(feed(t)).square().mean()).backward()
             if clip:
                 scaler.unscale_(optimizer)
@@ -243,7 +317,10 @@ def scaled(table: Any, make: Any, clip: bool) -> list[list[float]]:
             scaler.step(optimizer)
             scaler.update()
             scales[-1].append(scaler.get_scale())
-            moved = [not torch.equal(full(p) if p.is_global else p, b) for p, b in zip(model.parameters(), before, strict=True)]
+            moved = [
+                not torch.equal(full(p) if p.is_global else p, b)
+                for p, b in zip(model.parameters(), before, strict=True)
+            ]
             assert not any(moved) if i in (1, 4) else all(moved), (i, moved)
         state = scaler.state_dict()
         torch.amp.GradScaler("cpu").load_state_dict(state)
@@ -279,10 +356,20 @@ def _stages() -> None:
     """Parameters on several placements: an inf in one stage stops the step of the others."""
     first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2])
     for bad in (False, True):
-        a, b = copy.deepcopy(START[0]).to_global(first, S(0)), copy.deepcopy(START[3]).to_global(second, B)
-        optimizer, scaler = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        a, b = (
+            copy.deepcopy(START[0]).to_global(first, S(0)),
+            copy.deepcopy(START[3]).to_global(second, B),
+        )
+        optimizer, scaler = (
+            torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1),
+            torch.amp.GradScaler("cpu", init_scale=4.0),
+        )
         before = [p.to_local().clone() for p in (a.weight, b.weight)]
-        y = b(a(values(5, 4).to_global(flow.placement.all("cpu"), B).to_global(first, B)).to_global(second, B))
+        y = b(
+            a(values(5, 4).to_global(flow.placement.all("cpu"), B).to_global(first, B)).to_global(
+                second, B
+            )
+        )
         if bad:
             a.weight.register_hook(lambda g: g * float("inf"))
         scaler.scale(y.square().mean()).backward()
@@ -303,21 +390,36 @@ def test_grad_scaler_on_processes() -> None:
 
 def scaled_on_processes() -> None:
     for mode, table in TABLES.items():
-        scaled(table, OPTIMIZERS["AdamW fused" if mode == "fsdp" else "AdamW foreach"], mode != "data")
+        scaled(
+            table, OPTIMIZERS["AdamW fused" if mode == "fsdp" else "AdamW foreach"], mode != "data"
+        )
 
 
 def _one_rank_has_it() -> None:
-    """Of a split parameter one rank's part alone meets the inf; and some ranks hold nothing at all."""
+    """Of a split parameter one rank's part alone meets the inf; and some ranks hold nothing at
+    all."""
     rank = flow.env.get_rank()
     for where in (flow.placement.all("cpu"), flow.placement("cpu", [0, 1])):
-        w = values(2, 3).to_global(flow.placement.all("cpu"), B).to_global(where, S(0)).detach().clone().requires_grad_()
+        w = (
+            values(2, 3)
+            .to_global(flow.placement.all("cpu"), B)
+            .to_global(where, S(0))
+            .detach()
+            .clone()
+            .requires_grad_()
+        )
         for bad in (None, 0, 1):
-            optimizer, scaler = torch.optim.SGD([w], lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+            optimizer, scaler = (
+                torch.optim.SGD([w], lr=1.0),
+                torch.amp.GradScaler("cpu", init_scale=4.0),
+            )
             g = torch.ones(2, 3)
             if bad is not None:
                 g[bad, 0] = float("inf")
             before = full(w) if rank in where.flat else None
-            scaler.scale((w * g.to_global(flow.placement.all("cpu"), B).to_global(where, B)).sum()).backward()
+            scaler.scale(
+                (w * g.to_global(flow.placement.all("cpu"), B).to_global(where, B)).sum()
+            ).backward()
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == (4.0 if bad is None else 2.0)
@@ -331,7 +433,8 @@ def test_one_rank_has_the_inf() -> None:
 
 
 def _partial_gradients() -> None:
-    """A partial leaf: its gradient is broadcast; and a hand-made partial gradient, whose summands are finite and their sum is not."""
+    """A partial leaf: its gradient is broadcast; and a hand-made partial gradient, whose summands
+    are finite and their sum is not."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
     largest = torch.full((2,), torch.finfo(torch.float32).max)
@@ -367,12 +470,20 @@ def test_autocast_and_scaler_train() -> None:
         ours = copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES["fsdp"])
         plain = copy.deepcopy(START)
         losses: list[list[float]] = [[], []]
-        for i, (model, feed) in enumerate(((plain, lambda t: t), (ours, lambda t: spread(t, S(0))))):
-            optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=256.0)
+        for i, (model, feed) in enumerate(
+            ((plain, lambda t: t), (ours, lambda t: spread(t, S(0))))
+        ):
+            optimizer, scaler = (
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                torch.amp.GradScaler("cpu", init_scale=256.0),
+            )
             for _ in range(8):
                 optimizer.zero_grad()
                 with torch.autocast("cpu", dtype=torch.float16):
-                    loss = F.cross_entropy(model(feed(values(5, 4))), TARGET.clone() if i == 0 else spread(TARGET, S(0)))
+                    loss = F.cross_entropy(
+                        model(feed(values(5, 4))),
+                        TARGET.clone() if i == 0 else spread(TARGET, S(0)),
+                    )
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -383,7 +494,7 @@ def test_autocast_and_scaler_train() -> None:
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the dtype of sums
+# -------------------------------------------------------------------------------- the dtype of sums
 
 
 def _model(table: Any, wanted: torch.dtype | None) -> nn.Module:
@@ -392,12 +503,20 @@ def _model(table: Any, wanted: torch.dtype | None) -> nn.Module:
 
 
 def _sums(table: Any) -> None:
-    """Each rank's contribution is bfloat16; their sum, in float32, is rounded once. Twice the bytes travel."""
+    """Each rank's contribution is bfloat16; their sum, in float32, is rounded once. Twice the bytes
+    travel."""
     batch = values(8, 4).bfloat16()
     share = batch.chunk(flow.env.get_world_size())[flow.env.get_rank()]
     local = copy.deepcopy(START).bfloat16()
     local(share).float().square().sum().backward()
-    want = [t.grad.float().to_global(flow.placement.all("cpu"), P).to_global(sbp=B).to_local().bfloat16() for t in local.parameters()]
+    want = [
+        t.grad.float()
+        .to_global(flow.placement.all("cpu"), P)
+        .to_global(sbp=B)
+        .to_local()
+        .bfloat16()
+        for t in local.parameters()
+    ]
     sent = {}
     for wanted in (None, torch.float32):
         model = _model(table, wanted)
@@ -425,7 +544,9 @@ def _sums(table: Any) -> None:
             if wanted is not None:
                 assert torch.equal(full(g), w)
     assert sent[None]
-    assert 2 * sent[None] - 4 <= sent[torch.float32] <= 2 * sent[None]  # what a rank sends is rounded up to bytes
+    assert (
+        2 * sent[None] - 4 <= sent[torch.float32] <= 2 * sent[None]
+    )  # what a rank sends is rounded up to bytes
 
 
 @pytest.mark.parametrize("mode", ["data", "fsdp"])
@@ -447,8 +568,12 @@ def _two_axes() -> None:
     batch, plain = values(8, 4), copy.deepcopy(START)
     plain(batch).square().mean().backward()
     for table in ({"*": [B, S(0)]}, {"*": [S(0), B]}, {"*": [S(0), S(0)]}, {"*": [B, B]}):
-        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(grid, table).bfloat16(), torch.float32)
-        model(batch.bfloat16().to_global(grid, [B, B]).to_global(sbp=[S(0), S(0)])).float().square().mean().backward()
+        model = flow.set_grad_reduce_dtype(
+            copy.deepcopy(START).to_global(grid, table).bfloat16(), torch.float32
+        )
+        model(
+            batch.bfloat16().to_global(grid, [B, B]).to_global(sbp=[S(0), S(0)])
+        ).float().square().mean().backward()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert a.grad.dtype is torch.bfloat16
             torch.testing.assert_close(full(a.grad).float(), b.grad, rtol=0.1, atol=0.02)
@@ -462,11 +587,18 @@ def _kept() -> None:
     """The choice stays with a parameter: through copies, pickles, casts and moves."""
     model = _model(TABLES["fsdp"], torch.float32)
     moved = copy.deepcopy(model).to_global(flow.placement.all("cpu"), B)
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half(), moved]
+    others = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model).half(),
+        moved,
+    ]
     for other in (model, *others):
         assert {p._reduce_dtype for p in other.parameters()} == {torch.float32}
     assert {p._reduce_dtype for p in flow.set_grad_reduce_dtype(model, None).parameters()} == {None}
-    w = flow.set_grad_reduce_dtype(spread(values(4, 3), B).bfloat16().requires_grad_(), torch.float64)
+    w = flow.set_grad_reduce_dtype(
+        spread(values(4, 3), B).bfloat16().requires_grad_(), torch.float64
+    )
     (w * spread(values(4, 3, seed=1), S(0))).sum().backward()
     assert w.grad.dtype is torch.bfloat16
     for wrong in (torch.int32, torch.complex64, "float32"):
@@ -485,7 +617,9 @@ def _replicas() -> None:
     plain = copy.deepcopy(START)
     plain(values(8, 4)).square().mean().backward()
     for quiet in (False, True):
-        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(where, {"0.*": S(0), "*": B}).bfloat16(), torch.float32)
+        model = flow.set_grad_reduce_dtype(
+            copy.deepcopy(START).to_global(where, {"0.*": S(0), "*": B}).bfloat16(), torch.float32
+        )
         ddp = flow.nn.parallel.DistributedDataParallel(model)
         x = values(8, 4).chunk(2)[rank // 2].bfloat16()
         x = x.to_global(where, B)
@@ -519,10 +653,16 @@ def test_half_parameters_with_every_combination() -> None:
     """Accumulation, scaler and sums in float32 together."""
 
     def run(mode: str, wanted: Any) -> None:
-        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]).bfloat16(), wanted)
+        model = flow.set_grad_reduce_dtype(
+            copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]).bfloat16(),
+            wanted,
+        )
         plain = copy.deepcopy(START)
         for m, feed in ((plain, lambda t: t), (model, lambda t: spread(t.bfloat16(), S(0)))):
-            optimizer, scaler = torch.optim.SGD(m.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+            optimizer, scaler = (
+                torch.optim.SGD(m.parameters(), lr=0.1),
+                torch.amp.GradScaler("cpu", init_scale=8.0),
+            )
             for i in range(2):
                 scaler.scale(m(feed(values(8, 4, seed=i))).float().square().mean()).backward()
             scaler.unscale_(optimizer)

@@ -1,4 +1,5 @@
-"""Automatic parallelism changes no number: graphs and eager models that a search has laid out train as one device does."""
+"""Automatic parallelism changes no number: graphs and eager models that a search has laid out train
+as one device does."""
 
 from __future__ import annotations
 
@@ -62,11 +63,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "pictures": (Pictures, lambda: (numbers(5, 4, 8, 8),)),
     "recurrent": (Recurrent, lambda: (numbers(4, 5, 8),)),
 }
-#: Machines that call for different plans: the usual one, one where moving costs next to nothing, one where it costs all.
-CLUSTERS = {"usual": Cluster(), "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}), "apart": Cluster(bandwidth=1e3)}
+#: Machines that call for different plans: the usual one, one where moving costs next to nothing,
+#: one where it costs all.
+CLUSTERS = {
+    "usual": Cluster(),
+    "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}),
+    "apart": Cluster(bandwidth=1e3),
+}
 
 CASES = [
-    pytest.param(name, grid, cluster, id=f"{name}-{grid}-{cluster}", marks=[pytest.mark.slow] if name == "recurrent" and grid == (2, 2) else [])
+    pytest.param(
+        name,
+        grid,
+        cluster,
+        id=f"{name}-{grid}-{cluster}",
+        marks=[pytest.mark.slow] if name == "recurrent" and grid == (2, 2) else [],
+    )
     for name in MODELS
     for grid, cluster in GRIDS
 ]
@@ -108,7 +120,9 @@ def spread(t: torch.Tensor, where: Placement, sbp: Any = B) -> Any:
 
 
 class Training(flow.nn.Graph):
-    def __init__(self, model: nn.Module, settings: Callable[[Any], Any] = lambda config: None) -> None:
+    def __init__(
+        self, model: nn.Module, settings: Callable[[Any], Any] = lambda config: None
+    ) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -125,7 +139,13 @@ def same(name: str, model: nn.Module, losses: list[Any]) -> None:
     want, parameters = plainly(name, len(losses))
     assert [whole(x).item() for x in losses] == pytest.approx(want, rel=1e-9)
     for (path, ours), theirs in zip(model.named_parameters(), parameters, strict=True):
-        torch.testing.assert_close(whole(ours.detach()), theirs, rtol=1e-9, atol=1e-9, msg=lambda m, path=path: f"{path}: {m}")
+        torch.testing.assert_close(
+            whole(ours.detach()),
+            theirs,
+            rtol=1e-9,
+            atol=1e-9,
+            msg=lambda m, path=path: f"{path}: {m}",
+        )
 
 
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
@@ -135,7 +155,10 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
             where = mesh(grid)
             model = made(name).to_global(where, [B] * where.axes)
             graph = Training(model)
-            losses = [graph(*(spread(t, where, S(0) if step else B) for t in drawn(name, step))) for step in range(2)]
+            losses = [
+                graph(*(spread(t, where, S(0) if step else B) for t in drawn(name, step)))
+                for step in range(2)
+            ]
             same(name, model, losses)
             return repr(graph.auto_plan().parameters)
 
@@ -144,7 +167,9 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
 
 
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
-def test_an_eager_model_trains_as_one_device_does(name: str, grid: tuple[int, ...], cluster: str) -> None:
+def test_an_eager_model_trains_as_one_device_does(
+    name: str, grid: tuple[int, ...], cluster: str
+) -> None:
     def run() -> None:
         with use_cluster(CLUSTERS[cluster]):
             where = mesh(grid)
@@ -173,13 +198,17 @@ def test_machines_call_for_different_plans() -> None:
             return graph.auto_plan()
 
     joined, apart = (simulate(2, run, CLUSTERS[name])[0] for name in ("joined", "apart"))
-    assert sum(c.bytes for c in apart.changes) < sum(c.bytes for c in joined.changes)  # where moving is dear, less moves
+    assert sum(c.bytes for c in apart.changes) < sum(
+        c.bytes for c in joined.changes
+    )  # where moving is dear, less moves
     assert apart.cost <= min(a.cost for a in apart.alternatives.values())
 
 
 def test_explicit_layouts_stay_unless_ignored() -> None:
     class Explicit(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:  # made by `made`: nothing else may draw while it does
+        def __init__(
+            self, inner: nn.Module
+        ) -> None:  # made by `made`: nothing else may draw while it does
             super().__init__()
             self.inner = inner
 
@@ -198,7 +227,9 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
             where = mesh((2,))
             model = Explicit(made("mlp"))
             model.to_global(where, [B])  # type: ignore[operator]
-            graph = Twice(model, lambda config: config.enable_auto_parallel_ignore_user_sbp_config(ignore))
+            graph = Twice(
+                model, lambda config: config.enable_auto_parallel_ignore_user_sbp_config(ignore)
+            )
             loss, seen = graph(spread(drawn("mlp", 0)[0], where))
             assert whole(loss).item() == pytest.approx(plainly("mlp", 1)[0][0], rel=1e-9)
             return seen.sbp
@@ -208,7 +239,8 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
 
 
 def test_another_graph_takes_the_parameters_as_they_lie() -> None:
-    """The plan of a training graph does not change for an evaluating one that shares its parameters, nor its numbers (OneFlow issue 9140)."""
+    """The plan of a training graph does not change for an evaluating one that shares its
+    parameters, nor its numbers (OneFlow issue 9140)."""
 
     class Evaluating(flow.nn.Graph):
         def __init__(self, model: nn.Module) -> None:
@@ -255,7 +287,9 @@ def test_with_other_settings(settings: Callable[[Any], Any]) -> None:
         where = mesh((2,))
         model = made("attention").to_global(where, [B])
         graph = Training(model, settings)
-        losses = [graph(*(spread(t, where, S(0)) for t in drawn("attention", step))) for step in range(2)]
+        losses = [
+            graph(*(spread(t, where, S(0)) for t in drawn("attention", step))) for step in range(2)
+        ]
         same("attention", model, losses)
 
     simulate(2, run)
@@ -269,14 +303,20 @@ def test_less_memory_is_less() -> None:
         graph(spread(torch.ones(64, 64, dtype=torch.float64), where))
         return graph.auto_plan().memory  # type: ignore[no-any-return]
 
-    most, half, least = (simulate(2, run, mode)[0] for mode in ("Disable", "ModerateMemoryDown", "HeavyMemoryDown"))
+    most, half, least = (
+        simulate(2, run, mode)[0] for mode in ("Disable", "ModerateMemoryDown", "HeavyMemoryDown")
+    )
     assert least <= half <= most
     assert least < most
 
 
 def test_settings_are_checked() -> None:
     config = Training(Mlp()).config
-    for name, value in (("enable_auto_memory", "Sideways"), ("set_auto_parallel_wait_time", -1), ("set_auto_parallel_computation_cost_ratio", "much")):
+    for name, value in (
+        ("enable_auto_memory", "Sideways"),
+        ("set_auto_parallel_wait_time", -1),
+        ("set_auto_parallel_computation_cost_ratio", "much"),
+    ):
         with pytest.raises(GraphError, match=f"{name}.*{value}"):
             getattr(config, name)(value)
 
@@ -306,21 +346,30 @@ def test_inputs_beforehand() -> None:
         where = mesh((2,))
         model = flow.parallelize(made("mlp"), where, "auto", inputs=drawn("mlp", 0))
         assert plan_of(model) is not None
-        assert whole(model(spread(drawn("mlp", 0)[0], where))).item() == pytest.approx(plainly("mlp", 1)[0][0], rel=1e-9)
+        assert whole(model(spread(drawn("mlp", 0)[0], where))).item() == pytest.approx(
+            plainly("mlp", 1)[0][0], rel=1e-9
+        )
 
     simulate(2, run)
 
 
 def test_recurrent_layers_know_their_weights_after_a_capture() -> None:
-    """They keep a list beside their parameters; a second capture, with the weights laid otherwise, took what the list held before."""
+    """They keep a list beside their parameters; a second capture, with the weights laid otherwise,
+    took what the list held before."""
 
     def run() -> None:
         where = mesh((2,))
         model = made("recurrent").to_global(where, [B])
         graph = Training(model, lambda c: c.enable_auto_parallel(False))
-        losses = [graph(spread(drawn("recurrent", 0)[0], where)), graph(spread(drawn("recurrent", 1)[0], where, S(0)))]
+        losses = [
+            graph(spread(drawn("recurrent", 0)[0], where)),
+            graph(spread(drawn("recurrent", 1)[0], where, S(0))),
+        ]
         same("recurrent", model, losses)
-        assert all(a is b for a, b in zip(model.lstm._flat_weights, model.lstm._parameters.values(), strict=True))
+        assert all(
+            a is b
+            for a, b in zip(model.lstm._flat_weights, model.lstm._parameters.values(), strict=True)
+        )
 
     simulate(2, run)
 
@@ -354,14 +403,20 @@ def test_a_model_with_experts() -> None:
 
 
 @pytest.mark.parametrize("case", ["error", "code", "search", "eager error", "eager code"])
-def test_ranks_that_differ_are_told_before_one_waits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_are_told_before_one_waits(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank whose model fails, or is another, or where the search itself fails."""
 
     class Odd(Mlp):
         def forward(self, x: Any) -> Any:
             if flow.env.get_rank() == 1 and "error" in case:
                 raise ValueError("of its own")
-            return super().forward(x) * 2.0 if flow.env.get_rank() == 1 and "code" in case else super().forward(x)
+            return (
+                super().forward(x) * 2.0
+                if flow.env.get_rank() == 1 and "code" in case
+                else super().forward(x)
+            )
 
     def searched(*args: Any, **kwargs: Any) -> Any:
         if flow.env.get_rank() == 1 and case == "search":
@@ -373,14 +428,21 @@ def test_ranks_that_differ_are_told_before_one_waits(case: str, monkeypatch: pyt
     def run() -> str:
         where = mesh((2,))
         model = Odd().double()
-        made = flow.parallelize(model, where, "auto") if "eager" in case else Training(model.to_global(where, [B]))
+        made = (
+            flow.parallelize(model, where, "auto")
+            if "eager" in case
+            else Training(model.to_global(where, [B]))
+        )
         with pytest.raises(Exception) as error:
             made(spread(numbers(6, 8), where))
         return str(error.value)
 
     first, second = simulate(2, run)
     if "code" in case:
-        assert all("rank 1 has captured another graph than rank 0; they part at op" in told for told in (first, second))
+        assert all(
+            "rank 1 has captured another graph than rank 0; they part at op" in told
+            for told in (first, second)
+        )
     else:
         assert "rank 1 could not" in first
         assert "of its own" in first
@@ -396,7 +458,9 @@ def test_a_plan_is_that_of_the_inputs_last_seen() -> None:
         for x in (few, many):
             graph(x)
             found[x] = graph.auto_plan()
-        assert [next(g.shape for g in found[x].given if g.kind == "input") for x in (few, many)] == [(2, 8), (6, 8)]
+        assert [
+            next(g.shape for g in found[x].given if g.kind == "input") for x in (few, many)
+        ] == [(2, 8), (6, 8)]
         graph(few)
         assert graph.auto_plan() is found[few]
         graph.use_plan(graph.plan())
@@ -469,7 +533,9 @@ def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
         where = mesh((2,))
         with pytest.raises(GraphError, match=r"asks for the value of a tensor") as raised:
             flow.parallelize(Asking().double(), where, "auto")(spread(numbers(2, 8), where))
-        said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])  # notes are Python 3.11's
+        said = "\n".join(
+            [str(raised.value), *getattr(raised.value, "__notes__", [])]
+        )  # notes are Python 3.11's
         assert 'a model that asks for values takes one by name, "data"' in said
 
     simulate(2, run)
@@ -479,21 +545,36 @@ def test_a_first_call_inside_a_graph_is_too_late() -> None:
     def run() -> None:
         where = mesh((2,))
         inputs = spread(drawn("mlp", 0)[0], where)
-        graph = Training(flow.parallelize(made("mlp"), where, "auto"), lambda c: c.enable_auto_parallel(False))
-        with pytest.raises(GraphError, match=r"Mlp is to be laid out at its first call .* give parallelize example inputs="):
+        graph = Training(
+            flow.parallelize(made("mlp"), where, "auto"), lambda c: c.enable_auto_parallel(False)
+        )
+        with pytest.raises(
+            GraphError,
+            match=r"Mlp is to be laid out at its first call .* give parallelize example inputs=",
+        ):
             graph(inputs)
         model = flow.parallelize(made("mlp"), where, "auto", inputs=drawn("mlp", 0))
         graph = Training(model, lambda c: c.enable_auto_parallel(False))
-        same("mlp", model, [graph(*(spread(t, where) for t in drawn("mlp", step))) for step in range(2)])
+        same(
+            "mlp",
+            model,
+            [graph(*(spread(t, where) for t in drawn("mlp", step))) for step in range(2)],
+        )
 
     simulate(2, run)
 
 
-def test_alternatives_are_priced_once_where_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternatives_are_priced_once_where_memory_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(search_module, "price_layouts", lambda *args: seen.append(args) or Alternative(1.0, 0, True))
+    monkeypatch.setattr(
+        search_module, "price_layouts", lambda *args: seen.append(args) or Alternative(1.0, 0, True)
+    )
     where = mesh((1,))
-    graph = Training(Mlp().double().to_global(where, [B]), lambda c: c.enable_auto_memory("HeavyMemoryDown"))
+    graph = Training(
+        Mlp().double().to_global(where, [B]), lambda c: c.enable_auto_memory("HeavyMemoryDown")
+    )
     graph(spread(numbers(2, 8), where))
     assert len(seen) == 1
     assert list(graph.auto_plan().alternatives) == ["data parallel"]

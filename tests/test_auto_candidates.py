@@ -1,4 +1,5 @@
-"""What the search believes a call to do is what it does: operands that lie as a candidate says give results that lie as it says, and nothing else moves."""
+"""What the search believes a call to do is what it does: operands that lie as a candidate says give
+results that lie as it says, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -40,15 +41,23 @@ class Attention(nn.Module):
 
     def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.token(ids) * 2.0
-        q, k, v = (f(self.norm(h)).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        out = h + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            f(self.norm(h)).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        out = h + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return F.cross_entropy(self.head(F.gelu(out)).flatten(0, 1), y.flatten())
 
 
 class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.out = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 16, 12)
+        self.one, self.two, self.out = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.Linear(8 * 16, 12),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.max_pool2d(F.relu(self.two(F.relu(self.one(x)))), 2)
@@ -61,7 +70,9 @@ MODELS = {
 }
 
 
-def plainly(calls: Calls, model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def plainly(
+    calls: Calls, model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
     """Each value, by running the calls on one device."""
     states = dict([*model.named_parameters(), *model.named_buffers()])
     given = iter(inputs)
@@ -73,7 +84,9 @@ def plainly(calls: Calls, model: nn.Module, inputs: Sequence[torch.Tensor]) -> d
 
 
 def with_values(given: Any, values: dict[int, Any]) -> Any:
-    return replaced(given, iter([values[t.number] for t in tensors_in(given, []) if isinstance(t, Ref)]))
+    return replaced(
+        given, iter([values[t.number] for t in tensors_in(given, []) if isinstance(t, Ref)])
+    )
 
 
 @pytest.mark.parametrize("grid", [(2,), (4,), (2, 2)], ids=str)
@@ -86,26 +99,39 @@ def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
     mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
     menu = StrategyBuilder(ReshardCosts(Cluster(), mesh), True)
     unique = {call.key: call for call in calls.calls if not call.wild}
-    tried = simulate(int(np.prod(grid)), lambda: [run(call, menu, calls, values, mesh) for call in unique.values()])
+    tried = simulate(
+        int(np.prod(grid)),
+        lambda: [run(call, menu, calls, values, mesh) for call in unique.values()],
+    )
     assert sum(tried[0]) > 2 * len(unique)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_mean_loss_keeps_its_targets_split(weighted: bool) -> None:
-    """The number of those that count is summed while the losses are computed, or with the gradients: no plan is dearer for it."""
+    """The number of those that count is summed while the losses are computed, or with the
+    gradients: no plan is dearer for it."""
 
     class Loss(nn.Module):
-        def forward(self, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor:
             return F.cross_entropy(x, target, weight if weighted else None)
 
-    calls = calls_of_model(Loss(), (torch.randn(8, 5, requires_grad=True), torch.zeros(8, dtype=torch.long), torch.ones(5)))
+    calls = calls_of_model(
+        Loss(),
+        (torch.randn(8, 5, requires_grad=True), torch.zeros(8, dtype=torch.long), torch.ones(5)),
+    )
     call = next(c for c in calls.calls if "cross_entropy" in c.name)
-    found = StrategyBuilder(ReshardCosts(Cluster(), Placement("cpu", [0, 1])), True).of(call, calls.values)
+    found = StrategyBuilder(ReshardCosts(Cluster(), Placement("cpu", [0, 1])), True).of(
+        call, calls.values
+    )
     ways = [tuple(column[k][0] for column in found.ins)[:2] for k in range(len(found))]
     assert found.moving[ways.index((split(0), split(0)))] == 0
 
 
-def run(call: Any, menu: StrategyBuilder, calls: Calls, values: dict[int, torch.Tensor], mesh: Placement) -> int:
+def run(
+    call: Any, menu: StrategyBuilder, calls: Calls, values: dict[int, torch.Tensor], mesh: Placement
+) -> int:
     found = menu.of(call, calls.values)
     for k in range(len(found)):
         operands = [values[v] for v in call.operands]
@@ -113,7 +139,11 @@ def run(call: Any, menu: StrategyBuilder, calls: Calls, values: dict[int, torch.
         given = {}
         for v, t, column in zip(call.operands, operands, found.ins, strict=True):
             spread = [broadcast] * mesh.axes
-            given[v] = t if calls.values[v].plain else t.to_global(mesh, spread, check_meta=False).to_global(mesh, list(column[k]))  # type: ignore[attr-defined]
+            given[v] = (
+                t
+                if calls.values[v].plain
+                else t.to_global(mesh, spread, check_meta=False).to_global(mesh, list(column[k]))
+            )  # type: ignore[attr-defined]
         with boxing_log() as log:
             out = call.func(*with_values(call.args, given), **with_values(call.kwargs, given))
         results = tensors_in(out, [])
@@ -121,10 +151,18 @@ def run(call: Any, menu: StrategyBuilder, calls: Calls, values: dict[int, torch.
             if not isinstance(t, flow.GlobalTensor):
                 assert calls.values[v].plain, what
                 continue
-            assert t._spec.layout == column[k], f"{what} gives {t._spec!r}, the candidate says {[e.short for e in column[k]]}"
-            torch.testing.assert_close(whole(t), values[v], msg=lambda m, what=what: f"{what}: {m}", rtol=1e-10, atol=1e-10)
-        moved = [record for record in log if record.bytes and record.op != AHEAD]  # a sum that is under way meanwhile costs nothing
-        assert not moved or found.moving[k] > 0, f"{what} moves {list(map(str, moved))}, which the candidate does not price"
+            assert t._spec.layout == column[k], (
+                f"{what} gives {t._spec!r}, the candidate says {[e.short for e in column[k]]}"
+            )
+            torch.testing.assert_close(
+                whole(t), values[v], msg=lambda m, what=what: f"{what}: {m}", rtol=1e-10, atol=1e-10
+            )
+        moved = [
+            record for record in log if record.bytes and record.op != AHEAD
+        ]  # a sum that is under way meanwhile costs nothing
+        assert not moved or found.moving[k] > 0, (
+            f"{what} moves {list(map(str, moved))}, which the candidate does not price"
+        )
     return len(found)
 
 
@@ -134,9 +172,12 @@ def whole(t: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("grid", [(2,), (2, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(8, 16), (5, 9)], ids=str)
-def test_all_prices_at_once_are_those_of_the_planner(grid: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Between layouts of one mesh, save where the planner knows a shorter way along no axis (each rank taking its pieces at once), and where, on several axes,
-    a way leads over layouts that the planner leaves out."""
+def test_all_prices_at_once_are_those_of_the_planner(
+    grid: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """Between layouts of one mesh, save where the planner knows a shorter way along no axis (each
+    rank taking its pieces at once), and where, on several axes, a way leads over layouts that the
+    planner leaves out."""
     mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
     prices, entries = ReshardCosts(Cluster(), mesh), [broadcast, partial_sum, split(0), split(1)]
     layouts = [tuple(entries[i] for i in at) for at in np.ndindex(*[4] * len(grid))]
@@ -165,7 +206,9 @@ def test_candidates_are_left_out_on_one_mesh_only(monkeypatch: pytest.MonkeyPatc
 
 
 def menu_of(grid: tuple[int, ...]) -> StrategyBuilder:
-    return StrategyBuilder(ReshardCosts(Cluster(), Placement("cpu", np.arange(np.prod(grid)).reshape(grid))), True)
+    return StrategyBuilder(
+        ReshardCosts(Cluster(), Placement("cpu", np.arange(np.prod(grid)).reshape(grid))), True
+    )
 
 
 class Squares(nn.Module):
@@ -181,17 +224,22 @@ def test_an_operand_that_stands_twice_comes_in_one_layout() -> None:
         found = menu.of(call, calls.values)
         assert found.ins[0] == found.ins[1]
     different = next(c for c in calls.calls if c.func.__name__ == "matmul" and c not in twice)
-    assert menu.of(different, calls.values).ins[0] != menu.of(different, calls.values).ins[1], "not taken for the same call as y @ y"
+    assert menu.of(different, calls.values).ins[0] != menu.of(different, calls.values).ins[1], (
+        "not taken for the same call as y @ y"
+    )
 
 
 def test_dropout_leaves_attention_its_layouts_on_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those that are linear in the values: dropped scores of a partial sum would be drawn anew on each rank. And no call needs more than shapes."""
+    """All but those that are linear in the values: dropped scores of a partial sum would be drawn
+    anew on each rank. And no call needs more than shapes."""
 
     def layouts(rate: float) -> set[tuple[Any, ...]]:
         attention = partial(F.scaled_dot_product_attention, dropout_p=rate, is_causal=True)
         made = calls_of_model(Called(attention), tuple(torch.empty(4, 4, 8, 4) for _ in range(3)))
         with monkeypatch.context() as patch:
-            patch.setattr(torch_private, "fake_tensors", lambda: pytest.fail("meta tensors would do"))
+            patch.setattr(
+                torch_private, "fake_tensors", lambda: pytest.fail("meta tensors would do")
+            )
             found = menu_of((2, 2)).of(made.calls[-1], made.values)
         return set(zip(*found.ins, *found.outs, strict=True))
 
@@ -202,21 +250,29 @@ def test_dropout_leaves_attention_its_layouts_on_two_axes(monkeypatch: pytest.Mo
 
 def test_products_are_counted_wherever_their_operands_stand() -> None:
     m, k, n, b = 4, 8, 16, 3
-    a, c, many, more = (torch.empty(*s, requires_grad=True) for s in ((m, k), (k, n), (b, m, k), (b, k, n)))
+    a, c, many, more = (
+        torch.empty(*s, requires_grad=True) for s in ((m, k), (k, n), (b, m, k), (b, k, n))
+    )
     bias = torch.empty(m, n, requires_grad=True)
     cases: list[tuple[Any, tuple[torch.Tensor, ...], float]] = [
         (torch.addmm, (bias, a, c), m * k * n),
         (torch.baddbmm, (bias, many, more), b * m * k * n),
         (torch.addbmm, (bias, many, more), b * m * k * n),
         (torch.addmv, (bias[:, 0], a, c[:, 0]), m * k),
-        (lambda x, y, z: torch.einsum("mk,kn,nj->mj", x, y, z), (a, c, torch.empty(n, 5)), m * k * n + m * n * 5),
+        (
+            lambda x, y, z: torch.einsum("mk,kn,nj->mj", x, y, z),
+            (a, c, torch.empty(n, 5)),
+            m * k * n + m * n * 5,
+        ),
         (lambda x, y: torch.einsum("mk,kn->mn", x, y), (a, c), m * k * n),
     ]
     for function, given, pairs in cases:
         calls = calls_of_model(Called(function), given)
         work = work_of(calls.calls[-1], calls.values)
         assert work.flops == 2 * pairs, function
-        assert work.backward == sum(t.requires_grad for t in given if t.dim() > 1 and t is not bias), function
+        assert work.backward == sum(
+            t.requires_grad for t in given if t.dim() > 1 and t is not bias
+        ), function
 
 
 class Called(nn.Module):

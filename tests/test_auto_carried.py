@@ -1,4 +1,5 @@
-"""A plan carried out on a model: what `flow.parallelize(model, placement, plan)` and `config.follow(plan)` make of a plan found elsewhere, staged ones too."""
+"""A plan carried out on a model: what `flow.parallelize(model, placement, plan)` and
+`config.follow(plan)` make of a plan found elsewhere, staged ones too."""
 
 from __future__ import annotations
 
@@ -49,13 +50,17 @@ def drawn(step: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def searched(n: int, space: SearchSpace | None, memory: int | None = None, tied: bool = False) -> Plan:
+def searched(
+    n: int, space: SearchSpace | None, memory: int | None = None, tied: bool = False
+) -> Plan:
     """The plan of the search over everything for ``n`` devices."""
     with torch.device("meta"):
         model = GPT(4, WIDTH, 2, WORDS, TIME, tied).double()
 
     def of(rows: int) -> Any:
-        return calls_of_model(model, tuple(torch.empty(rows, TIME, dtype=torch.long, device="meta") for _ in range(2)))
+        return calls_of_model(
+            model, tuple(torch.empty(rows, TIME, dtype=torch.long, device="meta") for _ in range(2))
+        )
 
     return search_pipelines(of, ROWS, CLUSTER.with_size(n), n, Options(memory=memory), space)
 
@@ -66,7 +71,12 @@ def number(loss: Tensor) -> float:
     return loss.item()
 
 
-def trained(step_of: Callable[..., Any], optimizer: torch.optim.Optimizer, given: Callable[[Tensor], Any], steps: int) -> list[float]:
+def trained(
+    step_of: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    given: Callable[[Tensor], Any],
+    steps: int,
+) -> list[float]:
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -80,7 +90,9 @@ def trained(step_of: Callable[..., Any], optimizer: torch.optim.Optimizer, given
 def plainly(tied: bool, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
     model = made(tied=tied)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return trained(model, optimizer, lambda t: t, steps), {path: p.detach() for path, p in model.named_parameters()}
+    return trained(model, optimizer, lambda t: t, steps), {
+        path: p.detach() for path, p in model.named_parameters()
+    }
 
 
 class Training(flow.nn.Graph):
@@ -101,11 +113,20 @@ def same(model: nn.Module, losses: list[float], tied: bool) -> None:
     assert losses == pytest.approx(want, rel=1e-9)
     for path, p in model.named_parameters():
         everywhere = p.detach().to_global(flow.placement.all("cpu"), B)._local  # type: ignore[attr-defined]
-        torch.testing.assert_close(everywhere, parameters[path], rtol=1e-7, atol=1e-9, msg=lambda m, path=path: f"{path}: {m}")
+        torch.testing.assert_close(
+            everywhere,
+            parameters[path],
+            rtol=1e-7,
+            atol=1e-9,
+            msg=lambda m, path=path: f"{path}: {m}",
+        )
 
 
-def carried(plan: Plan, n: int, where: Callable[[], flow.placement], tied: bool = False) -> list[Any]:
-    """Train by the plan, in a graph and in eager mode, on ``n`` simulated ranks -> the graph's own plan on each."""
+def carried(
+    plan: Plan, n: int, where: Callable[[], flow.placement], tied: bool = False
+) -> list[Any]:
+    """Train by the plan, in a graph and in eager mode, on ``n`` simulated ranks -> the graph's own
+    plan on each."""
 
     def given(t: Tensor) -> Any:
         everyone = where()
@@ -155,8 +176,13 @@ def test_a_plan_in_stages_and_micro_batches(tied: bool) -> None:
     placed = {op.name: op.stage for op in seen}
     planned = {name: k for k, stage in enumerate(stages) for name in _names(plan, stage)}
     assert {placed[name] for name in placed} >= {0, 1}
-    layers = [{op.stage for op in seen if op.module.startswith(f"model.blocks.{k}")} for k in range(4)]
-    wanted = [{planned[c.name] for c in plan.calls if c.module.startswith(f"blocks.{k}")} for k in range(4)]
+    layers = [
+        {op.stage for op in seen if op.module.startswith(f"model.blocks.{k}")} for k in range(4)
+    ]
+    wanted = [
+        {planned[c.name] for c in plan.calls if c.module.startswith(f"blocks.{k}")}
+        for k in range(4)
+    ]
     assert layers == wanted, "blocks are where the plan has them"
 
 
@@ -178,13 +204,19 @@ def test_a_plan_with_a_schedule(schedule: str) -> None:
 def test_what_a_plan_recomputes_and_shares_is_taken() -> None:
     free = searched(2, only((2,), 1, 2))
     tight = searched(2, only((2,), 1, 2), memory=int(free.memory * 0.55))
-    assert tight.choices["recompute"] or tight.choices["zero"], "memory is short enough for something to be done"
+    assert tight.choices["recompute"] or tight.choices["zero"], (
+        "memory is short enough for something to be done"
+    )
     carried(tight, 2, line(2))
 
     def settings() -> Any:
         model = flow.parallelize(made(), line(2)(), tight)
         graph = Training(model, tight)
-        again = {path for path, m in model.named_modules() if "_stage" in m.__dict__ and m.__dict__["_stage"].activation_checkpointing}
+        again = {
+            path
+            for path, m in model.named_modules()
+            if "_stage" in m.__dict__ and m.__dict__["_stage"].activation_checkpointing
+        }
         return graph.config.zero, graph.config.accumulation, again
 
     zero, accumulation, again = simulate(2, settings)[0]
@@ -192,12 +224,20 @@ def test_what_a_plan_recomputes_and_shares_is_taken() -> None:
     assert bool(zero) == bool(tight.choices["zero"])
     assert bool(again) == any(c.again for c in tight.calls)
     for path in again:
-        assert all(c.again for c in tight.calls if c.module == path or c.module.startswith(f"{path}."))
+        assert all(
+            c.again for c in tight.calls if c.module == path or c.module.startswith(f"{path}.")
+        )
 
 
 def test_recomputed_modules_are_those_wholly_recomputed() -> None:
     plan = searched(2, only((2,)))
-    again = dataclasses.replace(plan, calls=tuple(dataclasses.replace(c, again=c.module.startswith(("blocks.1", "blocks.2.up"))) for c in plan.calls))
+    again = dataclasses.replace(
+        plan,
+        calls=tuple(
+            dataclasses.replace(c, again=c.module.startswith(("blocks.1", "blocks.2.up")))
+            for c in plan.calls
+        ),
+    )
 
     def run() -> Any:
         model = flow.parallelize(made(), line(2)(), again)
@@ -230,7 +270,9 @@ def test_a_plan_made_for_a_graph_is_one_for_its_model() -> None:
 
     def laid() -> Any:
         model = flow.parallelize(made(), line(2)(), plan)
-        return {f"model.{path}": tuple(e.short for e in p.sbp) for path, p in model.named_parameters()}
+        return {
+            f"model.{path}": tuple(e.short for e in p.sbp) for path, p in model.named_parameters()
+        }
 
     assert simulate(2, laid)[0] == plan.parameters
 
@@ -239,11 +281,23 @@ def test_what_does_not_go_with_a_plan_is_told() -> None:
     plan = searched(4, only((2,), 2, 4, schedules=("1f1b",)))
 
     def run() -> None:
-        with pytest.raises(PlanError, match=r"the plan is for 4 ranks \(2 times a mesh of 2\), .* has 2: plan for as many"):
+        with pytest.raises(
+            PlanError,
+            match=r"the plan is for 4 ranks \(2 times a mesh of 2\), .* has 2: plan for as many",
+        ):
             flow.parallelize(made(), line(2)(), plan)
-        with pytest.raises(PlanError, match=r"of another model than this Linear: parameter .* which has none of that name \(but weight, bias"):
+        with pytest.raises(
+            PlanError,
+            match=(
+                r"of another model than this Linear: parameter .* which has none of that name "
+                r"\(but weight, bias"
+            ),
+        ):
             flow.parallelize(nn.Linear(2, 2), line(2)(), plan)
-        with pytest.raises(PlanError, match=r"parameter blocks.0.down.bias is \[16\] in the plan, it is \[8\] there"):
+        with pytest.raises(
+            PlanError,
+            match=r"parameter blocks.0.down.bias is \[16\] in the plan, it is \[8\] there",
+        ):
             flow.parallelize(GPT(4, 8, 2, WORDS, TIME, False), line(2)(), plan)
 
     simulate(2, run)
@@ -267,10 +321,17 @@ class Late(nn.Module):
 def test_modules_are_where_the_plan_has_them_in_whatever_order_they_are_defined() -> None:
     with torch.device("meta"):
         meta = Late()
-    plan = flow.auto.plan(meta, (torch.empty(8, 8), torch.empty(8, dtype=torch.long)), CLUSTER.with_size(1), mesh=(1,))
+    plan = flow.auto.plan(
+        meta, (torch.empty(8, 8), torch.empty(8, dtype=torch.long)), CLUSTER.with_size(1), mesh=(1,)
+    )
     names = [c.name for c in plan.calls]
-    cut = names.index(next(c.name for c in plan.calls if c.module == "blocks.2")) - 1  # the norm before it
-    halves = [{"lane": k, "calls": [part[0], part[-1]]} for k, part in enumerate((names[:cut], names[cut:]))]
+    cut = (
+        names.index(next(c.name for c in plan.calls if c.module == "blocks.2")) - 1
+    )  # the norm before it
+    halves = [
+        {"lane": k, "calls": [part[0], part[-1]]}
+        for k, part in enumerate((names[:cut], names[cut:]))
+    ]
     plan = dataclasses.replace(plan, choices={**plan.choices, "stages": halves})
 
     def run() -> None:
@@ -280,11 +341,16 @@ def test_modules_are_where_the_plan_has_them_in_whatever_order_they_are_defined(
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=gen, dtype=torch.float64))
-        x, y = torch.randn(8, 8, generator=gen, dtype=torch.float64), torch.randint(0, 3, (8,), generator=gen)
+        x, y = (
+            torch.randn(8, 8, generator=gen, dtype=torch.float64),
+            torch.randint(0, 3, (8,), generator=gen),
+        )
         want = model(x, y).item()
         model = flow.parallelize(model, line(2)(), plan)
-        assert {path: p.placement.flat for path, p in model.named_parameters() if path.endswith("weight")} == {
-            "blocks.0.weight": (0,), "blocks.1.weight": (0,), "blocks.2.weight": (1,), "blocks.3.weight": (1,), "head.weight": (1,), "first.weight": (0,),
+        assert {path: p.placement.flat for path,
+            p in model.named_parameters() if path.endswith("weight")} == {
+            "blocks.0.weight": (0,), "blocks.1.weight": (0,), "blocks.2.weight": (1,),
+            "blocks.3.weight": (1,), "head.weight": (1,), "first.weight": (0,),
             "norm.weight": (0,),
         }  # fmt: skip
         given = [t.to_global(line(2)(), B, check_meta=False) for t in (x, y)]
@@ -313,11 +379,19 @@ def test_a_stage_that_begins_with_no_module_is_told() -> None:
     plan = flow.auto.plan(model, torch.empty(8, 8, device="meta"), CLUSTER.with_size(2), mesh=(1,))
     names = [c.name for c in plan.calls]
     assert len(calls) >= len(names) > 8
-    halves = [{"lane": k, "calls": [part[0], part[-1]]} for k, part in enumerate((names[:8], names[8:]))]
+    halves = [
+        {"lane": k, "calls": [part[0], part[-1]]} for k, part in enumerate((names[:8], names[8:]))
+    ]
     staged = dataclasses.replace(plan, choices={**plan.choices, "stages": halves})
 
     def run() -> None:
-        with pytest.raises(PlanError, match=rf"stage 1 of the plan begins at {names[8]}, and no module of the model starts to run in it"):
+        with pytest.raises(
+            PlanError,
+            match=(
+                rf"stage 1 of the plan begins at {names[8]}, and no module of the model starts "
+                rf"to run in it"
+            ),
+        ):
             flow.parallelize(Plain(), line(2)(), staged)
 
     simulate(2, run)
@@ -325,27 +399,66 @@ def test_a_stage_that_begins_with_no_module_is_told() -> None:
 
 def hugging(kind: str) -> nn.Module:
     hf = pytest.importorskip("transformers")
-    few = {"vocab_size": 40, "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    few = {
+        "vocab_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "max_position_embeddings": 16,
+    }
     torch.manual_seed(0)
     if kind == "bert":
-        return hf.BertForMaskedLM(hf.BertConfig(**few, hidden_dropout_prob=0, attention_probs_dropout_prob=0)).double()  # type: ignore[no-any-return]
+        return hf.BertForMaskedLM(
+            hf.BertConfig(**few, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        ).double()  # type: ignore[no-any-return]
     if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**few, num_key_value_heads=1, use_cache=False)).double()  # type: ignore[no-any-return]
-    t5 = hf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(**few, num_key_value_heads=1, use_cache=False)
+        ).double()  # type: ignore[no-any-return]
+    t5 = hf.T5Config(
+        vocab_size=40,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
     return hf.T5ForConditionalGeneration(t5).double()  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
-@pytest.mark.parametrize("lanes", [pytest.param(((2,), "1f1b"), id="two stages of two"), pytest.param(((1,), "zb-v"), id="there and back")])
+@pytest.mark.parametrize(
+    "lanes",
+    [
+        pytest.param(((2,), "1f1b"), id="two stages of two"),
+        pytest.param(((1,), "zb-v"), id="there and back"),
+    ],
+)
 def test_models_of_hugging_face(kind: str, lanes: tuple[tuple[int, ...], str]) -> None:
     model, (mesh, schedule) = hugging(kind), lanes
-    n, ids = 2 * int(np.prod(mesh)), torch.randint(0, 40, (ROWS, 8), generator=torch.Generator().manual_seed(3))
+    n, ids = (
+        2 * int(np.prod(mesh)),
+        torch.randint(0, 40, (ROWS, 8), generator=torch.Generator().manual_seed(3)),
+    )
 
     def calls(rows: int) -> Any:
-        return calls_of_model(model, (), {name: torch.empty(rows, 8, dtype=torch.long, device="meta") for name in ("input_ids", "labels")})
+        return calls_of_model(
+            model,
+            (),
+            {
+                name: torch.empty(rows, 8, dtype=torch.long, device="meta")
+                for name in ("input_ids", "labels")
+            },
+        )
 
-    plan = search_pipelines(calls, ROWS, CLUSTER.with_size(n), n, Options(), only(mesh, 2, 4, schedules=(schedule,)))
+    plan = search_pipelines(
+        calls, ROWS, CLUSTER.with_size(n), n, Options(), only(mesh, 2, 4, schedules=(schedule,))
+    )
 
     class Step(Training):
         def build(self, given: Any) -> Any:
@@ -367,9 +480,13 @@ def test_models_of_hugging_face(kind: str, lanes: tuple[tuple[int, ...], str]) -
 
     def run() -> None:
         given = ids.to_global(line(n)(), B, check_meta=False)  # type: ignore[attr-defined]
-        assert eagerly(flow.parallelize(copy.deepcopy(model), line(n)(), plan), given) == pytest.approx(want, rel=1e-9)
+        assert eagerly(
+            flow.parallelize(copy.deepcopy(model), line(n)(), plan), given
+        ) == pytest.approx(want, rel=1e-9)
         step = Step(flow.parallelize(copy.deepcopy(model), line(n)(), plan), plan)
         # Llama computes its loss in float32, here of each micro-batch.
-        assert [number(step(given)) for _ in range(2)] == pytest.approx(want, rel=1e-6 if kind == "llama" else 1e-9)
+        assert [number(step(given)) for _ in range(2)] == pytest.approx(
+            want, rel=1e-6 if kind == "llama" else 1e-9
+        )
 
     simulate(n, run)

@@ -1,7 +1,9 @@
-"""What plans claim is so: none called optimal is beaten, by what its own report prices or by anything that the search could have chosen; what was lost to an
-error is said; rounding decides nothing; sentences can be read in one way; and whose seconds a plan tells is written there.
+"""What plans claim is so: none called optimal is beaten, by what its own report prices or by
+anything that the search could have chosen; what was lost to an error is said; rounding decides
+nothing; sentences can be read in one way; and whose seconds a plan tells is written there.
 
-Models, machines and meshes are drawn (support/drawn.py). A few of them run always, many more with the slow tests.
+Models, machines and meshes are drawn (support/drawn.py). A few of them run always, many more with
+the slow tests.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ from globaltensor.auto.cost.meshes import meshes
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.alternatives import least_larger
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.intra_op.search import SearchResult, binding_formulation, compare, data_parallel, search
+from globaltensor.auto.intra_op.search import (
+    SearchResult,
+    binding_formulation,
+    compare,
+    data_parallel,
+    search,
+)
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.html import data
 from globaltensor.auto.plan.plan import Lost, Plan
@@ -51,7 +59,8 @@ from globaltensor.errors import FormError
 from globaltensor.sharding.placement import Placement
 
 CLOSE = 1e-8  # of a cost: what two ways of adding it up may differ in
-#: Of 6 another way looked cheaper than a plan called optimal, of 37 what is spent did not add up to the cost; 8 and 10 were not optimal by rounding.
+#: Of 6 another way looked cheaper than a plan called optimal, of 37 what is spent did not add up to
+#: the cost; 8 and 10 were not optimal by rounding.
 QUICK = (*range(12), 37)
 MANY = [seed for seed in range(400) if seed not in QUICK]
 
@@ -61,9 +70,17 @@ def seeds() -> list[Any]:
 
 
 def found(case: Case, **options: Any) -> SearchResult:
-    """The search, with a few seconds where memory is short: what is not proven by then claims nothing."""
+    """The search, with a few seconds where memory is short: what is not proven by then claims
+    nothing."""
     seconds = 3.0 if options else None
-    return search(case.calls, case.cluster, case.mesh, Options(**options), seconds, recipes_of(case.model, case.calls, case.mesh))
+    return search(
+        case.calls,
+        case.cluster,
+        case.mesh,
+        Options(**options),
+        seconds,
+        recipes_of(case.model, case.calls, case.mesh),
+    )
 
 
 def within_a_limit(case: Case, free: SearchResult) -> SearchResult:
@@ -82,14 +99,17 @@ def cost(f: SearchResult, changed: dict[int, int] | None = None) -> float:
     return float(binding_formulation(f.formulation, choice).problem.evaluate(choice))
 
 
-# ---------------------------------------------------------------------------------------------------------------- prices and proofs
+# -------------------------------------------------------------------------------- prices and proofs
 
 
 def check_prices(f: SearchResult) -> None:
-    """The plan's own figures add up to its cost, and nothing that it prices costs less, if it is called optimal."""
+    """The plan's own figures add up to its cost, and nothing that it prices costs less, if it is
+    called optimal."""
     plan = f.plan
     assert plan.cost == pytest.approx(cost(f), rel=CLOSE)
-    assert sum(plan.spent.values()) - 2 * plan.spent["hidden"] == pytest.approx(plan.cost, rel=CLOSE)
+    assert sum(plan.spent.values()) - 2 * plan.spent["hidden"] == pytest.approx(
+        plan.cost, rel=CLOSE
+    )
     if plan.optimal:
         for thing in (*plan.calls, *plan.given):
             for other in thing.others:
@@ -97,7 +117,10 @@ def check_prices(f: SearchResult) -> None:
                 assert other.extra >= 0 or not fits, (thing.name, other)
         for name, other in plan.alternatives.items():
             assert not other.fits or other.cost >= plan.cost * (1 - CLOSE), name
-        assert "not complete" not in "".join(plan.explain(name) for name in {g.name for g in plan.given} | {c.name for c in plan.calls})
+        assert "not complete" not in "".join(
+            plan.explain(name)
+            for name in {g.name for g in plan.given} | {c.name for c in plan.calls}
+        )
 
 
 @pytest.mark.parametrize("seed", seeds())
@@ -107,15 +130,21 @@ def test_no_other_way_that_a_plan_prices_beats_it(seed: int) -> None:
     check_prices(free)
     if seed % 2:
         with contextlib.suppress(flow.auto.PlanError):  # so little memory may not do
-            check_prices(found(case, memory=int(free.plan.memory * case.draw.choice((0.8, 0.9, 1.0)))))
+            check_prices(
+                found(case, memory=int(free.plan.memory * case.draw.choice((0.8, 0.9, 1.0))))
+            )
 
 
 @pytest.mark.parametrize("rows", [4, 8, 64, 512, 4096])
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "pcie-a100"])
 def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
-    """With 4 and 8 rows and 4096 its first weight was said to lie better otherwise; with 512 rows rounding kept it from being optimal."""
+    """With 4 and 8 rows and 4096 its first weight was said to lie better otherwise; with 512 rows
+    rounding kept it from being optimal."""
     with torch.device("meta"):
-        model, x = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)), torch.empty(rows, 512)
+        model, x = (
+            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)),
+            torch.empty(rows, 512),
+        )
     plan = flow.auto.plan(model, x, name, mesh=(8,))
     assert plan.optimal
     assert "optimal: no plan in the space of the search costs less" in str(plan)
@@ -123,37 +152,59 @@ def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
     assert "not complete" not in plan.explain("0.weight")
 
 
-@pytest.mark.parametrize("seed", [9, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(11, 120))])
+@pytest.mark.parametrize(
+    "seed", [9, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(11, 120))]
+)
 def test_another_way_costs_what_it_does_with_all_else_at_its_best(seed: int) -> None:
-    """Of a call, by trying all layouts of the tensors beside it: the larger sum with it, less the plan's."""
+    """Of a call, by trying all layouts of the tensors beside it: the larger sum with it, less the
+    plan's."""
     f = found(tiny(seed))
     now, formulation = cost(f), f.formulation
     for call in f.plan.calls:
         node, ways = formulation.node_of_call[call.number], formulation.candidates[call.number]
-        beside = [n for edge in formulation.problem.edges if node in edge for n in edge if n != node and n in formulation.layouts]
+        beside = [
+            n
+            for edge in formulation.problem.edges
+            if node in edge
+            for n in edge
+            if n != node and n in formulation.layouts
+        ]
         if math.prod(len(formulation.layouts[n]) for n in beside) * len(ways) > 20_000:
             continue
         least: dict[Any, float] = {}
         for k in range(len(ways)):
             gives = tuple(tuple(e.short for e in out[k]) for out in ways.outs)
-            for strategies in itertools.product(*(range(len(formulation.layouts[n])) for n in beside)):
+            for strategies in itertools.product(
+                *(range(len(formulation.layouts[n])) for n in beside)
+            ):
                 changed = {node: k, **dict(zip(beside, strategies, strict=True))}
                 least[gives] = min(least.get(gives, math.inf), cost(f, changed) - now)
         del least[call.results]
         finite = sorted(extra for extra in least.values() if math.isfinite(extra))
-        assert [o.extra for o in call.others] == pytest.approx(finite[:3], rel=1e-9, abs=3 * EXACT * now), call.name
-        assert all(o.extra == pytest.approx(least[o.gives], abs=3 * EXACT * now) for o in call.others)
+        assert [o.extra for o in call.others] == pytest.approx(
+            finite[:3], rel=1e-9, abs=3 * EXACT * now
+        ), call.name
+        assert all(
+            o.extra == pytest.approx(least[o.gives], abs=3 * EXACT * now) for o in call.others
+        )
 
 
-@pytest.mark.parametrize("seed", [32, 75, 104, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100))])
+@pytest.mark.parametrize(
+    "seed", [32, 75, 104, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100))]
+)
 def test_a_known_way_is_told_at_its_best(seed: int) -> None:
-    """Of gradients that take longer than the backward pass what shows was once added to the best if they did not: a quarter too much for tensor parallelism
-    with seed 32, half with 104."""
+    """Of gradients that take longer than the backward pass what shows was once added to the best if
+    they did not: a quarter too much for tensor parallelism with seed 32, half with 104."""
     case = drawn(seed)
-    ways = {"data parallel": data_parallel(case.calls, case.mesh), **recipes_of(case.model, case.calls, case.mesh)}
+    ways = {
+        "data parallel": data_parallel(case.calls, case.mesh),
+        **recipes_of(case.model, case.calls, case.mesh),
+    }
     for name, told in compare(found(case).formulation, ways).items():
         if math.isfinite(told.cost):
-            best = search(case.calls, case.cluster, case.mesh, Options(fixed=dict(ways[name])), compared=False).plan
+            best = search(
+                case.calls, case.cluster, case.mesh, Options(fixed=dict(ways[name])), compared=False
+            ).plan
             assert told.cost >= best.bound * (1 - CLOSE), name
             assert told.cost <= best.cost * 1.01 or told.why.startswith("at most"), name
 
@@ -161,11 +212,25 @@ def test_a_known_way_is_told_at_its_best(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_least_larger_sum(seed: int) -> None:
     draw = np.random.default_rng(seed)
-    rows = [tuple(draw.integers(0, 30, (2, draw.integers(1, 5))).astype(float)) for _ in range(draw.integers(0, 5))]
-    rows = [(x, np.where(draw.random(len(x)) < 0.2, np.inf, y)) if len(x) > 1 and np.isfinite(y).all() else (x, y) for x, y in rows]
+    rows = [
+        tuple(draw.integers(0, 30, (2, draw.integers(1, 5))).astype(float))
+        for _ in range(draw.integers(0, 5))
+    ]
+    rows = [
+        (x, np.where(draw.random(len(x)) < 0.2, np.inf, y))
+        if len(x) > 1 and np.isfinite(y).all()
+        else (x, y)
+        for x, y in rows
+    ]
     rows = [(np.where(np.isinf(y), np.inf, x), y) for x, y in rows]
     every = [
-        (max(2.0 + sum(x[k] for (x, _), k in zip(rows, c, strict=True)), 5.0 + sum(y[k] for (_, y), k in zip(rows, c, strict=True))), list(c))
+        (
+            max(
+                2.0 + sum(x[k] for (x, _), k in zip(rows, c, strict=True)),
+                5.0 + sum(y[k] for (_, y), k in zip(rows, c, strict=True)),
+            ),
+            list(c),
+        )
         for c in itertools.product(*(range(len(x)) for x, _ in rows))
     ]
     if not math.isfinite(min(every)[0]):
@@ -182,7 +247,9 @@ def test_no_plan_called_optimal_is_beaten_by_any_choice(seed: int) -> None:
     if f.plan.optimal:
         try:
             assert not cheaper(f.formulation, f.plan.cost * (1 - CLOSE))
-            assert cheaper(f.formulation, f.plan.cost * (1 + 100 * CLOSE))  # the plan itself is found by it
+            assert cheaper(
+                f.formulation, f.plan.cost * (1 + 100 * CLOSE)
+            )  # the plan itself is found by it
         except TooLarge:
             assert seed not in QUICK
 
@@ -191,7 +258,9 @@ def test_no_plan_called_optimal_is_beaten_by_any_choice(seed: int) -> None:
 def test_no_plan_within_memory_is_beaten_by_any_that_fits(seed: int) -> None:
     case = tiny(seed)
     f = within_a_limit(case, found(case))
-    tried = [everything_tried(f.formulation.under(freed=freed), f.plan.limit) for freed in (False, True)]
+    tried = [
+        everything_tried(f.formulation.under(freed=freed), f.plan.limit) for freed in (False, True)
+    ]
     if None in tried:
         assert seed not in QUICK or seed in (3, 6), "these have too many"
         return
@@ -203,7 +272,10 @@ def test_no_plan_within_memory_is_beaten_by_any_that_fits(seed: int) -> None:
 
 
 #: 121, 129, 399: a plan on one axis was called optimal, and one on 2 x 2 cost less.
-@pytest.mark.parametrize("seed", [0, 3, 121, 129, 399, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))])
+@pytest.mark.parametrize(
+    "seed",
+    [0, 3, 121, 129, 399, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))],
+)
 def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
     """Where the mesh is searched for, too: by the plan on any mesh, or by any pipeline."""
     case = drawn(seed)
@@ -213,23 +285,36 @@ def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
     if not plan.optimal:
         return
     for mesh in meshes(cluster.size, cluster, 2):
-        assert search(case.calls, cluster, mesh, options, compared=False).plan.cost >= plan.cost * (1 - CLOSE), mesh.shape
+        assert search(case.calls, cluster, mesh, options, compared=False).plan.cost >= plan.cost * (
+            1 - CLOSE
+        ), mesh.shape
     for stages, micros in ((2, 2), (2, 4), (4, 4)):
         if rows % micros == 0:
             with contextlib.suppress(flow.auto.PlanError):  # too few segments
                 space = SearchSpace(stages=[stages], micro_batches=[micros])
-                calls_at = lambda n: calls_of_model(case.model, (torch.empty(n, *case.x.shape[1:], device="meta"),), None, cluster.device)  # noqa: E731
-                assert search_pipelines(calls_at, rows, cluster, None, options, space).cost >= plan.cost * (1 - CLOSE), (stages, micros)
+                calls_at = (  # noqa: E731
+                    lambda n: calls_of_model(
+                        case.model,
+                        (torch.empty(n, *case.x.shape[1:], device="meta"),),
+                        None,
+                        cluster.device,
+                    )
+                )
+                assert search_pipelines(
+                    calls_at, rows, cluster, None, options, space
+                ).cost >= plan.cost * (1 - CLOSE), (stages, micros)
 
 
-# ---------------------------------------------------------------------------------------------------------------- where exactness ends
+# ----------------------------------------------------------------------------- where exactness ends
 
 
 def test_rounding_does_not_decide_whether_a_plan_is_optimal() -> None:
     def plan(cost: float, bound: float) -> Plan:
         return Plan("generic", (2,), cost, bound, cost, 0, None, True, (), (), ())
 
-    assert plan(0.00013224317375109087, 0.0001322431736188477).optimal, "the showcase with 512 rows: 1.0000000075e-09 apart"
+    assert plan(0.00013224317375109087, 0.0001322431736188477).optimal, (
+        "the showcase with 512 rows: 1.0000000075e-09 apart"
+    )
     for scale in (1e-9, 1.0, 3e7):
         assert plan(scale, scale).optimal
         assert plan(scale, scale * (1 - STOP)).optimal
@@ -244,7 +329,7 @@ def test_rounding_does_not_decide_whether_a_plan_is_optimal() -> None:
     assert not Solution([0], 1.0, 1.0 - 1e-8, True).optimal
 
 
-# ---------------------------------------------------------------------------------------------------------------- ways lost to errors
+# ------------------------------------------------------------------------------ ways lost to errors
 
 
 @contextlib.contextmanager
@@ -293,8 +378,19 @@ def splits(op: Any) -> bool:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2), None], ids=["2", "2x2", "any"])
-@pytest.mark.parametrize("error", [TypeError("no operand"), ValueError("few values"), IndexError("tuple index"), KeyError("k"), RuntimeError("x")])
-def test_strategies_lost_to_a_fault_of_a_rule_are_counted(error: Exception, mesh: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("no operand"),
+        ValueError("few values"),
+        IndexError("tuple index"),
+        KeyError("k"),
+        RuntimeError("x"),
+    ],
+)
+def test_strategies_lost_to_a_fault_of_a_rule_are_counted(
+    error: Exception, mesh: tuple[int, ...] | None
+) -> None:
     with ruled(F.gelu, failing(error, splits)):
         plan = planned(mesh=mesh)
         assert plan.lost
@@ -303,16 +399,23 @@ def test_strategies_lost_to_a_fault_of_a_rule_are_counted(error: Exception, mesh
         assert lost == ("gelu", f"{type(error).__name__}: {error}", 2)
         assert sum(x.ways for x in plan.lost) >= 4
         text = plan.report()
-        assert f"ways to lay out the operands of gelu (2 calls): its rule failed with {type(error).__name__}: {error} (" in text
+        assert (
+            f"ways to lay out the operands of gelu (2 calls): its rule failed with "
+            f"{type(error).__name__}: {error} (" in text
+        )
         assert "optimal:" not in text
-        assert "open: no plan that was looked at costs less, but errors have kept others from the search, see below" in text
+        assert (
+            "open: no plan that was looked at costs less, but errors have kept others from the "
+            "search, see below" in text
+        )
         assert data(plan)["plan"]["optimal"] is False
         assert any(name == "lost" and "gelu" in told for name, told in data(plan)["told"]["rest"])
         assert Plan(**{**vars(plan), "lost": ()}).optimal == proven(plan.cost, plan.bound)
 
 
 def test_what_a_rule_refuses_is_no_loss() -> None:
-    """A form of the call that the rule does not describe runs on whole tensors, at the runtime as in the plan."""
+    """A form of the call that the rule does not describe runs on whole tensors, at the runtime as
+    in the plan."""
 
     def other_arguments(op: Any, input: Any) -> None:
         raise AssertionError("gelu is called with approximate=")
@@ -338,7 +441,9 @@ def test_a_composition_that_fails_is_counted_and_one_that_refuses_is_not() -> No
 
     with ruled(F.gelu, composed(ZeroDivisionError("division by zero"))):
         plan = planned(mesh=(2,))
-    assert [(x.function, x.error.partition(" (")[0], x.ways, x.calls) for x in plan.lost] == [("gelu", "ZeroDivisionError: division by zero", 2, 2)]
+    assert [(x.function, x.error.partition(" (")[0], x.ways, x.calls) for x in plan.lost] == [
+        ("gelu", "ZeroDivisionError: division by zero", 2, 2)
+    ]
     with ruled(F.gelu, composed(flow.auto.PlanError("it cannot be split there"))):
         assert planned(mesh=(2,)).lost == ()
 
@@ -352,12 +457,19 @@ def test_work_that_cannot_be_counted_is_said() -> None:
     real = RULES[F.linear].describe
     plan = found_by(F.linear, describe)
     assert [(x.function, x.ways, x.calls) for x in plan.lost] == [("linear", 0, 2)]
-    assert "the work of linear (2 calls): its rule failed with ArithmeticError: no work" in str(plan)
+    assert "the work of linear (2 calls): its rule failed with ArithmeticError: no work" in str(
+        plan
+    )
     assert not plan.optimal
 
 
 def test_losses_are_kept_with_a_plan(tmp_path: Path) -> None:
-    plan = dataclasses.replace(layered(1), bound=layered(1).cost, lost=(Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2),), source="as given")
+    plan = dataclasses.replace(
+        layered(1),
+        bound=layered(1).cost,
+        lost=(Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2),),
+        source="as given",
+    )
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
@@ -376,28 +488,71 @@ def test_ways_that_are_too_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert "left out" not in planned(mesh=(2, 2)).report()
 
 
-# ---------------------------------------------------------------------------------------------------------------- sentences
+# ---------------------------------------------------------------------------------------- sentences
 
 
 def staged(lanes: list[int], mesh: tuple[int, ...]) -> Plan:
     size = math.prod(mesh)
-    stages = [{"lane": lane, "ranks": [lane * size, (lane + 1) * size], "mesh": list(mesh), "segments": [f"blocks.{k}"]} for k, lane in enumerate(lanes)]
-    return dataclasses.replace(layered(4), mesh=mesh, choices={"stages": stages, "micro_batches": 4, "schedule": "1f1b"})
+    stages = [
+        {
+            "lane": lane,
+            "ranks": [lane * size, (lane + 1) * size],
+            "mesh": list(mesh),
+            "segments": [f"blocks.{k}"],
+        }
+        for k, lane in enumerate(lanes)
+    ]
+    return dataclasses.replace(
+        layered(4), mesh=mesh, choices={"stages": stages, "micro_batches": 4, "schedule": "1f1b"}
+    )
 
 
 @pytest.mark.parametrize(
     ("lanes", "mesh", "words"),
     [
-        ([0, 1], (4,), "plan for 8 devices of dgx-h100, 2 pipeline stages of 4 devices each, training, 17 calls"),
-        ([0, 1, 0, 1], (4,), "plan for 8 devices of dgx-h100, 4 pipeline stages on 2 groups of 4 devices each, training, 17 calls"),
-        ([0, 1, 1, 0], (2, 2), "plan for 8 devices of dgx-h100, 4 pipeline stages on 2 groups of 4 devices each (a mesh of 2 x 2), training, 17 calls"),
-        ([0, 1, 2], (1,), "plan for 3 devices of dgx-h100, 3 pipeline stages of 1 device each, training, 17 calls"),
+        (
+            [0, 1],
+            (4,),
+            (
+                "plan for 8 devices of dgx-h100, 2 pipeline stages of 4 devices each, training, 17 "
+                "calls"
+            ),
+        ),
+        (
+            [0, 1, 0, 1],
+            (4,),
+            (
+                "plan for 8 devices of dgx-h100, 4 pipeline stages on 2 groups of 4 devices each, "
+                "training, 17 calls"
+            ),
+        ),
+        (
+            [0, 1, 1, 0],
+            (2, 2),
+            (
+                "plan for 8 devices of dgx-h100, 4 pipeline stages on 2 groups of 4 devices each "
+                "(a "
+                "mesh of 2 x 2), training, 17 calls"
+            ),
+        ),
+        (
+            [0, 1, 2],
+            (1,),
+            (
+                "plan for 3 devices of dgx-h100, 3 pipeline stages of 1 device each, training, 17 "
+                "calls"
+            ),
+        ),
     ],
 )
-def test_stages_and_devices_are_not_mixed_up(lanes: list[int], mesh: tuple[int, ...], words: str) -> None:
+def test_stages_and_devices_are_not_mixed_up(
+    lanes: list[int], mesh: tuple[int, ...], words: str
+) -> None:
     plan = staged(lanes, mesh)
     assert headline(plan) == words
-    assert data(plan)["told"]["lying"] == words.split(", ", 1)[1].removesuffix(", training, 17 calls")
+    assert data(plan)["told"]["lying"] == words.split(", ", 1)[1].removesuffix(
+        ", training, 17 calls"
+    )
 
 
 HEAD = """\
@@ -410,23 +565,39 @@ plan for 2 devices of {name}, one axis, training, 1 call
   figures    of {name}: {figures}"""
 ASSUMED = """\
 assumed, of no machine in particular: seconds are no prediction for this one
-             `globaltensor profile --out cluster.json` measures it, flow.use_cluster(flow.Cluster.load("cluster.json")) plans for it"""
+             `globaltensor profile --out cluster.json` measures it, flow.use_cluster(flow.Cluster.load("cluster.json")) plans for it"""  # noqa: E501
 
 
 def test_whose_figures_a_plan_tells(tmp_path: Path) -> None:
     def told(cluster: Any) -> list[str]:
         with torch.device("meta"):
-            lines = str(flow.auto.plan(nn.Linear(64, 64, bias=False), torch.empty(16, 64), cluster, mesh=(2,))).splitlines()
+            lines = str(
+                flow.auto.plan(
+                    nn.Linear(64, 64, bias=False), torch.empty(16, 64), cluster, mesh=(2,)
+                )
+            ).splitlines()
         return lines[next(k for k, line in enumerate(lines) if line.startswith("  figures")) :]
 
     made = Cluster(name="ours", latency=1e-5, size=2)
     assert "\n".join(told(Cluster(size=2))) == f"  figures    of generic: {ASSUMED}"
-    assert told("dgx-h100") == ["  figures    of dgx-h100: a preset, from data sheets and what others have measured"]
-    assert told(Cluster.preset("cpu", latency=1e-3)) == ["  figures    of cpu: a preset, from data sheets and what others have measured; latency as given"]
+    assert told("dgx-h100") == [
+        "  figures    of dgx-h100: a preset, from data sheets and what others have measured"
+    ]
+    assert told(Cluster.preset("cpu", latency=1e-3)) == [
+        (
+            "  figures    of cpu: a preset, from data sheets and what others have measured; "
+            "latency "
+            "as given"
+        )
+    ]
     assert told(made) == ["  figures    of ours: as given"]
-    assert told(made.with_ops({"f()": (1.0, 1.0)})) == ["  figures    of ours: as given; 1 calls by measured times"]
+    assert told(made.with_ops({"f()": (1.0, 1.0)})) == [
+        "  figures    of ours: as given; 1 calls by measured times"
+    ]
     made.save(tmp_path / "ours.json")
-    assert told(str(tmp_path / "ours.json")) == [f"  figures    of ours: from {tmp_path / 'ours.json'}"]
+    assert told(str(tmp_path / "ours.json")) == [
+        f"  figures    of ours: from {tmp_path / 'ours.json'}"
+    ]
     dataclasses.replace(made, source="measured in the lab").save(tmp_path / "ours.json")
     assert told(str(tmp_path / "ours.json")) == ["  figures    of ours: measured in the lab"]
     assert Cluster.load(tmp_path / "ours.json") == made, "where figures come from is no difference"
@@ -434,18 +605,28 @@ def test_whose_figures_a_plan_tells(tmp_path: Path) -> None:
 
 
 def test_the_whole_of_what_a_plan_says() -> None:
-    """A snapshot of every sentence of a plan in stages: what one of them says it must say of one thing."""
+    """A snapshot of every sentence of a plan in stages: what one of them says it must say of one
+    thing."""
     text = dataclasses.replace(pipelined(4), source="measured here").report()
-    assert text.splitlines()[0] == "plan for 8 devices of dgx-h100, 2 pipeline stages of 4 devices each (a mesh of 2 x 2), training, 17 calls"
+    assert text.splitlines()[0] == (
+        "plan for 8 devices of dgx-h100, 2 pipeline stages of 4 devices each (a mesh of 2 x "
+        "2), training, 17 calls"
+    )
     assert "  figures    of dgx-h100: measured here" in text
-    assert "             of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less 2 ms that hides behind computing" in text
+    assert (
+        "             of all stages together: computing and moving 20 ms, parameters and "
+        "gradients 4 ms, less 2 ms that hides behind computing" in text
+    )
     assert "parameters and how they lie (12, 8.2 KiB a rank of each stage, together)" in text
     assert "  stage  lane  ranks  mesh  holds         runs again  memory a rank" in text
     assert "  0      0     0-3    2x2   blocks.{0-1}  blocks.0    19.5 KiB" in text
-    assert proof(layered(1)) == "gap 10 %: no plan costs less than the bound, whether one costs less than this is open"
+    assert (
+        proof(layered(1))
+        == "gap 10 %: no plan costs less than the bound, whether one costs less than this is open"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks at hand
+# ------------------------------------------------------------------------------------ ranks at hand
 
 
 def example() -> Any:
@@ -459,7 +640,23 @@ def example() -> Any:
     return module
 
 
-SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--batch", "4", "--log-every", "1", "--sample", "0", "--steps", "1", "--no-progress"]
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--log-every",
+    "1",
+    "--sample",
+    "0",
+    "--steps",
+    "1",
+    "--no-progress",
+]
 
 
 class Step(flow.nn.Graph):
@@ -502,7 +699,9 @@ def measured_ranks(folder: str) -> dict[str, Any]:
     try:
         os.environ |= {this_machine.VARIABLE: "0", "XDG_CACHE_HOME": folder}
         found["off"] = ways(where), times[0]
-        os.environ[this_machine.VARIABLE] = "1" if rank == 0 else "0"  # rank 0 says it for all: no rank waits for another
+        os.environ[this_machine.VARIABLE] = (
+            "1" if rank == 0 else "0"
+        )  # rank 0 says it for all: no rank waits for another
         found["on"] = ways(where), times[0]
         (file,) = this_machine.cache_folder().iterdir()
         this_machine._known.clear()  # as another process
@@ -517,7 +716,11 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         if rank == 0:
             file.write_text(file.read_text()[:100])
         this_machine._known.clear()
-        found["broken"] = this_machine.cluster_here("cpu") == Cluster.load(file), times[0], [p.name for p in file.parent.iterdir()] == [file.name]
+        found["broken"] = (
+            this_machine.cluster_here("cpu") == Cluster.load(file),
+            times[0],
+            [p.name for p in file.parent.iterdir()] == [file.name],
+        )
         os.environ["XDG_CACHE_HOME"] = str(file)  # which is no folder
         this_machine._known.clear()
         found["nowhere"] = ways(where)[:1], times[0]
@@ -536,15 +739,26 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
         assert first[name] == second[name], f"the same on every rank: {name}"
     told, times = first["off"]
     assert times == 0
-    assert all(text.startswith("generic: assumed, of no machine in particular") and "globaltensor profile" in text for text in told)
+    assert all(
+        text.startswith("generic: assumed, of no machine in particular")
+        and "globaltensor profile" in text
+        for text in told
+    )
     told, times = first["on"]
     assert times == 1, "for both ways"
     kept, times, file = first["kept"]
     assert kept
     assert times == 1
-    assert all(text.startswith("this machine: measured on ") and text.endswith(f"Kept in {file}: delete the file to measure anew") for text in told)
+    assert all(
+        text.startswith("this machine: measured on ")
+        and text.endswith(f"Kept in {file}: delete the file to measure anew")
+        for text in told
+    )
     assert "2 ranks of 1 thread over " in told[0]
-    assert first["named"] == (["cpu: a preset, from data sheets and what others have measured"] * 2, 1)
+    assert first["named"] == (
+        ["cpu: a preset, from data sheets and what others have measured"] * 2,
+        1,
+    )
     text, times = first["example"]
     assert times == 1
     assert "plan for 2 devices of this machine, one axis" in text
@@ -559,7 +773,9 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
 
 def test_ranks_that_are_threads_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(this_machine.VARIABLE, "1")
-    monkeypatch.setattr(this_machine, "measured", lambda *args, **kwargs: pytest.fail("threads take turns"))
+    monkeypatch.setattr(
+        this_machine, "measured", lambda *args, **kwargs: pytest.fail("threads take turns")
+    )
     for told in simulate(2, lambda: ways(flow.placement.all("cpu"))):
         assert all(text.startswith("generic: assumed") for text in told)
     assert this_machine.cluster_here("cpu") is None, "nor is a world of one"

@@ -1,4 +1,5 @@
-"""The solver where numbers are hard: limits that floats just reach, proofs within another solver's tolerance; and equal layers, which are worked out once."""
+"""The solver where numbers are hard: limits that floats just reach, proofs within another solver's
+tolerance; and equal layers, which are worked out once."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ MODULE = sys.modules[solve.__module__]
 
 @pytest.mark.parametrize("seed", range(25))
 def test_a_limit_of_broken_numbers_is_kept_where_it_is_just_reached(seed: int) -> None:
-    """Usages that floats do not add up exactly: the least peak itself is a limit that can be kept."""
+    """Usages that floats do not add up exactly: the least peak itself is a limit that can be
+    kept."""
     draw = random.Random(seed)
     problem = Problem("broken")
     sizes = [draw.randint(1, 3) for _ in range(draw.randint(2, 5))]
     for size in sizes:
-        uses = [((draw.randint(0, 2), draw.randint(3, 5)), [draw.random() for _ in range(size)]) for _ in range(2)]
+        uses = [
+            ((draw.randint(0, 2), draw.randint(3, 5)), [draw.random() for _ in range(size)])
+            for _ in range(2)
+        ]
         problem.node([draw.randint(0, 9) for _ in range(size)], uses)
     every = list(itertools.product(*map(range, sizes)))
     problem.usage_limit = min(problem.peak(choice) for choice in every)
@@ -51,7 +56,8 @@ def test_what_highs_takes_for_feasible_is_no_proof() -> None:
 
 
 def test_equal_layers_are_reduced_once() -> None:
-    """What a reduction works out for forty layers is what it works out for twenty, but for the chain of them."""
+    """What a reduction works out for forty layers is what it works out for twenty, but for the
+    chain of them."""
 
     def asked(layers: int) -> int:
         draw, problem = np.random.default_rng(0), Problem("layers")
@@ -60,7 +66,13 @@ def test_equal_layers_are_reduced_once() -> None:
         for _ in range(layers):
             inner = [problem.node(c) for c in costs[1:4]]
             following = problem.node(costs[4])
-            for i, j, k in ((last, inner[0], 0), (last, inner[1], 1), (inner[0], inner[2], 2), (inner[1], inner[2], 3), (inner[2], following, 0)):
+            for i, j, k in (
+                (last, inner[0], 0),
+                (last, inner[1], 1),
+                (inner[0], inner[2], 2),
+                (inner[1], inner[2], 3),
+                (inner[2], following, 0),
+            ):
                 problem.edge(i, j, tables[k])
             last = following
         core = presolve(core_of(problem))
@@ -68,4 +80,6 @@ def test_equal_layers_are_reduced_once() -> None:
         return core.shared.made
 
     few, many = asked(20), asked(40)
-    assert many - few <= 8 * 20, "a chain of layers adds a few steps for each; anew they would take thirty"
+    assert many - few <= 8 * 20, (
+        "a chain of layers adds a few steps for each; anew they would take thirty"
+    )

@@ -43,7 +43,9 @@ class Linears(nn.Module):
         return F.mse_loss(self.down(F.gelu(self.up(x))), x)
 
 
-def candidates_of(calls: Calls, cluster: Cluster, mesh: Placement = MESH) -> dict[int, StrategyTable]:
+def candidates_of(
+    calls: Calls, cluster: Cluster, mesh: Placement = MESH
+) -> dict[int, StrategyTable]:
     menu = StrategyBuilder(ReshardCosts(cluster, mesh), calls.training)
     return {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
 
@@ -57,8 +59,12 @@ def test_a_key_says_function_parts_and_arguments() -> None:
     linear = first(calls, "linear")
     operands = [calls.values[v] for v in linear.operands]
     shapes = parts(operands, [(S(0),), (B,), (B,)], ReshardCosts(Cluster(), MESH))
-    assert op_key(linear, operands, shapes) == "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
-    uneven = parts(operands, [(B,), (S(0),), (S(0),)], ReshardCosts(Cluster(), Placement("cpu", [0, 1, 2])))
+    assert (
+        op_key(linear, operands, shapes) == "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
+    )
+    uneven = parts(
+        operands, [(B,), (S(0),), (S(0),)], ReshardCosts(Cluster(), Placement("cpu", [0, 1, 2]))
+    )
     assert uneven == [(4, 8), (6, 8), (6,)]
     gelus = [c for c in calls_of_model(Gelus(), (torch.randn(4, 8),)).calls if c.func is F.gelu]
     keys = {op_key(c, [calls.values[c.operands[0]]], [(4, 8)]) for c in gelus}
@@ -72,7 +78,8 @@ class Gelus(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "inputs"), [
-    (Linears, lambda: (torch.randn(4, 8),)), (Attention, lambda: (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8)))),
+    (Linears, lambda: (torch.randn(4, 8),)),
+    (Attention, lambda: (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8)))),
     (Pictures, lambda: (torch.randn(4, 4, 8, 8),)),
 ])  # fmt: skip
 def test_what_is_to_be_measured_runs(model: Any, inputs: Any) -> None:
@@ -82,14 +89,22 @@ def test_what_is_to_be_measured_runs(model: Any, inputs: Any) -> None:
     for op in found:
         function, args, held = op.make()
         assert {id(t) for t in held} <= {id(t) for t in args[0]}
-        assert bool(held) == any(name in op.key for name in ("linear", "conv2d", "embedding", "layer_norm")), "parameters are told from what is computed"
+        assert bool(held) == any(
+            name in op.key for name in ("linear", "conv2d", "embedding", "layer_norm")
+        ), "parameters are told from what is computed"
         out = function(*args)
         leaves = [t for t in args[0] if t.requires_grad]
         assert op.grad == bool(leaves)
         if op.grad:
-            assert any(g is not None for g in torch.autograd.grad(out.sum(), leaves, allow_unused=True)), op.key
-    # Of each call that computes, each shape of its parts: these models have none that cannot be made on parts when split by rows or columns.
-    assert any(op.key.startswith(("linear(float32[2,", "linear(float32[4, 8, ", "conv2d(float32[2,")) for op in found)
+            assert any(
+                g is not None for g in torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+            ), op.key
+    # Of each call that computes, each shape of its parts: these models have none that cannot be
+    # made on parts when split by rows or columns.
+    assert any(
+        op.key.startswith(("linear(float32[2,", "linear(float32[4, 8, ", "conv2d(float32[2,"))
+        for op in found
+    )
     assert sum(op.uses for op in found) >= len({c.func for c in calls.calls if c.operands}) / 2
 
 
@@ -98,15 +113,24 @@ def test_the_search_counts_what_was_measured() -> None:
     linear = first(calls, "linear")
     key = "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
     cluster = Cluster().with_ops({key: (7.0, 11.0)})
-    before, after = candidates_of(calls, Cluster())[linear.number], candidates_of(calls, cluster)[linear.number]
-    by_rows = [k for k in range(len(after)) if after.ins[0][k] == (S(0),) and after.ins[1][k] == (B,)]
+    before, after = (
+        candidates_of(calls, Cluster())[linear.number],
+        candidates_of(calls, cluster)[linear.number],
+    )
+    by_rows = [
+        k for k in range(len(after)) if after.ins[0][k] == (S(0),) and after.ins[1][k] == (B,)
+    ]
     assert by_rows
     for k in range(len(after)):
         if k in by_rows:
             assert (after.forward[k], after.backward[k]) == (7.0, 11.0)
         else:  # what was not measured is as far off as what was
-            assert after.forward[k] == pytest.approx(before.forward[k] * 7.0 / before.forward[by_rows[0]])
-            assert after.backward[k] == pytest.approx(before.backward[k] * 11.0 / before.backward[by_rows[0]])
+            assert after.forward[k] == pytest.approx(
+                before.forward[k] * 7.0 / before.forward[by_rows[0]]
+            )
+            assert after.backward[k] == pytest.approx(
+                before.backward[k] * 11.0 / before.backward[by_rows[0]]
+            )
     calls.training = False
     alone = candidates_of(calls, cluster)[linear.number]
     assert [(alone.forward[k], alone.backward[k]) for k in by_rows] == [(7.0, 0.0)] * len(by_rows)
@@ -124,20 +148,34 @@ def test_rings_of_attention_do_what_was_measured_for_each_rank(size: int) -> Non
     (call,) = (c for c in calls.calls if "attention" in c.func.__name__)
     mesh = Placement("cpu", list(range(size)))
     operands, seconds = [calls.values[v] for v in call.operands], 7.0
-    keys = {op_key(call, operands, parts(operands, [(S(d),)] * 3, ReshardCosts(Cluster(), mesh))): (seconds, 0.0) for d in (1, 2)}
+    keys = {
+        op_key(call, operands, parts(operands, [(S(d),)] * 3, ReshardCosts(Cluster(), mesh))): (
+            seconds,
+            0.0,
+        )
+        for d in (1, 2)
+    }
     found = candidates_of(calls, Cluster().with_ops(keys), mesh)[call.number]
-    told = {found.ins[0][k][0].dim: found.forward[k] for k in range(len(found)) if {x[k] for x in found.ins} in ({(S(1),)}, {(S(2),)})}
+    told = {
+        found.ins[0][k][0].dim: found.forward[k]
+        for k in range(len(found))
+        if {x[k] for x in found.ins} in ({(S(1),)}, {(S(2),)})
+    }
     assert told == pytest.approx({1: seconds, 2: size * seconds})
 
 
 def test_a_measurement_changes_the_plan() -> None:
     """Splitting the batch is the plan, until calls on half of it are found to be slow."""
     model, x = Linears(), torch.randn(64, 8)
-    cluster = Cluster(kernel=0.0, launch=0.0, latency=0.0, memory_bandwidth=1e5, bandwidth=1e12, size=2)
+    cluster = Cluster(
+        kernel=0.0, launch=0.0, latency=0.0, memory_bandwidth=1e5, bandwidth=1e12, size=2
+    )
     before = flow.auto.plan(model, x, cluster, mesh=(2,))
     calls = calls_of_model(model, (x,))
     ops = ops_of(calls, MESH, candidates_of(calls, cluster), cluster)
-    slow = {op.key: (1.0, 1.0) if "[32, " in op.key else (op.seconds / 2, op.seconds / 2) for op in ops}
+    slow = {
+        op.key: (1.0, 1.0) if "[32, " in op.key else (op.seconds / 2, op.seconds / 2) for op in ops
+    }
     after = flow.auto.plan(model, x, cluster.with_ops(slow), mesh=(2,))
     assert any(("S(0)",) in call.wanted for call in before.calls)
     assert after.cost < 1.0
@@ -145,13 +183,19 @@ def test_a_measurement_changes_the_plan() -> None:
 
 
 def test_what_matters_most_is_measured_within_the_time() -> None:
-    calls = calls_of_model(Attention(), (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8))))
+    calls = calls_of_model(
+        Attention(), (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8)))
+    )
     found = ops_of(calls, MESH, candidates_of(calls, Cluster()), Cluster())
     few = _affordable(found, 0.5)
     assert 0 < len(few) < len(found)
-    assert min(op.seconds * op.uses for op in few) >= max(op.seconds * op.uses for op in found if op not in few)
+    assert min(op.seconds * op.uses for op in few) >= max(
+        op.seconds * op.uses for op in found if op not in few
+    )
     large = [op._replace(nbytes=1 << 27) for op in found]
-    assert [len(batch) for batch in _batches(large)] == [2] * (len(found) // 2) + [1] * (len(found) % 2)
+    assert [len(batch) for batch in _batches(large)] == [2] * (len(found) // 2) + [1] * (
+        len(found) % 2
+    )
 
 
 def test_no_time_to_measure_is_told() -> None:
@@ -169,7 +213,10 @@ def calibrated() -> tuple[dict[str, tuple[float, float]], float, float]:
 def test_all_ranks_get_the_same_cluster() -> None:
     (mine, cost, bound), other = run_on(2, calibrated)
     assert (mine, cost, bound) == other
-    assert any(key.startswith("linear(float32[2, 8]") and forward > 0 and backward > 0 for key, (forward, backward) in mine.items())
+    assert any(
+        key.startswith("linear(float32[2, 8]") and forward > 0 and backward > 0
+        for key, (forward, backward) in mine.items()
+    )
     assert bound <= cost * (1 + 1e-9)
 
 
@@ -180,17 +227,23 @@ def whole_steps(steps: bool) -> tuple[Any, ...]:
     kept = whole.factors
     whole.factors = lambda steps: found.append((steps, kept(steps))) or kept(steps)  # type: ignore[func-returns-value]
     try:
-        cluster = flow.auto.calibrate(model, torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=2.0, steps=steps)
+        cluster = flow.auto.calibrate(
+            model, torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=2.0, steps=steps
+        )
     finally:
         whole.factors = kept
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert all(torch.equal(v, before[k]) and not isinstance(v, flow.GlobalTensor) for k, v in model.state_dict().items())
+    assert all(
+        torch.equal(v, before[k]) and not isinstance(v, flow.GlobalTensor)
+        for k, v in model.state_dict().items()
+    )
     assert all(p.grad is None for p in model.parameters())
     return cluster.launch, cluster.kernel, found
 
 
 def test_whole_steps_stretch_the_cluster() -> None:
-    """What is fitted to the steps of plans that compute and move unlike much, the same on every rank; the model stays as it was."""
+    """What is fitted to the steps of plans that compute and move unlike much, the same on every
+    rank; the model stays as it was."""
     (launch, kernel, found), other = run_on(2, whole_steps, True)
     assert (launch, kernel, found) == other
     ((steps, (computing, moving, waiting, held, buckets)),) = found
@@ -204,13 +257,16 @@ def test_whole_steps_stretch_the_cluster() -> None:
     assert len(steps) == len(whole._WAYS)
     assert all(s.computing > 0 and s.measured > 0 for s in steps)
     assert len({round(s.moving, 9) for s in steps}) > 2
-    assert (launch, kernel) == pytest.approx((Cluster().launch * moving, Cluster().kernel * computing))
+    assert (launch, kernel) == pytest.approx(
+        (Cluster().launch * moving, Cluster().kernel * computing)
+    )
     for launch, kernel, found in run_on(2, whole_steps, False):
         assert (launch, kernel, found) == (Cluster().launch, Cluster().kernel, [])
 
 
 def built_anew(seconds: float) -> list[int]:
-    """How many graphs there are each time that they are built, and of the time before that are still there then."""
+    """How many graphs there are each time that they are built, and of the time before that are
+    still there then."""
     kept, timed, seen, before = whole._built, whole._timed, [], []
 
     def built(*args: Any) -> Any:
@@ -222,7 +278,9 @@ def built_anew(seconds: float) -> list[int]:
 
     whole._built, whole._timed = built, lambda graphs, clock, seconds: dict.fromkeys(graphs, 1.0)
     try:
-        whole.calibrate_steps(Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds)
+        whole.calibrate_steps(
+            Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds
+        )
     finally:
         whole._built, whole._timed = kept, timed
     return seen
@@ -255,7 +313,9 @@ class Choosy(torch.nn.Linear):
 def strange() -> tuple[float, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cluster = flow.auto.calibrate(Choosy(8, 8), torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=1.0)
+        cluster = flow.auto.calibrate(
+            Choosy(8, 8), torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=1.0
+        )
     return cluster.launch, [str(w.message) for w in caught if "calibrate" in str(w.message)]
 
 
@@ -263,33 +323,53 @@ def test_a_model_whose_steps_fail_is_calibrated_by_its_calls() -> None:
     for launch, said in run_on(2, strange):
         assert launch == Cluster().launch
         assert len(said) == len(whole._WAYS)
-        assert "steps of the plan 'data parallel' could not be run, and are left out" in "".join(said)
+        assert "steps of the plan 'data parallel' could not be run, and are left out" in "".join(
+            said
+        )
 
 
-@pytest.mark.parametrize(("computing", "moving", "waiting"), [(1.3, 1.7, 0.0), (0.6, 2.0, 0.02), (2.0, 1.0, 0.01)])
+@pytest.mark.parametrize(
+    ("computing", "moving", "waiting"), [(1.3, 1.7, 0.0), (0.6, 2.0, 0.02), (2.0, 1.0, 0.01)]
+)
 def test_factors_are_found_again(computing: float, moving: float, waiting: float) -> None:
     draw, held, buckets = np.random.default_rng(0), 2.5, 0.4
     counts, drawn = draw.integers(0, 40, 100), draw.uniform(0.1, 2.0, size=(100, 4))
     steps = [
-        whole.Step(c, m, computing * c + moving * m + waiting * n + held * u + buckets * b, n, u, b) for (c, m, u, b), n in zip(drawn, counts, strict=True)
+        whole.Step(c, m, computing * c + moving * m + waiting * n + held * u + buckets * b, n, u, b)
+        for (c, m, u, b), n in zip(drawn, counts, strict=True)
     ]
     found = whole.factors(steps)
     assert found[:2] == pytest.approx((computing, moving), rel=0.2)
     assert found[2] == pytest.approx(waiting, rel=0.2, abs=3e-3)
     assert found[3] == pytest.approx(held, rel=0.2)
     assert found[4] == pytest.approx(buckets, abs=0.25)  # drawn towards what other moves take
-    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5, 0.0, 1.5, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
+    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx(
+        (1.5, 1.5, 0.0, 1.5, 1.5), rel=0.02
+    )  # nothing moved: nothing says otherwise
     assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0, 10.0)
-    shorter = [whole.Step(1.0, 1.0, 2.0), whole.Step(1.0, 1.0, 1.9, waits=30), whole.Step(1.0, 0.1, 1.1)]
+    shorter = [
+        whole.Step(1.0, 1.0, 2.0),
+        whole.Step(1.0, 1.0, 1.9, waits=30),
+        whole.Step(1.0, 0.1, 1.1),
+    ]
     assert whole.factors(shorter)[2] == 0.0  # nobody waits for less than nothing
 
 
-@pytest.mark.parametrize("cluster", [Cluster(), Cluster.preset("dgx-h100", 2), Cluster(measured=(Curve("all_reduce", 2, 1, ((1024, 1e-4), (1 << 20, 2e-3))),))])
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster(),
+        Cluster.preset("dgx-h100", 2),
+        Cluster(measured=(Curve("all_reduce", 2, 1, ((1024, 1e-4), (1 << 20, 2e-3))),)),
+    ],
+)
 def test_stretched_times(cluster: Cluster) -> None:
     longer, ranks = cluster.stretched(1.5, 2.0), 2
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"):
         for nbytes in (0, 4096, 1 << 22):
-            assert longer.seconds(kind, nbytes, ranks) == pytest.approx(2.0 * cluster.seconds(kind, nbytes, ranks))
+            assert longer.seconds(kind, nbytes, ranks) == pytest.approx(
+                2.0 * cluster.seconds(kind, nbytes, ranks)
+            )
     for flops, nbytes in ((0.0, 1 << 20), (1e9, 1 << 10)):
         assert longer.compute(flops, nbytes) == pytest.approx(1.5 * cluster.compute(flops, nbytes))
     assert cluster.with_ops({"a": (1.0, 2.0)}).stretched(1.5, 9.0).op("a") == (1.5, 3.0)
@@ -298,34 +378,58 @@ def test_stretched_times(cluster: Cluster) -> None:
     assert cluster.stretched(2.0, 1.0, 0.0, 3.0).updating == 1.5 * cluster.updating
     assert cluster.stretched(2.0, 4.0, bucketed=1.0).bucketed == 0.25 * cluster.bucketed
     copying = cluster.stretched(2.0, 4.0, updating=3.0, copying=5.0)
-    assert copying.seconds("copy", 1 << 20, 1) == pytest.approx(5.0 * cluster.seconds("copy", 1 << 20, 1))
-    whole, longer_whole = (updating(c, 1 << 32, Options(), torch.float32) for c in (cluster, copying))
-    assert longer_whole == pytest.approx(3.0 * whole, rel=0.01)  # of which a kernel is next to nothing
-    once, later = (updating(c, 1 << 20, Options(), torch.float32) for c in (cluster, cluster.stretched(2.0, 1.0, 0.0, 3.0)))
+    assert copying.seconds("copy", 1 << 20, 1) == pytest.approx(
+        5.0 * cluster.seconds("copy", 1 << 20, 1)
+    )
+    whole, longer_whole = (
+        updating(c, 1 << 32, Options(), torch.float32) for c in (cluster, copying)
+    )
+    assert longer_whole == pytest.approx(
+        3.0 * whole, rel=0.01
+    )  # of which a kernel is next to nothing
+    once, later = (
+        updating(c, 1 << 20, Options(), torch.float32)
+        for c in (cluster, cluster.stretched(2.0, 1.0, 0.0, 3.0))
+    )
     assert later == pytest.approx(3 * once)
 
 
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:
-    """Whatever took a parameter: the reducer sums what arrives for a leaf that several ranks hold, in buckets."""
+    """Whatever took a parameter: the reducer sums what arrives for a leaf that several ranks hold,
+    in buckets."""
     cluster = Cluster(launch=1e-3, latency=0.0)
-    shape, alone, together = (8, 16), ReshardCosts(cluster, MESH), ReshardCosts(cluster, MESH, bucket=10 * 8 * 16 * 4)
+    shape, alone, together = (
+        (8, 16),
+        ReshardCosts(cluster, MESH),
+        ReshardCosts(cluster, MESH, bucket=10 * 8 * 16 * 4),
+    )
     one, all_ = cluster.seconds("all_reduce", 512, 2), cluster.seconds("all_reduce", 5120, 2)
     found = alone.gradients(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)])
     pad, scatter = cluster.seconds("pad", 768, 1), cluster.seconds("reduce_scatter", 512, 2)
     assert found == pytest.approx(np.array([[one, scatter], [one + pad, 0.0]]), rel=0.01)
     found = together.gradients(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)])
-    assert found == pytest.approx(np.array([[all_ / 10, scatter], [all_ / 10 + pad, 0.0]]), rel=0.01)
+    assert found == pytest.approx(
+        np.array([[all_ / 10, scatter], [all_ / 10 + pad, 0.0]]), rel=0.01
+    )
     calls = calls_of_model(Linears(), (torch.randn(4, 8),))
     assert bucket_of(calls) == sum(p.numel() * 4 for p in Linears().parameters())
 
 
 def test_gathered_parameters_wait_together() -> None:
-    """What moves in the middle of a step waits for late ranks; parameters that are gathered together do so once for all of them."""
+    """What moves in the middle of a step waits for late ranks; parameters that are gathered
+    together do so once for all of them."""
     shape, skew = (8, 16), 1e-3
     tables = []
     for late in (0.0, skew):
-        prices = ReshardCosts(dataclasses.replace(Cluster(latency=0.0), skew=late), MESH, gathered=1 << 20)
-        tables.append([prices.fetched(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)]), prices.table(shape, torch.float32, [(S(0),), (B,)])])
+        prices = ReshardCosts(
+            dataclasses.replace(Cluster(latency=0.0), skew=late), MESH, gathered=1 << 20
+        )
+        tables.append(
+            [
+                prices.fetched(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)]),
+                prices.table(shape, torch.float32, [(S(0),), (B,)]),
+            ]
+        )
     (before, (numbers, seconds)), (after, (_, later)) = tables
     assert after - before == pytest.approx(np.array([[0.0, 0.0], [skew / 4, 0.0]]))
     at = numbers[(S(0),)], numbers[(B,)]
@@ -333,12 +437,20 @@ def test_gathered_parameters_wait_together() -> None:
 
 
 def test_buckets_have_a_factor_of_their_own() -> None:
-    """Parameters that are gathered and gradients that are summed or scattered in buckets; nothing else that moves."""
+    """Parameters that are gathered and gradients that are summed or scattered in buckets; nothing
+    else that moves."""
     shape, layouts = (8, 16), [(B,), (S(0),)]
     found = []
     for bucketed in (1.0, 0.5):
-        prices = ReshardCosts(dataclasses.replace(Cluster(), bucketed=bucketed), MESH, bucket=1 << 20, gathered=1 << 20)
-        gradients, fetched = (f(shape, torch.float32, layouts, layouts) for f in (prices.gradients, prices.fetched))
+        prices = ReshardCosts(
+            dataclasses.replace(Cluster(), bucketed=bucketed),
+            MESH,
+            bucket=1 << 20,
+            gathered=1 << 20,
+        )
+        gradients, fetched = (
+            f(shape, torch.float32, layouts, layouts) for f in (prices.gradients, prices.fetched)
+        )
         found.append((gradients[0], fetched[1, 0], prices.table(shape, torch.float32, layouts)[1]))
     (sums, gathers, others), (half, less, same) = found
     assert (half, less) == (pytest.approx(sums / 2), pytest.approx(gathers / 2))

@@ -1,4 +1,5 @@
-"""The page of a plan: self-contained, its scripts whole, and in a browser without errors, where there is one."""
+"""The page of a plan: self-contained, its scripts whole, and in a browser without errors, where
+there is one."""
 
 from __future__ import annotations
 
@@ -28,9 +29,20 @@ from globaltensor.graph.pipeline.timeline import trace
 FOLDER = Path(globaltensor.__file__).parent / "auto" / "plan" / "page"
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 NODE = shutil.which("node")
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
-needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed: scripts are not parsed")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome is installed: the page is not opened")
+CHROMIUM = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
+needs_node = pytest.mark.skipif(
+    NODE is None, reason="node is not installed: scripts are not parsed"
+)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium or Chrome is installed: the page is not opened"
+)
 
 
 class Elements(html.parser.HTMLParser):
@@ -56,7 +68,7 @@ def ids(text: str) -> set[str]:
     return {i for _, about in Elements(text).elements if (i := about.get("id"))}
 
 
-# ------------------------------------------------------------------------------------------------------------- the text
+# ----------------------------------------------------------------------------------------- the text
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
@@ -64,7 +76,9 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     for tag, about in Elements(text).elements:
         assert not {"src", "srcset", "data", "action"} & set(about), (tag, about)
         assert not (about.get("href") or "#").startswith(("http", "//")), (tag, about)
-    assert set(re.findall(r"https?://[^\"' )]+", text)) <= {"http://www.w3.org/2000/svg"}  # a name, nothing is fetched
+    assert set(re.findall(r"https?://[^\"' )]+", text)) <= {
+        "http://www.w3.org/2000/svg"
+    }  # a name, nothing is fetched
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
     assert "default-src 'none'" in text
 
@@ -74,7 +88,13 @@ def test_the_page_holds_the_plan() -> None:
     told = json.loads(Elements(page(plan)).scripts[0])
     assert told == json.loads(json.dumps(data(plan)))
     assert [c["name"] for c in told["plan"]["calls"]] == [c.name for c in plan.calls]
-    assert told["plan"]["alternatives"][-1] | {"name": ""} == {"name": "", "cost": None, "memory": 0, "fits": False, "why": plan.alternatives["pipeline"].why}
+    assert told["plan"]["alternatives"][-1] | {"name": ""} == {
+        "name": "",
+        "cost": None,
+        "memory": 0,
+        "fits": False,
+        "why": plan.alternatives["pipeline"].why,
+    }
     assert told["told"]["title"] == plan.report().splitlines()[0]
     assert dict(told["told"]["rest"])["schedule"] == "1f1b"
 
@@ -91,7 +111,9 @@ def test_the_timeline_is_a_trace() -> None:
     spans = [e for e in data(plan)["trace"]["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] for e in spans) * 1e-6 == pytest.approx(plan.cost + plan.spent["hidden"])
     ends = [0.0, *(e["ts"] + e["dur"] for e in spans)]
-    assert all(e["ts"] == pytest.approx(end) for e, end in zip(spans, ends, strict=False)), "one after the other"
+    assert all(e["ts"] == pytest.approx(end) for e, end in zip(spans, ends, strict=False)), (
+        "one after the other"
+    )
     pipelined = trace(pipeline=simulate(schedule("1f1b", (0, 1), micros=3), {"F": 1.0, "B": 2.0}))
     assert data(plan, pipelined)["trace"] == pipelined
 
@@ -114,18 +136,28 @@ def test_all_scripts_are_in_the_page_and_packaged() -> None:
     for script in SCRIPTS:
         assert script.read_text() in text, f"{script.name} is in the folder but not in the page"
     git = shutil.which("git")
-    if git is not None and (FOLDER.parents[2] / ".git").exists():  # the build leaves out what git ignores
-        done = subprocess.run([git, "check-ignore", *map(str, FOLDER.iterdir())], cwd=FOLDER, capture_output=True, text=True, timeout=30)
+    if (
+        git is not None and (FOLDER.parents[2] / ".git").exists()
+    ):  # the build leaves out what git ignores
+        done = subprocess.run(
+            [git, "check-ignore", *map(str, FOLDER.iterdir())],
+            cwd=FOLDER,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         assert not done.stdout, done.stdout
 
 
-# ---------------------------------------------------------------------------------------------------------- the scripts
+# -------------------------------------------------------------------------------------- the scripts
 
 
 @needs_node
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script: Path) -> None:
-    done = subprocess.run([NODE, "--check", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [NODE, "--check", str(script)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -142,13 +174,19 @@ console.log(JSON.stringify({
   lanes: wires.lanes, wrong: wires.wires.filter((w) => w.from >= w.to || w.lane < 0).length, calls: root.calls.length,
   figures: [seconds(0.0012345), seconds(3.2e-7), seconds(75), seconds(null), bytes(512), bytes(1 << 24), percent(0.104)],
 }));
-"""
+"""  # noqa: E501
 
 
 def evaluated(plan: Plan) -> dict[str, Any]:
     """What the scripts that need no page make of a plan."""
     program = "".join((FOLDER / f"{name}.js").read_text() for name in ("figures", "model")) + ROWS
-    done = subprocess.run([NODE, "-e", program], input=json.dumps(data(plan)), capture_output=True, text=True, timeout=60)  # type: ignore[list-item]
+    done = subprocess.run(
+        [NODE, "-e", program],
+        input=json.dumps(data(plan)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # type: ignore[list-item]
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -158,10 +196,23 @@ def test_layers_that_are_alike_are_folded() -> None:
     plan = layered(5)
     told = evaluated(plan)
     assert told["closed"] == ["blocks", "mse_loss"]
-    first = ["norm layer_norm", "up.weight all_reduce", "up linear", "down linear", "linear_1 all_reduce", "add"]
+    first = [
+        "norm layer_norm",
+        "up.weight all_reduce",
+        "up linear",
+        "down linear",
+        "linear_1 all_reduce",
+        "add",
+    ]
     assert told["open"][:9] == ["blocks", "  0", *(f"    {name}" for name in first), "  1 … 4 (4)"]
     assert len(told["open"]) == 3 + 5 * (1 + len(first))
-    assert told["found"] == ["blocks", "  1 … 4 (4)", "    1", "      down linear", "      linear_3 all_reduce"]
+    assert told["found"] == [
+        "blocks",
+        "  1 … 4 (4)",
+        "    1",
+        "      down linear",
+        "      linear_3 all_reduce",
+    ]
     assert told["calls"] == len(plan.calls)
     assert told["compute"] == pytest.approx(plan.spent["computing"])
     assert told["move"] == pytest.approx(plan.spent["moving"])
@@ -172,8 +223,13 @@ def test_layers_that_are_alike_are_folded() -> None:
 @needs_node
 def test_layers_that_differ_are_not_folded() -> None:
     plan = layered(3)
-    other = [dataclasses.replace(c, results=(("B", "B"),)) if c.name == "linear_2" else c for c in plan.calls]
-    assert not any("…" in row for row in evaluated(dataclasses.replace(plan, calls=tuple(other)))["open"])
+    other = [
+        dataclasses.replace(c, results=(("B", "B"),)) if c.name == "linear_2" else c
+        for c in plan.calls
+    ]
+    assert not any(
+        "…" in row for row in evaluated(dataclasses.replace(plan, calls=tuple(other)))["open"]
+    )
 
 
 @needs_node
@@ -182,10 +238,18 @@ def test_figures_are_those_of_the_report() -> None:
     from globaltensor.boxing.moves import show_bytes
 
     told = evaluated(layered(1))["figures"]
-    assert told == [seconds(0.0012345), seconds(3.2e-7), seconds(75), seconds(float("inf")), show_bytes(512), show_bytes(1 << 24), part(0.104)]
+    assert told == [
+        seconds(0.0012345),
+        seconds(3.2e-7),
+        seconds(75),
+        seconds(float("inf")),
+        show_bytes(512),
+        show_bytes(1 << 24),
+        part(0.104),
+    ]
 
 
-# ----------------------------------------------------------------------------------------------------------- a browser
+# ---------------------------------------------------------------------------------------- a browser
 
 DRIVE = """
 <script>
@@ -225,20 +289,27 @@ setTimeout(() => {
   document.body.setAttribute("data-seen", JSON.stringify(seen));
 }, 500);
 </script>
-"""
+"""  # noqa: E501
 
 
-def opened(text: str, tmp_path: Path, size: tuple[int, int] = (1200, 900), dark: bool = False) -> dict[str, Any]:
-    """Open a page, do what DRIVE does there -> what it has seen. Fails where the browser's console has anything to say."""
+def opened(
+    text: str, tmp_path: Path, size: tuple[int, int] = (1200, 900), dark: bool = False
+) -> dict[str, Any]:
+    """Open a page, do what DRIVE does there -> what it has seen. Fails where the browser's console
+    has anything to say."""
     assert CHROMIUM is not None
     file = tmp_path / "plan.html"
     file.write_text(text.replace("</body>", DRIVE + "</body>"), encoding="utf-8")
     command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=4000", "--enable-logging=stderr", "--dump-dom", file.as_uri(),
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=4000",
+        "--enable-logging=stderr", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     command[1:1] = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    browser = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    browser = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         out, err = browser.communicate(timeout=120)
     finally:
@@ -255,7 +326,11 @@ def opened(text: str, tmp_path: Path, size: tuple[int, int] = (1200, 900), dark:
 
 
 @needs_browser
-@pytest.mark.parametrize(("size", "dark"), [((1200, 900), False), ((400, 800), True)], ids=["wide and light", "narrow and dark"])
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [((1200, 900), False), ((400, 800), True)],
+    ids=["wide and light", "narrow and dark"],
+)
 def test_the_page_works_in_a_browser(size: tuple[int, int], dark: bool, tmp_path: Path) -> None:
     plan = layered(4)
     seen = opened(page(plan), tmp_path, size, dark)
@@ -265,7 +340,14 @@ def test_the_page_works_in_a_browser(size: tuple[int, int], dark: bool, tmp_path
     assert seen["selected"]
     assert int(seen["last"]) == seen["opened"]
     assert seen["found"] == 1
-    for word in ("linear_1", "blocks.0.down", "all_reduce of linear_1", "why", "instead", "+2 ms, 1.0 KiB a rank more"):
+    for word in (
+        "linear_1",
+        "blocks.0.down",
+        "all_reduce of linear_1",
+        "why",
+        "instead",
+        "+2 ms, 1.0 KiB a rank more",
+    ):
         assert word in seen["why"], seen["why"]
     assert "all_reduce of the gradient of blocks.0.up.weight" in seen["about"]
     assert "[object" not in seen["about"] + seen["why"]
@@ -277,12 +359,26 @@ def test_the_page_works_in_a_browser(size: tuple[int, int], dark: bool, tmp_path
 
 
 def test_memory_of_stages_over_time_peaks_where_the_simulation_does() -> None:
-    kinds = [Stage(1e-3, 2e-3, kept=1000.0, activations=300.0, passing=50.0, first=0, ranks=4), Stage(1e-3, 2e-3, kept=900.0, activations=200.0, first=4)]
-    for name, peaks in (("1f1b", [1000 + 2 * 300 + 50, 900 + 200]), ("gpipe", [1000 + 8 * 300 + 50, 900 + 8 * 200]), ("zb-h1", None)):
+    kinds = [
+        Stage(1e-3, 2e-3, kept=1000.0, activations=300.0, passing=50.0, first=0, ranks=4),
+        Stage(1e-3, 2e-3, kept=900.0, activations=200.0, first=4),
+    ]
+    for name, peaks in (
+        ("1f1b", [1000 + 2 * 300 + 50, 900 + 200]),
+        ("gpipe", [1000 + 8 * 300 + 50, 900 + 8 * 200]),
+        ("zb-h1", None),
+    ):
         run = step(kinds, name, (0, 1), 8, Cluster())
         plan = pipelined(4)
-        stages = [{**s, "costs": dataclasses.asdict(k)} for s, k in zip(plan.choices["stages"], kinds, strict=True)]
-        lanes = data(dataclasses.replace(plan, choices={**plan.choices, "stages": stages}, timeline=run.trace()))["lanes"]
+        stages = [
+            {**s, "costs": dataclasses.asdict(k)}
+            for s, k in zip(plan.choices["stages"], kinds, strict=True)
+        ]
+        lanes = data(
+            dataclasses.replace(
+                plan, choices={**plan.choices, "stages": stages}, timeline=run.trace()
+            )
+        )["lanes"]
         assert [lane["name"] for lane in lanes] == ["ranks 0-3", "rank 4"]
         found = [max(level for _, level in lane["steps"]) for lane in lanes]
         assert found == list(run.memory), name
@@ -293,7 +389,10 @@ def test_memory_of_stages_over_time_peaks_where_the_simulation_does() -> None:
 def test_a_plan_in_stages_is_shown(tmp_path: Path) -> None:
     line = trace(simulated=simulate(schedule("1f1b", (0, 1), micros=8), {"F": 1e-3, "B": 2e-3}))
     seen = opened(page(pipelined(4), line), tmp_path)
-    assert seen["stages"] == [["0", "0", "0-3", "2x2", "blocks.{0-1}", "blocks.0", "19.5 KiB"], ["1", "1", "4-7", "2x2", "blocks.{2-3}", "nothing", "18.6 KiB"]]
+    assert seen["stages"] == [
+        ["0", "0", "0-3", "2x2", "blocks.{0-1}", "blocks.0", "19.5 KiB"],
+        ["1", "1", "4-7", "2x2", "blocks.{2-3}", "nothing", "18.6 KiB"],
+    ]
     assert seen["moment"] is None
     assert "27 ms in all, simulated" in seen["timeline"]  # (8 + 2 - 1) * 3 ms
     assert "have not been priced one by one" in seen["why"]
@@ -303,7 +402,9 @@ def test_a_plan_in_stages_is_shown(tmp_path: Path) -> None:
 def test_of_a_large_plan_only_what_is_in_sight_is_drawn(tmp_path: Path) -> None:
     plan = layered(400)
     assert len(plan.calls) > 1500
-    pipelined = trace(pipeline=simulate(schedule("1f1b", tuple(range(8)), micros=32), {"F": 1.0, "B": 2.0}))
+    pipelined = trace(
+        pipeline=simulate(schedule("1f1b", tuple(range(8)), micros=32), {"F": 1.0, "B": 2.0})
+    )
     seen = opened(page(plan, pipelined), tmp_path)
     assert seen["opened"] > 2500
     assert seen["drawn"] < 100

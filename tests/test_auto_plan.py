@@ -1,4 +1,5 @@
-"""What ``flow.auto.plan`` takes and refuses: batches wherever they stand, arguments that are none, limits of time."""
+"""What ``flow.auto.plan`` takes and refuses: batches wherever they stand, arguments that are none,
+limits of time."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 16)
 
-    def forward(self, pair: Any, *, more: torch.Tensor | None = None, table: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, pair: Any, *, more: torch.Tensor | None = None, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = pair["x"] if isinstance(pair, dict) else pair
         x = x if more is None else x * more
         return self.inner(x if table is None else x @ table)  # type: ignore[no-any-return]
@@ -53,7 +56,11 @@ def shapes(plan: Plan) -> list[tuple[int, ...]]:
 
 def test_a_batch_is_set_wherever_it_stands() -> None:
     table = torch.empty(8, 8)
-    for inputs, kwargs in ((({"x": X},), {"table": table}), ((X,), {"more": X, "table": table}), ((), {"pair": X, "table": table})):
+    for inputs, kwargs in (
+        (({"x": X},), {"table": table}),
+        ((X,), {"more": X, "table": table}),
+        ((), {"pair": X, "table": table}),
+    ):
         plan = flow.auto.plan(Scaled(), inputs, "dgx-h100", batch=32, mesh=(2,), kwargs=kwargs)
         assert set(shapes(plan)) == {(32, 8), (8, 8)}, "the table is as it was"
     with pytest.raises(PlanError, match="none of the inputs is a tensor with rows"):
@@ -63,7 +70,9 @@ def test_a_batch_is_set_wherever_it_stands() -> None:
 def test_inputs_that_want_a_gradient_want_it_with_another_batch() -> None:
     model = nn.Linear(8, 16).requires_grad_(False)
     for wants in (False, True):
-        plan = flow.auto.plan(model, (torch.empty(4, 8, requires_grad=wants),), "dgx-h100", batch=32, mesh=(2,))
+        plan = flow.auto.plan(
+            model, (torch.empty(4, 8, requires_grad=wants),), "dgx-h100", batch=32, mesh=(2,)
+        )
         assert bool(plan.calls[0].backward) == wants
 
 
@@ -78,7 +87,13 @@ def test_a_graph_takes_another_batch() -> None:
         def build(self, x: Any) -> Any:
             return self.model(x)
 
-    plan = flow.auto.plan(Step(), (torch.randn(4, 8).to_global(one, flow.sbp.broadcast),), "dgx-h100", batch=32, mesh=(2,))  # type: ignore[attr-defined]
+    plan = flow.auto.plan(
+        Step(),
+        (torch.randn(4, 8).to_global(one, flow.sbp.broadcast),),
+        "dgx-h100",
+        batch=32,
+        mesh=(2,),
+    )  # type: ignore[attr-defined]
     assert shapes(plan) == [(32, 8)]
 
 
@@ -95,7 +110,10 @@ def test_micro_batches_follow_inputs_by_name() -> None:
         ({"mesh": 4}, "mesh is a placement or a shape"),
         ({"mesh": (-1, -2)}, "mesh is a placement or a shape"),
         ({"mesh": ()}, "mesh is a placement or a shape"),
-        ({"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)}, r"a mesh of 8 has 8 devices, the cluster 2: cluster.with_size\(8\)"),
+        (
+            {"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)},
+            r"a mesh of 8 has 8 devices, the cluster 2: cluster.with_size\(8\)",
+        ),
         ({"states": -1}, "states is a number of at least 0, got -1"),
         ({"states": math.nan}, "states is a number of at least 0"),
         ({"seconds": -1}, "seconds is a number of at least 0"),
@@ -114,12 +132,14 @@ def test_a_preset_that_names_no_size_is_this_world() -> None:
     assert flow.auto.plan(nn.Linear(8, 16), (X,), "generic").mesh == (1,)
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
+# --------------------------------------------------------------------------------------------- time
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
 @pytest.mark.parametrize("mesh", [(2,), None], ids=str)
-def test_all_that_is_solved_keeps_within_the_seconds(objective: str, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_solved_keeps_within_the_seconds(
+    objective: str, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float] = []
 
     def noted(problem: Any, seconds: float | None = None, **more: Any) -> Solution:
@@ -129,15 +149,24 @@ def test_all_that_is_solved_keeps_within_the_seconds(objective: str, mesh: Any, 
 
     monkeypatch.setattr(search_module, "solve", noted)
     monkeypatch.setattr(formulate, "solve", noted)
-    flow.auto.plan(nn.Linear(8, 16), (X,), Cluster(size=4), objective=objective, mesh=mesh, seconds=30)
+    flow.auto.plan(
+        nn.Linear(8, 16), (X,), Cluster(size=4), objective=objective, mesh=mesh, seconds=30
+    )
     assert len(asked) > 2
-    assert all(later <= earlier for earlier, later in zip([30.0, *asked[: 1 + (objective == "memory")]], asked, strict=False))
+    assert all(
+        later <= earlier
+        for earlier, later in zip(
+            [30.0, *asked[: 1 + (objective == "memory")]], asked, strict=False
+        )
+    )
     assert max(asked) < 30
 
 
 def test_the_least_memory_is_not_sought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(formulate, "solve", lambda problem, seconds=None: asked.append(seconds) or out_of_time())
+    monkeypatch.setattr(
+        formulate, "solve", lambda problem, seconds=None: asked.append(seconds) or out_of_time()
+    )
     found = search(calls_of_model(nn.Linear(8, 16), (X,)), Cluster(), MESH, Options())
     assert found.formulation.least_memory() is None
     assert asked == [120.0]
@@ -147,8 +176,12 @@ def out_of_time(infeasible: bool = False) -> Solution:
     return Solution(None, math.inf, -math.inf, False, infeasible, seconds=3.0)
 
 
-@pytest.mark.parametrize(("infeasible", "memory"), [(False, None), (False, 64), (True, None), (True, 64)])
-def test_out_of_time_is_not_told_as_impossible(infeasible: bool, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("infeasible", "memory"), [(False, None), (False, 64), (True, None), (True, 64)]
+)
+def test_out_of_time_is_not_told_as_impossible(
+    infeasible: bool, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = calls_of_model(nn.Linear(8, 16), (X,))
     known = search(calls, Cluster(), MESH, Options()).formulation
     monkeypatch.setattr(search_module, "solve", lambda *args, **kwargs: out_of_time(infeasible))
@@ -162,7 +195,9 @@ def test_out_of_time_is_not_told_as_impossible(infeasible: bool, memory: int | N
     assert ("time" in price_layouts(known, {}).why) != infeasible
 
 
-def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(*args: Any, **kwargs: Any) -> Any:
         raise PlanError("no plan fits")
 
@@ -173,30 +208,59 @@ def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(monkeypatch: p
     assert "data parallel" in plan.alternatives
 
 
-@pytest.mark.parametrize(("name", "width", "rows"), [("dgx-h100", 128, 256), ("dgx-h100", 512, 32), ("ethernet-10g", 256, 64), ("pcie-a100", 256, 1024)])
+@pytest.mark.parametrize(
+    ("name", "width", "rows"),
+    [
+        ("dgx-h100", 128, 256),
+        ("dgx-h100", 512, 32),
+        ("ethernet-10g", 256, 64),
+        ("pcie-a100", 256, 1024),
+    ],
+)
 def test_no_mesh_has_a_plan_that_is_better(name: str, width: int, rows: int) -> None:
-    """Whatever the search over everything thinks of meshes: the solver is asked about each that may be the best."""
+    """Whatever the search over everything thinks of meshes: the solver is asked about each that may
+    be the best."""
     with torch.device("meta"):
-        layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+        layers = [
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(3)
+        ]
         model, x = nn.Sequential(*layers), torch.empty(rows, width)
     cluster = Cluster.preset(name).with_size(8)
     plan, calls = flow.auto.plan(model, (x,), cluster), calls_of_model(model, (x,))
     assert plan.bound <= plan.cost
     for where in meshes(8, cluster, 2):
-        one = search(calls, cluster, where, Options(memory=cluster.memory or None), compared=False).plan
+        one = search(
+            calls, cluster, where, Options(memory=cluster.memory or None), compared=False
+        ).plan
         assert min(plan.cost, plan.seconds) <= one.cost * (1 + 1e-3), where.shape
         assert plan.bound <= one.cost * (1 + 1e-9), where.shape
 
 
 def test_the_solvers_plan_on_one_mesh_is_what_is_simulated_and_shown() -> None:
     with torch.device("meta"):
-        model, x = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), torch.empty(1 << 14, 512)
+        model, x = (
+            nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]),
+            torch.empty(1 << 14, 512),
+        )
     cluster = Cluster.preset("dgx-h100").with_size(4)
     plan = flow.auto.plan(model, (x,), cluster)
     (stage,) = plan.choices["stages"]
-    assert (stage["lane"], stage["ranks"], tuple(stage["mesh"]), stage["memory"]) == (0, [0, 4], plan.mesh, plan.memory)
+    assert (stage["lane"], stage["ranks"], tuple(stage["mesh"]), stage["memory"]) == (
+        0,
+        [0, 4],
+        plan.mesh,
+        plan.memory,
+    )
     assert plan.seconds == pytest.approx(plan.cost, rel=0.05)
-    slower = dataclasses.replace(cluster, name="slower", flops={kind: rate / 8 for kind, rate in cluster.flops.items()})
+    slower = dataclasses.replace(
+        cluster, name="slower", flops={kind: rate / 8 for kind, rate in cluster.flops.items()}
+    )
     calls = calls_of_model(model, (x,))
     assert predict(plan, cluster, calls).seconds == pytest.approx(plan.seconds, rel=0.02)
     assert predict(plan, slower, calls).seconds > 2 * plan.seconds
@@ -204,14 +268,17 @@ def test_the_solvers_plan_on_one_mesh_is_what_is_simulated_and_shown() -> None:
     assert plan.timeline["traceEvents"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- prices and files
+# --------------------------------------------------------------------------------- prices and files
 
 
 def test_waiting_counts_for_what_goes_on_from_a_second_layout() -> None:
     calls = calls_of_model(nn.Linear(8, 16), (torch.empty(4, 8, requires_grad=True),))
     value = next(v for v in calls.values if v.state == "input")
     plain, waiting = (
-        _Builder(calls, MESH, Options(wait=wait), FormulationCache(Cluster(), MESH, True))._onwards(value, [(S(0),)], [(S(0),), (S(1),)]) for wait in (0, 1)
+        _Builder(calls, MESH, Options(wait=wait), FormulationCache(Cluster(), MESH, True))._onwards(
+            value, [(S(0),)], [(S(0),), (S(1),)]
+        )
+        for wait in (0, 1)
     )
     np.testing.assert_allclose(waiting - plain, [[0.0, 2.0]])
     assert plain[0, 1] > 0

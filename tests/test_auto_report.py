@@ -1,4 +1,5 @@
-"""What plans say of themselves: report, explanations, files. The prices of other ways are checked against trying them all."""
+"""What plans say of themselves: report, explanations, files. The prices of other ways are checked
+against trying them all."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ chosen besides
   micro batches  4
   schedule       1f1b
 
-search: solving 250 ms, 99 nodes, width 2"""
+search: solving 250 ms, 99 nodes, width 2"""  # noqa: E501
 
 EXPLAINED = """\
 blocks.1.up: 1 call and 1 tensor given; computing 3 ms, moving 100 us a step
@@ -75,7 +76,7 @@ linear_2 = linear(layer_norm_1 S(0) B, blocks.1.up.weight B S(0)) -> [8, 64] S(0
     before  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
     why S(0) S(1)
       S(0) B instead  +2 ms, 1.0 KiB a rank more: all_gather of linear_2 (4.0 KiB, S(0) S(1) -> S(0) B)
-      B B    instead  as dear"""
+      B B    instead  as dear"""  # noqa: E501
 
 
 class MLP(nn.Module):
@@ -127,7 +128,10 @@ def test_stages_and_what_else_was_chosen_read_so() -> None:
     plan = pipelined(4)
     text = plan.report()
     assert BESIDES in text
-    assert "of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less 2 ms that hides behind computing" in text
+    assert (
+        "of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less "
+        "2 ms that hides behind computing" in text
+    )
     assert "other ways have not been priced one by one" in plan.explain("blocks.0.up")
 
 
@@ -142,12 +146,16 @@ def test_a_real_report_says_what_it_must(searched: SearchResult) -> None:
     lines = [line.strip() for line in text.splitlines()]
     assert any(line.startswith("cost ") and "optimal" in line for line in lines), text
     for word in ("bound ", "memory ", "data parallel ", "up.weight "):
-        assert any(line.startswith(word) and any(c.isdigit() for c in line) for line in lines), f"no line begins with {word!r}:\n{text}"
+        assert any(line.startswith(word) and any(c.isdigit() for c in line) for line in lines), (
+            f"no line begins with {word!r}:\n{text}"
+        )
 
 
 def test_costs_add_up(searched: SearchResult) -> None:
     spent = searched.plan.spent
-    assert searched.plan.cost == pytest.approx(spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"], rel=1e-9)
+    assert searched.plan.cost == pytest.approx(
+        spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"], rel=1e-9
+    )
     assert all(x >= 0 for x in spent.values())
     assert spent["computing"] > 0
     assert spent["updating"] > 0
@@ -168,47 +176,85 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("cluster", ["dgx-h100", "ethernet-10g", "cpu"])
 @pytest.mark.parametrize(
-    "options", [{}, {"collect": False}, {"wait": 1e-4}, {"computation": 2.0, "hidden": 0.0}, {"computation": 0.1}], ids=lambda o: " ".join(o) or "plain"
+    "options",
+    [
+        {},
+        {"collect": False},
+        {"wait": 1e-4},
+        {"computation": 2.0, "hidden": 0.0},
+        {"computation": 0.1},
+    ],
+    ids=lambda o: " ".join(o) or "plain",
 )
 def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, float]) -> None:
     calls = calls_of_model(Shared(), (torch.empty(16, 32, 64),))
-    plan = search(calls, Cluster.preset(cluster), flow.placement("cpu", [[0, 1], [2, 3]]), Options(**options)).plan  # type: ignore[arg-type]
+    plan = search(
+        calls, Cluster.preset(cluster), flow.placement("cpu", [[0, 1], [2, 3]]), Options(**options)
+    ).plan  # type: ignore[arg-type]
     spent = plan.spent
-    found = spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"] + spent.get("waiting", 0.0)
+    found = (
+        spent["computing"]
+        + spent["moving"]
+        - spent["hidden"]
+        + spent["updating"]
+        + spent.get("waiting", 0.0)
+    )
     assert plan.cost == pytest.approx(found, rel=1e-9)
     assert ("waiting" in spent) == ("wait" in options)
     assert min(spent.values()) >= -1e-12
-    if "wait" in options:  # a wait for each that moves forward, and for each gradient; those of parameters may hide
-        assert -1e-12 <= spent["waiting"] <= options["wait"] * sum((c.forward > 0) + (c.backward > 0) for c in plan.changes) + 1e-12
+    if (
+        "wait" in options
+    ):  # a wait for each that moves forward, and for each gradient; those of parameters may hide
+        assert (
+            -1e-12
+            <= spent["waiting"]
+            <= options["wait"] * sum((c.forward > 0) + (c.backward > 0) for c in plan.changes)
+            + 1e-12
+        )
 
 
 def test_memory_adds_up(searched: SearchResult) -> None:
     held, plan = searched.plan.held, searched.plan
     assert sum(held.values()) == plan.memory == max(level for _, level in plan.over_time)
-    assert held["gradients"] == held["parameters"] == sum(g.bytes for g in plan.given if g.kind == "parameter")
+    assert (
+        held["gradients"]
+        == held["parameters"]
+        == sum(g.bytes for g in plan.given if g.kind == "parameter")
+    )
     assert held["optimizer"] == 2 * held["parameters"]
     assert plan.moments == 2 * (1 + max(c.number for c in plan.calls))
 
 
 def test_gradients_that_are_summed_are_among_the_changes() -> None:
-    """A parameter that every rank holds does not change, its gradient is all-reduced nevertheless."""
+    """A parameter that every rank holds does not change, its gradient is all-reduced
+    nevertheless."""
     calls = calls_of_model(MLP(), (torch.empty(16, 256),))
     whole = (flow.sbp.broadcast,)
-    fixed = {v.path or v.name: ((flow.sbp.split(0),) if v.state == "input" else whole,) for v in calls.states()}
-    plan = search(calls, Cluster.preset("dgx-h100"), flow.placement("cpu", [0, 1, 2, 3]), Options(fixed=fixed)).plan
-    summed = {c.value: c for c in plan.changes if c.back == "all_reduce" and c.src == c.dst == ("B",)}
+    fixed = {
+        v.path or v.name: ((flow.sbp.split(0),) if v.state == "input" else whole,)
+        for v in calls.states()
+    }
+    plan = search(
+        calls, Cluster.preset("dgx-h100"), flow.placement("cpu", [0, 1, 2, 3]), Options(fixed=fixed)
+    ).plan
+    summed = {
+        c.value: c for c in plan.changes if c.back == "all_reduce" and c.src == c.dst == ("B",)
+    }
     assert set(summed) == {"up.weight", "up.bias", "down.weight"}
     assert all(c.forward == 0 < c.backward for c in summed.values())
     assert "all_reduce of the gradient of up.weight" in plan.explain("up")
 
 
-# ------------------------------------------------------------------------------------------------------------ other ways
+# --------------------------------------------------------------------------------------- other ways
 
 
 def cheapest(f: SearchResult, node: int, k: int) -> tuple[float, set[int]]:
-    """(least cost with strategy k for a node, the tensors beside it tried in all ways, by how much the peak grows then)."""
+    """(least cost with strategy k for a node, the tensors beside it tried in all ways, by how much
+    the peak grows then)."""
     problem, base = f.formulation.problem, list(f.choice)
-    beside = {b if a == node else a for a, b in problem.edges if node in (a, b)} & set(f.formulation.node_of_value.values())
+    beside = {b if a == node else a for a, b in problem.edges if node in (a, b)} & set(
+        f.formulation.node_of_value.values()
+    )
     peak, best, grown = problem.peak(base), math.inf, set[int]()
     for ways in itertools.product(*(range(len(problem.costs[n])) for n in beside)):
         choice = list(base)
@@ -227,27 +273,40 @@ def test_prices_of_other_ways_are_those_of_trying_them() -> None:
     f = found((4,))
     now, tried = f.formulation.problem.evaluate(f.choice), 0
     for call in f.plan.calls:
-        node, candidates = f.formulation.node_of_call[call.number], f.formulation.candidates[call.number]
+        node, candidates = (
+            f.formulation.node_of_call[call.number],
+            f.formulation.candidates[call.number],
+        )
         told = {o.gives: o for o in call.others}
         assert call.results not in told
         by_result: dict[tuple[tuple[str, ...], ...], list[tuple[float, set[int]]]] = {}
         for k in range(len(candidates)):
             gives = tuple(tuple(e.short for e in out[k]) for out in candidates.outs)
             by_result.setdefault(gives, []).append(cheapest(f, node, k))
-        least = {gives: min(ways, key=lambda way: way[0]) for gives, ways in by_result.items() if gives != call.results}
+        least = {
+            gives: min(ways, key=lambda way: way[0])
+            for gives, ways in by_result.items()
+            if gives != call.results
+        }
         finite = sorted(cost for cost, _ in least.values() if math.isfinite(cost))
-        assert [o.extra for o in call.others] == pytest.approx([cost - now for cost in finite[:3]], abs=1e-12), call.name
+        assert [o.extra for o in call.others] == pytest.approx(
+            [cost - now for cost in finite[:3]], abs=1e-12
+        ), call.name
         for gives, other in told.items():
             cost = least[gives][0]
-            assert other.memory in set().union(*(grown for c, grown in by_result[gives] if c <= cost + 1e-15)), (call.name, gives)
+            assert other.memory in set().union(
+                *(grown for c, grown in by_result[gives] if c <= cost + 1e-15)
+            ), (call.name, gives)
             tried += 1
     assert tried >= 8
 
 
 @pytest.mark.parametrize("hidden", [0.0, None])
-def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_finds(hidden: float | None) -> None:
-    """With one call in the model, the rest of the plan is nothing: best response and search agree. Gradients that would come to take longer than the backward
-    pass cost more than is told."""
+def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_finds(
+    hidden: float | None,
+) -> None:
+    """With one call in the model, the rest of the plan is nothing: best response and search agree.
+    Gradients that would come to take longer than the backward pass cost more than is told."""
     calls = calls_of_model(nn.Linear(64, 64, bias=False), (torch.empty(16, 64),))
     placement, cluster = flow.placement("cpu", [0, 1, 2, 3]), Cluster.preset("dgx-h100")
     best = search(calls, cluster, placement, Options(hidden=hidden))
@@ -255,20 +314,29 @@ def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_fin
     assert len(weight.others) == 2
     by_name = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1)}
     for other in weight.others:
-        forced = search(calls, cluster, placement, Options(hidden=hidden, fixed={"weight": ((by_name[other.gives[0][0]],),)})).plan
+        forced = search(
+            calls,
+            cluster,
+            placement,
+            Options(hidden=hidden, fixed={"weight": ((by_name[other.gives[0][0]],),)}),
+        ).plan
         assert other.extra <= forced.cost - best.plan.cost + 1e-12
-        assert hidden is None or other.extra == pytest.approx(forced.cost - best.plan.cost, abs=1e-12)
+        assert hidden is None or other.extra == pytest.approx(
+            forced.cost - best.plan.cost, abs=1e-12
+        )
 
 
 def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: SearchResult) -> None:
-    extras = [o.extra for thing in (*searched.plan.calls, *searched.plan.given) for o in thing.others]
+    extras = [
+        o.extra for thing in (*searched.plan.calls, *searched.plan.given) for o in thing.others
+    ]
     assert searched.plan.optimal
     assert len(extras) > 10
     assert min(extras) >= 0
     assert max(extras) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- paths
+# -------------------------------------------------------------------------------------------- paths
 
 
 def test_a_module_is_explained_with_its_parameters_and_calls(searched: SearchResult) -> None:
@@ -291,7 +359,10 @@ def test_calls_tensors_and_patterns_are_found() -> None:
 
 
 def test_an_unknown_path_is_told_what_is_near() -> None:
-    with pytest.raises(PlanError, match=r"no module, parameter, call or tensor 'blocks\.1\.upp'; near it: .*blocks\.1\.up"):
+    with pytest.raises(
+        PlanError,
+        match=r"no module, parameter, call or tensor 'blocks\.1\.upp'; near it: .*blocks\.1\.up",
+    ):
         layered(2).explain("blocks.1.upp")
     with pytest.raises(PlanError, match=r"near it: .*blocks"):
         layered(2).explain("zzz")
@@ -304,10 +375,12 @@ def test_what_does_not_fit_is_said() -> None:
     assert "does not fit" not in plan.explain("linear_0")
 
 
-# ----------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("make", [lambda: layered(2), lambda: found((2, 2)).plan], ids=["by hand", "searched"])
+@pytest.mark.parametrize(
+    "make", [lambda: layered(2), lambda: found((2, 2)).plan], ids=["by hand", "searched"]
+)
 def test_a_plan_written_and_read_is_the_same(make: object, tmp_path: Path) -> None:
     plan: Plan = make()  # type: ignore[operator]
     plan.save(tmp_path / "plan.json")
@@ -316,7 +389,10 @@ def test_a_plan_written_and_read_is_the_same(make: object, tmp_path: Path) -> No
     assert again.report() == plan.report()
     path = plan.calls[0].name
     assert again.explain(path) == plan.explain(path)
-    json.loads((tmp_path / "plan.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    json.loads(
+        (tmp_path / "plan.json").read_text(),
+        parse_constant=lambda text: pytest.fail(f"{text} is no JSON"),
+    )
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:

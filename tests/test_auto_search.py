@@ -1,4 +1,5 @@
-"""The search over everything: meshes, segments, stages, micro-batches, schedules, recomputation, ZeRO; the simulator. All on imagined clusters."""
+"""The search over everything: meshes, segments, stages, micro-batches, schedules, recomputation,
+ZeRO; the simulator. All on imagined clusters."""
 
 from __future__ import annotations
 
@@ -48,13 +49,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        q, k, v = (
+            y.view(b, t, self.heads, -1).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, words: int, length: int, tied: bool) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, words: int, length: int, tied: bool
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -74,46 +82,75 @@ class Classifier(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+        )
         self.head = nn.Linear(1024, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)).logsumexp(1).mean()  # type: ignore[no-any-return]
 
 
-def capture(model: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, words: int = 1) -> Callable[[int], Calls]:
+def capture(
+    model: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, words: int = 1
+) -> Callable[[int], Calls]:
     with torch.device("meta"):
         made = model().to(dtype)
 
     def of(rows: int) -> Calls:
         kind = torch.long if words > 1 else dtype
-        return calls_of_model(made, tuple(torch.empty(rows, *shape, dtype=kind, device="meta") for _ in range(max(1, words - 1))))
+        return calls_of_model(
+            made,
+            tuple(
+                torch.empty(rows, *shape, dtype=kind, device="meta")
+                for _ in range(max(1, words - 1))
+            ),
+        )
 
     return of
 
 
-def gpt(layers: int = 3, width: int = 256, heads: int = 8, words: int = 1000, length: int = 64, tied: bool = False) -> Callable[[int], Calls]:
-    return capture(lambda: GPT(layers, width, heads, words, length, tied), length, dtype=torch.bfloat16, words=3)
+def gpt(
+    layers: int = 3,
+    width: int = 256,
+    heads: int = 8,
+    words: int = 1000,
+    length: int = 64,
+    tied: bool = False,
+) -> Callable[[int], Calls]:
+    return capture(
+        lambda: GPT(layers, width, heads, words, length, tied),
+        length,
+        dtype=torch.bfloat16,
+        words=3,
+    )
 
 
 def only(shape: tuple[int, ...], stages: int = 1, micros: int = 1, **more: Any) -> SearchSpace:
     return SearchSpace(stages=[stages], micro_batches=[micros], meshes=[shape], **more)
 
 
-# ---------------------------------------------------------------------------------------------------------------- meshes
+# ------------------------------------------------------------------------------------------- meshes
 
 
 def test_meshes_keep_to_nodes() -> None:
     cluster = Cluster.preset("dgx-h100", nodes=64)
     shapes = [m.shape for m in meshes(512, cluster)]
     assert {(512,), (64, 8), (128, 4), (64, 2, 4), (8, 8, 8)} <= set(shapes)
-    assert (8, 64) not in shapes, "groups of 64 neighbours take whole nodes, and of 8 every 64th: the inner ones mix links"
+    assert (8, 64) not in shapes, (
+        "groups of 64 neighbours take whole nodes, and of 8 every 64th: the inner ones mix links"
+    )
     assert len(shapes) <= 40
     assert all(m.flat == tuple(range(512)) for m in meshes(512, cluster))
     assert sorted(factorizations(12, 2)) == [(2, 6), (3, 4), (4, 3), (6, 2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- min-plus
+# ----------------------------------------------------------------------------------------- min-plus
 
 
 @pytest.mark.parametrize("kept_whole", [0, 1 << 18])
@@ -129,15 +166,22 @@ def test_elimination_is_exhaustive_search(kept_whole: int, monkeypatch: pytest.M
         choice = found.choices()
         for ends in itertools.product(range(sizes[0]), range(sizes[3])):
             inside = itertools.product(*(range(sizes[v]) for v in (1, 2, 4, 5)))
-            every = [dict(zip((1, 2, 4, 5), some, strict=True)) | {0: ends[0], 3: ends[1]} for some in inside]
+            every = [
+                dict(zip((1, 2, 4, 5), some, strict=True)) | {0: ends[0], 3: ends[1]}
+                for some in inside
+            ]
             costs = [sum(float(t[tuple(at[v] for v in vs)]) for vs, t in factors) for at in every]
             assert found.values[ends] == pytest.approx(min(costs))
             chosen = {v: int(choice[v][ends]) for v in range(6)}
-            assert sum(float(t[tuple(chosen[v] for v in vs)]) for vs, t in factors) == pytest.approx(min(costs))
+            assert sum(
+                float(t[tuple(chosen[v] for v in vs)]) for vs, t in factors
+            ) == pytest.approx(min(costs))
 
 
 def test_elimination_says_when_tables_are_too_wide() -> None:
-    factors: list[Any] = [((i, j), np.zeros((9, 9))) for i, j in itertools.combinations(range(6), 2)]
+    factors: list[Any] = [
+        ((i, j), np.zeros((9, 9))) for i, j in itertools.combinations(range(6), 2)
+    ]
     with pytest.raises(TooWide):
         eliminate(dict.fromkeys(range(6), 9), factors, [0], most=1000)
 
@@ -149,11 +193,13 @@ def test_joined_tables_add_up_and_keep_the_largest_of_what_passes() -> None:
     for h, i, j in itertools.product(range(2), range(3), range(3)):
         middle = int(np.argmin(a.score[h, i] + b.score[h, :, j]))
         assert both.score[h, i, j] == pytest.approx((a.score[h, i] + b.score[h, :, j]).min())
-        np.testing.assert_allclose(both.parts[:7, h, i, j], a.parts[:7, h, i, middle] + b.parts[:7, h, middle, j])
+        np.testing.assert_allclose(
+            both.parts[:7, h, i, j], a.parts[:7, h, i, middle] + b.parts[:7, h, middle, j]
+        )
         assert both.parts[7, h, i, j] == max(a.parts[7, h, i, middle], b.parts[7, h, middle, j])
 
 
-# ---------------------------------------------------------------------------------------------------------------- stages
+# ------------------------------------------------------------------------------------------- stages
 
 
 def test_cuts_are_those_of_exhaustive_search() -> None:
@@ -167,15 +213,21 @@ def test_cuts_are_those_of_exhaustive_search() -> None:
         for i, a, b in itertools.product(range(p), range(n), range(1, n + 1)):
             time = rng.random((sizes[a], sizes[b])) * max(1, b - a)
             time[rng.random(time.shape) < 0.15] = np.inf
-            offers[i, a, b] = StageOptions(time, rng.random(time.shape), np.zeros(time.shape), np.zeros(time.shape, int), ())
+            offers[i, a, b] = StageOptions(
+                time, rng.random(time.shape), np.zeros(time.shape), np.zeros(time.shape, int), ()
+            )
         crossing = rng.random((p, n + 1, faces)) * 0.2
-        found = divide_into_stages(n, p, m, lambda i, a, b, o=offers: o[i, a, b], lambda i, b, c=crossing: c[i, b])
+        found = divide_into_stages(
+            n, p, m, lambda i, a, b, o=offers: o[i, a, b], lambda i, b, c=crossing: c[i, b]
+        )
         best = np.inf
         for inner in itertools.combinations(range(1, n), p - 1):
             cuts = (0, *inner, n)
             for between in itertools.product(range(faces), repeat=p - 1):
                 ends = (0, *between, 0)
-                stages = [(offers[i, cuts[i], cuts[i + 1]], (ends[i], ends[i + 1])) for i in range(p)]
+                stages = [
+                    (offers[i, cuts[i], cuts[i + 1]], (ends[i], ends[i + 1])) for i in range(p)
+                ]
                 times = [float(o.time[e]) for o, e in stages]
                 if np.isfinite(times).all():
                     moved = [float(crossing[i, cuts[i + 1], ends[i + 1]]) for i in range(p - 1)]
@@ -187,7 +239,7 @@ def test_cuts_are_those_of_exhaustive_search() -> None:
     assert fitting > 60
 
 
-# ---------------------------------------------------------------------------------------------------------------- segments and batches
+# ----------------------------------------------------------------------------- segments and batches
 
 
 def test_layers_that_are_alike_are_one_kind() -> None:
@@ -210,11 +262,14 @@ def test_other_batches_are_what_a_capture_would_give() -> None:
     worked_out, captured = Batches(counted, 64).at(4), of(4)
     assert seen == [64, 32]
     assert [v.shape for v in worked_out.values] == [v.shape for v in captured.values]
-    assert [(str(c.args), str(c.kwargs), c.extra) for c in worked_out.calls] == [(str(c.args), str(c.kwargs), c.extra) for c in captured.calls]
+    assert [(str(c.args), str(c.kwargs), c.extra) for c in worked_out.calls] == [
+        (str(c.args), str(c.kwargs), c.extra) for c in captured.calls
+    ]
 
 
 class Moody(nn.Module):
-    """Does something else with a batch of ``odd`` rows; runs with no other than those of ``most``."""
+    """Does something else with a batch of ``odd`` rows; runs with no other than those of
+    ``most``."""
 
     def __init__(self, odd: int, most: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -229,18 +284,36 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize(("odd", "most"), [(16, ()), (8, ()), (0, (16,))], ids=str)
 def test_batches_that_a_model_runs_otherwise_are_left_out(odd: int, most: tuple[int, ...]) -> None:
-    plan = search_pipelines(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), SearchSpace(stages=[1]))
+    plan = search_pipelines(
+        capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), SearchSpace(stages=[1])
+    )
     seen = {int(rows) for rows in plan.search["left_out"]}
     assert seen == ({8} if odd == 8 else {1, 2, 4, 8})
     assert 16 // plan.choices["micro_batches"] not in seen
     with pytest.raises(PlanError, match=f"nothing to search.*with a batch of {min(seen)}"):
-        search_pipelines(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), SearchSpace(stages=[1], micro_batches=[16 // min(seen)]))
+        search_pipelines(
+            capture(lambda: Moody(odd, most), 16),
+            16,
+            DGX,
+            2,
+            Options(),
+            SearchSpace(stages=[1], micro_batches=[16 // min(seen)]),
+        )
 
 
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        wide = [[nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU()] for _ in range(8)]
+        wide = [
+            [
+                nn.Linear(256, 256),
+                nn.BatchNorm1d(256),
+                nn.Linear(256, 256),
+                nn.BatchNorm1d(256),
+                nn.ReLU(),
+            ]
+            for _ in range(8)
+        ]
         self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -251,7 +324,14 @@ class Normed(nn.Module):
 
 def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> None:
     """They would be other statistics, and the loss another."""
-    slow = Cluster(node_size=1, node_bandwidth=1e7, node_latency=1e-3, bandwidth=1e7, flops={"float32": 1e9}, size=4)
+    slow = Cluster(
+        node_size=1,
+        node_bandwidth=1e7,
+        node_latency=1e-3,
+        bandwidth=1e7,
+        flops={"float32": 1e9},
+        size=4,
+    )
 
     def of(model: nn.Module) -> Any:
         return lambda rows: calls_of_model(model, (torch.empty(rows, 256),))
@@ -263,7 +343,9 @@ def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> Non
     other = search_pipelines(of(evaluated), 64, slow, 4)
     assert other.choices["micro_batches"] > 1, "on this network a pipeline is best"
     assert "statistics" not in other.report()
-    asked = search_pipelines(of(training), 64, slow, 4, None, SearchSpace(stages=[4], micro_batches=[8]))
+    asked = search_pipelines(
+        of(training), 64, slow, 4, None, SearchSpace(stages=[4], micro_batches=[8])
+    )
     assert asked.choices["micro_batches"] == 8, "whoever asks for them has them"
     with pytest.raises(PlanError, match=r"1 stage of 4 devices") as told:
         search_pipelines(of(training), 64, slow, 4, Options(memory=1000))
@@ -271,37 +353,76 @@ def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> Non
 
 
 def test_schedules_that_have_too_few_segments_are_left_out() -> None:
-    of = capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]), 8)
-    plan = search_pipelines(of, 8, DGX, 2, Options(), SearchSpace(schedules=("zb-v",), micro_batches=[4]))
+    of = capture(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]), 8
+    )
+    plan = search_pipelines(
+        of, 8, DGX, 2, Options(), SearchSpace(schedules=("zb-v",), micro_batches=[4])
+    )
     assert len(plan.choices["stages"]) == 1
     with pytest.raises(PlanError, match=r"nothing to search.*2 segments"):
-        search_pipelines(of, 8, DGX, 2, Options(), SearchSpace(schedules=("zb-v",), stages=[2], micro_batches=[4]))
+        search_pipelines(
+            of,
+            8,
+            DGX,
+            2,
+            Options(),
+            SearchSpace(schedules=("zb-v",), stages=[2], micro_batches=[4]),
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_formulas_of_pipelines_are_what_is_simulated(stages: int, schedule: str) -> None:
-    """Of even stages, whose backward pass takes twice their forward; of fewer micro-batches than 2 p - 1 about."""
+    """Of even stages, whose backward pass takes twice their forward; of fewer micro-batches than 2
+    p - 1 about."""
     lanes = tuple(range(stages))
-    lanes = lanes * 2 if schedule == "interleaved" else (*lanes, *reversed(lanes)) if schedule == "zb-v" else lanes
+    lanes = (
+        lanes * 2
+        if schedule == "interleaved"
+        else (*lanes, *reversed(lanes))
+        if schedule == "zb-v"
+        else lanes
+    )
     each = stages / len(lanes)
-    for micros, off in ((2 * stages - 1, 0.0), (2 * stages, 0.0), (5 * stages, 0.0), (stages, 0.03)):
+    for micros, off in (
+        (2 * stages - 1, 0.0),
+        (2 * stages, 0.0),
+        (5 * stages, 0.0),
+        (stages, 0.03),
+    ):
         micros = micros if schedule != "interleaved" else -(-micros // stages) * stages
-        run = step([Stage(each, 2 * each) for _ in lanes], schedule, lanes, micros, Cluster(overlap=1.0))
-        told = modelled(schedule, lanes, micros, [3 * each] * len(lanes), [0.0] * len(lanes), [0.0] * (len(lanes) - 1), [each] * len(lanes))
+        run = step(
+            [Stage(each, 2 * each) for _ in lanes], schedule, lanes, micros, Cluster(overlap=1.0)
+        )
+        told = modelled(
+            schedule,
+            lanes,
+            micros,
+            [3 * each] * len(lanes),
+            [0.0] * len(lanes),
+            [0.0] * (len(lanes) - 1),
+            [each] * len(lanes),
+        )
         assert told == pytest.approx(run.seconds, rel=max(off, 1e-9)), micros
 
 
-# ---------------------------------------------------------------------------------------------------------------- against the solver on one mesh
+# ------------------------------------------------------------------- against the solver on one mesh
 
 
 def layers(width: int = 2048, many: int = 3) -> Callable[[int], Calls]:
-    return capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(many)]), width)
+    return capture(
+        lambda: nn.Sequential(
+            *[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(many)]
+        ),
+        width,
+    )
 
 
 @pytest.mark.parametrize("rows", [64, 512, 4096])
 def test_gradients_that_take_longer_than_what_they_hide_behind(rows: int) -> None:
-    """What a step of one stage costs is what it is on the clock; and the problem of one mesh, where few rows make the bound of 0.85 hidden a wrong one."""
+    """What a step of one stage costs is what it is on the clock; and the problem of one mesh, where
+    few rows make the bound of 0.85 hidden a wrong one."""
     of, cluster = layers(), Cluster.preset("dgx-h100", nodes=4)
     options = Options(memory=10**15)
     plan = search_pipelines(of, rows, cluster, 32, options, only((4, 8)))
@@ -310,14 +431,30 @@ def test_gradients_that_take_longer_than_what_they_hide_behind(rows: int) -> Non
     calls, where = of(rows), mesh((4, 8))
     found = search(calls, cluster, where, options, recipes={}).plan
     spent = found.spent
-    sums = sum(c.backward for c in found.changes if c.value in found.parameters and found.parameters[c.value] == c.src)
-    backward = sum(c.backward for c in found.calls) + sum(c.moving / 2 for c in found.calls if c.backward) + sum(c.backward for c in found.changes) - sums
+    sums = sum(
+        c.backward
+        for c in found.changes
+        if c.value in found.parameters and found.parameters[c.value] == c.src
+    )
+    backward = (
+        sum(c.backward for c in found.calls)
+        + sum(c.moving / 2 for c in found.calls if c.backward)
+        + sum(c.backward for c in found.changes)
+        - sums
+    )
     assert spent["hidden"] == pytest.approx(0.85 * min(sums, backward), abs=1e-12)
-    assert found.cost == pytest.approx(spent["computing"] + spent["moving"] + spent["updating"] - spent["hidden"])
+    assert found.cost == pytest.approx(
+        spent["computing"] + spent["moving"] + spent["updating"] - spent["hidden"]
+    )
     assert found.bound <= found.cost
     data = found.alternatives["data parallel"]
     assert found.cost <= data.cost * (1 + 1e-9)
-    wide = {name: formulate(calls, cluster, where, Options(summing=x, fixed=data_parallel(calls, where))) for name, x in (("plain", 0.0), ("turned", 1.0))}
+    wide = {
+        name: formulate(
+            calls, cluster, where, Options(summing=x, fixed=data_parallel(calls, where))
+        )
+        for name, x in (("plain", 0.0), ("turned", 1.0))
+    }
     least = [float(solve(f.problem).cost) for f in wide.values()]
     assert data.cost >= max(least) * (1 - 1e-9)
     if rows == 64:
@@ -325,14 +462,19 @@ def test_gradients_that_take_longer_than_what_they_hide_behind(rows: int) -> Non
 
 
 def test_of_choices_of_a_small_problem_none_is_better() -> None:
-    """Whichever of the two takes longer: each choice of all, with what really shows, against the best one found and its bound."""
+    """Whichever of the two takes longer: each choice of all, with what really shows, against the
+    best one found and its bound."""
     calls, cluster, where = layers(512, 1)(64), Cluster.preset("dgx-h100", nodes=2), mesh((4,))
-    plain, turned = (formulate(calls, cluster, where, Options(collect=False, summing=x)).problem for x in (0.0, 1.0))
+    plain, turned = (
+        formulate(calls, cluster, where, Options(collect=False, summing=x)).problem
+        for x in (0.0, 1.0)
+    )
     sizes = [len(c) for c in plain.costs]
     assert np.prod(sizes) < 1e6
     least = min(
         max(float(plain.evaluate(choice)), float(turned.evaluate(choice)))
-        for choice in itertools.product(*map(range, sizes)) if np.isfinite(float(plain.evaluate(choice)))
+        for choice in itertools.product(*map(range,
+            sizes)) if np.isfinite(float(plain.evaluate(choice)))
     )  # fmt: skip
     found = search(calls, cluster, where, Options(collect=False), compared=False).plan
     assert found.cost == pytest.approx(least, rel=1e-9)
@@ -344,7 +486,12 @@ def test_of_choices_of_a_small_problem_none_is_better() -> None:
 def exposed_at(rows: int) -> bool:
     """Whether the gradients of a batch of so many rows show."""
     calls, where = layers(512, 1)(rows), mesh((4,))
-    formulation = formulate(calls, Cluster.preset("dgx-h100", nodes=2), where, Options(fixed=data_parallel(calls, where)))
+    formulation = formulate(
+        calls,
+        Cluster.preset("dgx-h100", nodes=2),
+        where,
+        Options(fixed=data_parallel(calls, where)),
+    )
     choice = solve(formulation.problem).choice
     assert choice is not None
     return gradient_traffic_exposed(formulation, choice)
@@ -352,7 +499,9 @@ def exposed_at(rows: int) -> bool:
 
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool) -> None:
+def test_bounds_stay_bounds_where_tables_are_too_wide(
+    monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool
+) -> None:
     of, batches = gpt(2, tied=tied), None
 
     def least() -> tuple[float, float, bool]:
@@ -362,7 +511,11 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.Monkey
         cutting = StageCosts(ground, 1, 1, None)
         bound = cutting.evenly(sides=True)
         cutting.settle()
-        return bound, float(cutting.first.of(runs(cutting.kinds, [False] * len(cutting.kinds))).score.min()), all(p.sound for p in ground._parts.values())
+        return (
+            bound,
+            float(cutting.first.of(runs(cutting.kinds, [False] * len(cutting.kinds))).score.min()),
+            all(p.sound for p in ground._parts.values()),
+        )
 
     bound, best, _ = least()
     assert 0 < bound <= best * (1 + 1e-9)
@@ -378,7 +531,8 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied: bool) -> None:
-    """Activations that cross segments are never partial here, and parameters kept in shares are gathered twice: so a little more, never less."""
+    """Activations that cross segments are never partial here, and parameters kept in shares are
+    gathered twice: so a little more, never less."""
     of, options = gpt(2, tied=tied), Options(memory=10**15, collect=False, hidden=0.0, states=0.0)
     plan = search_pipelines(of, 16, DGX, 8, options, only(shape))
     problem = formulate(of(16), DGX, mesh(shape), options).problem
@@ -391,15 +545,24 @@ def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied
 
 
 def test_the_bound_holds_for_parameters_that_are_gathered_once() -> None:
-    """So they are on one mesh in one go, where the solver has them; the search over everything gathers them in both passes."""
-    of, options = capture(lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), 1024), Options(memory=10**15, hidden=0.0)
-    plan, proven = search_pipelines(of, 256, DGX, 4, options, only((4,))), solve(formulate(of(256), DGX, mesh((4,)), options).problem)
+    """So they are on one mesh in one go, where the solver has them; the search over everything
+    gathers them in both passes."""
+    of, options = (
+        capture(lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), 1024),
+        Options(memory=10**15, hidden=0.0),
+    )
+    plan, proven = (
+        search_pipelines(of, 256, DGX, 4, options, only((4,))),
+        solve(formulate(of(256), DGX, mesh((4,)), options).problem),
+    )
     assert float(proven.cost) < plan.cost, "gathering twice costs more"
     assert plan.bound <= plan.cost
-    assert plan.search["bound_gathered_once"] <= float(proven.cost) * (1 + 1e-9) < plan.bound, "of one account each"
+    assert plan.search["bound_gathered_once"] <= float(proven.cost) * (1 + 1e-9) < plan.bound, (
+        "of one account each"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- known plans
+# -------------------------------------------------------------------------------------- known plans
 
 
 def wanted(plan: Plan, function: str) -> list[Any]:
@@ -407,7 +570,12 @@ def wanted(plan: Plan, function: str) -> list[Any]:
 
 
 def test_wide_mlp_with_a_small_batch_is_split_by_columns_then_rows() -> None:
-    of = capture(lambda: nn.Sequential(nn.Linear(8192, 32768, bias=False), nn.ReLU(), nn.Linear(32768, 8192, bias=False)), 8192)
+    of = capture(
+        lambda: nn.Sequential(
+            nn.Linear(8192, 32768, bias=False), nn.ReLU(), nn.Linear(32768, 8192, bias=False)
+        ),
+        8192,
+    )
     plan = search_pipelines(of, 8, DGX, 8, Options(), only((8,)))
     first, second = wanted(plan, "linear")
     assert first[1] == ("S(0)",), "a weight of (out, in): columns of its transpose"
@@ -416,7 +584,9 @@ def test_wide_mlp_with_a_small_batch_is_split_by_columns_then_rows() -> None:
 
 
 def test_convolutions_by_data_and_a_huge_classifier_split() -> None:
-    plan = search_pipelines(capture(lambda: Classifier(400_000), 3, 96, 96), 64, DGX, 8, Options(), only((8,)))
+    plan = search_pipelines(
+        capture(lambda: Classifier(400_000), 3, 96, 96), 64, DGX, 8, Options(), only((8,))
+    )
     assert all(w[0] == ("S(0)",) and w[1] == ("B",) for w in wanted(plan, "conv2d"))
     assert plan.parameters["head.weight"] == ("S(0)",)
     assert wanted(plan, "linear")[0][1] == ("S(0)",), "every rank has some of the classes"
@@ -430,8 +600,11 @@ def test_a_transformer_within_a_node_with_a_small_batch_goes_by_tensors() -> Non
     up, down = linear[2], linear[3]
     assert up.wanted[1] == ("S(0)",)
     assert down.wanted[1] == ("S(1)",)
-    norms = [c for c in plan.calls if c.function == "layer_norm" and c.module.startswith("blocks.1")]
-    # Split sequences between would be a scatter and a gather, which on this machine take longer than its all-reduce.
+    norms = [
+        c for c in plan.calls if c.function == "layer_norm" and c.module.startswith("blocks.1")
+    ]
+    # Split sequences between would be a scatter and a gather, which on this machine take longer
+    # than its all-reduce.
     assert all(c.wanted[0] in (("S(1)",), ("B",)) for c in norms)
     assert plan.optimal
 
@@ -449,22 +622,36 @@ def test_little_memory_leads_to_shares_and_recomputation() -> None:
     starved = search_pipelines(wide, 4096, DGX, 8, Options(memory=int(kept * 1.2)), only((8,)))
     data = [w for w in wanted(starved, "linear") if w[0] == ("S(0)",) and w[1] == ("B",)]
     assert len(data) > 12, "the batch is split, weights are whole where they are used"
-    shared = [path for path, layout in starved.parameters.items() if path.endswith("weight") and (layout != ("B",) or path in starved.choices["zero"])]
+    shared = [
+        path
+        for path, layout in starved.parameters.items()
+        if path.endswith("weight") and (layout != ("B",) or path in starved.choices["zero"])
+    ]
     assert len(shared) > 12, "and kept in shares"
 
 
 def test_a_slow_network_between_nodes_leads_to_stages() -> None:
-    slow = Cluster(node_size=4, node_bandwidth=2e8, node_latency=1e-4, bandwidth=200e9, flops={"float32": 20e12, "bfloat16": 20e12}, size=8, overlap=2.0)
+    slow = Cluster(
+        node_size=4,
+        node_bandwidth=2e8,
+        node_latency=1e-4,
+        bandwidth=200e9,
+        flops={"float32": 20e12, "bfloat16": 20e12},
+        size=8,
+        overlap=2.0,
+    )
     of = gpt(4, width=1024, heads=8, words=1000, length=256)
     plan = search_pipelines(of, 32, slow, 8, Options(), SearchSpace(axes=1, micro_batches=[1, 8]))
     assert len(plan.choices["stages"]) > 1
-    one = search_pipelines(of, 32, slow, 8, Options(), SearchSpace(stages=[1], axes=1, micro_batches=[1]))
+    one = search_pipelines(
+        of, 32, slow, 8, Options(), SearchSpace(stages=[1], axes=1, micro_batches=[1])
+    )
     assert plan.seconds < one.seconds
     between = [s["ranks"] for s in plan.choices["stages"]]
     assert all(b - a <= 4 for a, b in between), "no stage lies across nodes"
 
 
-# ---------------------------------------------------------------------------------------------------------------- bounds, errors, the same again
+# ------------------------------------------------------------------- bounds, errors, the same again
 
 
 def test_the_same_plan_twice_and_bounds_hold() -> None:
@@ -475,12 +662,18 @@ def test_the_same_plan_twice_and_bounds_hold() -> None:
     assert one.to_json() == two.to_json()
     assert 0 < one.bound <= one.cost
     for shape in ((4,), (2, 2)):
-        assert search_pipelines(of, 16, DGX, 4, Options(), only(shape, micros=1)).cost >= one.bound * (1 - 1e-9)
+        assert search_pipelines(
+            of, 16, DGX, 4, Options(), only(shape, micros=1)
+        ).cost >= one.bound * (1 - 1e-9)
     for stages in (2, 4):
-        assert search_pipelines(of, 16, DGX, 4, Options(), only((4 // stages,), stages, 4)).cost >= one.bound * (1 - 1e-9)
+        assert search_pipelines(
+            of, 16, DGX, 4, Options(), only((4 // stages,), stages, 4)
+        ).cost >= one.bound * (1 - 1e-9)
     names = [c.name for c in one.calls]
     assert len(names) == len(set(names))
-    assert {g.name for g in one.given if g.kind == "parameter"} == {v.path for v in of(16).parameters}
+    assert {g.name for g in one.given if g.kind == "parameter"} == {
+        v.path for v in of(16).parameters
+    }
 
 
 def test_too_little_memory_says_what_would_do() -> None:
@@ -488,11 +681,14 @@ def test_too_little_memory_says_what_would_do() -> None:
     with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
         search_pipelines(gpt(3), 16, DGX, 4, Options(memory=100_000), space)
     least = int(str(error.value).split("the least that was found is ")[1].split()[0])
-    assert search_pipelines(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
+    assert (
+        search_pipelines(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
+    )
 
 
 def test_the_least_memory_of_a_model_with_hubs_is_that_of_hubs_well_laid() -> None:
-    """The table of words, tied at both ends, is most of it; whole on every rank it would need four times as much."""
+    """The table of words, tied at both ends, is most of it; whole on every rank it would need four
+    times as much."""
     of, space = gpt(1, width=64, heads=4, words=4000, length=4, tied=True), only((4,))
     with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
         search_pipelines(of, 4, DGX, 4, Options(memory=10_000), space)
@@ -513,15 +709,25 @@ def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:
     assert Plan.load(tmp_path / "plan.json").choices == plan.choices
 
 
-# ---------------------------------------------------------------------------------------------------------------- simulator
+# ---------------------------------------------------------------------------------------- simulator
 
 
 def test_a_step_on_a_clock() -> None:
     cluster = Cluster(overlap=1.0)
-    alone = step([Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5, kept=100, activations=10, passing=5)], "1f1b", (0,), 2, cluster)
-    assert alone.seconds == pytest.approx(2 * 3.0 + 0.5), "what is gathered and summed hides behind computing"
+    alone = step(
+        [Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5, kept=100, activations=10, passing=5)],
+        "1f1b",
+        (0,),
+        2,
+        cluster,
+    )
+    assert alone.seconds == pytest.approx(2 * 3.0 + 0.5), (
+        "what is gathered and summed hides behind computing"
+    )
     assert alone.memory == (115,)
-    slowed = step([Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5)], "1f1b", (0,), 2, Cluster(overlap=2.0))
+    slowed = step(
+        [Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5)], "1f1b", (0,), 2, Cluster(overlap=2.0)
+    )
     assert slowed.seconds == pytest.approx(2 * 4.0 + 1.5 + 0.5)
     four = [Stage(1.0, 2.0, activations=10, first=k) for k in range(4)]
     line = step(four, "1f1b", range(4), 8, cluster)
@@ -537,10 +743,14 @@ def test_a_plan_is_foretold_for_other_clusters() -> None:
     for space in (only((2, 2)), only((2,), 2, 4)):
         plan = search_pipelines(of, 16, DGX, 4, Options(), space)
         rows = 16 // plan.choices["micro_batches"]
-        assert predict(plan, DGX, of(rows)).seconds == pytest.approx(plan.seconds, rel=0.02), "the same cluster, the same time"
+        assert predict(plan, DGX, of(rows)).seconds == pytest.approx(plan.seconds, rel=0.02), (
+            "the same cluster, the same time"
+        )
         slower = Cluster.preset("pcie-a100")
         assert predict(plan, slower, of(rows)).seconds > plan.seconds
-        assert predict(plan).seconds == pytest.approx(plan.seconds, rel=0.2), "without the cluster its overlap isn't known"
+        assert predict(plan).seconds == pytest.approx(plan.seconds, rel=0.2), (
+            "without the cluster its overlap isn't known"
+        )
     with pytest.raises(PlanError, match="imagines as many"):
         predict(plan, DGX.with_size(2), of(4))
     with pytest.raises(PlanError, match="another batch"):

@@ -1,4 +1,5 @@
-"""The solver against exhaustive search: the optimum every time, bounds that hold, infeasibility told with the limit that would do; files; the command."""
+"""The solver against exhaustive search: the optimum every time, bounds that hold, infeasibility
+told with the limit that would do; files; the command."""
 
 from __future__ import annotations
 
@@ -46,10 +47,15 @@ GRAPHS = ("sparse", "wide", "dense", "chain", "hub")
 
 
 def made(seed: int, least: int = 2, most: int = 7) -> Problem:
-    """A small problem: any width, integers or floats, forbidden entries, several usages a node, limits that are loose, tight or too low."""
+    """A small problem: any width, integers or floats, forbidden entries, several usages a node,
+    limits that are loose, tight or too low."""
     draw = random.Random(seed)
     kind, count, floats = GRAPHS[seed % len(GRAPHS)], draw.randint(least, most), draw.random() < 0.3
-    never, holes, times = math.inf if floats else solver.problem.FORBIDDEN, draw.choice([0, 0.1, 0.5]), draw.randint(1, 6)
+    never, holes, times = (
+        math.inf if floats else solver.problem.FORBIDDEN,
+        draw.choice([0, 0.1, 0.5]),
+        draw.randint(1, 6),
+    )
     problem = Problem(f"{kind} {seed}")
 
     def number(top: int) -> float:
@@ -61,20 +67,33 @@ def made(seed: int, least: int = 2, most: int = 7) -> Problem:
 
     for _ in range(count):
         size = draw.randint(1, 4)
-        uses = [(interval(), [draw.randint(0, 9) for _ in range(size)]) for _ in range(draw.randint(0, 2))]
-        problem.node([never if draw.random() < holes / 3 else number(20) for _ in range(size)], uses)
+        uses = [
+            (interval(), [draw.randint(0, 9) for _ in range(size)])
+            for _ in range(draw.randint(0, 2))
+        ]
+        problem.node(
+            [never if draw.random() < holes / 3 else number(20) for _ in range(size)], uses
+        )
     share = {"sparse": 0.2, "wide": 0.6, "dense": 1.0, "chain": 0.0, "hub": 0.1}[kind]
     for i, j in itertools.combinations(range(count), 2):
         if draw.random() < share or (kind == "chain" and j == i + 1) or (kind == "hub" and i == 0):
             i, j = draw.choice([(i, j), (j, i)])
-            problem.edge(i, j, [[never if draw.random() < holes else number(20) for _ in problem.costs[j]] for _ in problem.costs[i]])
+            problem.edge(
+                i,
+                j,
+                [
+                    [never if draw.random() < holes else number(20) for _ in problem.costs[j]]
+                    for _ in problem.costs[i]
+                ],
+            )
     if draw.random() < 0.8:
         problem.usage_limit = draw.randint(0, 6 * count)
     return problem
 
 
 def exhaustive(problem: Problem) -> tuple[float, float]:
-    """(the least cost of a choice that fits, the least peak of a choice without forbidden entries), inf where there is none."""
+    """(the least cost of a choice that fits, the least peak of a choice without forbidden entries),
+    inf where there is none."""
     best = peak = math.inf
     for choice in itertools.product(*(range(len(costs)) for costs in problem.costs)):
         cost = problem.evaluate(choice)
@@ -92,7 +111,9 @@ def confirm(problem: Problem) -> None:
     if best == math.inf:
         assert found.choice is None
         assert found.infeasible
-        assert found.least_usage == (None if peak == math.inf or problem.usage_limit is None else (peak, peak))
+        assert found.least_usage == (
+            None if peak == math.inf or problem.usage_limit is None else (peak, peak)
+        )
     else:
         assert found.choice is not None
         assert found.optimal
@@ -111,7 +132,8 @@ def test_the_optimum_of_small_problems(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_optimum_where_nothing_reduces(seed: int) -> None:
-    """Dense, wide, tight: multipliers leave a gap that an integer program, or branching, must close."""
+    """Dense, wide, tight: multipliers leave a gap that an integer program, or branching, must
+    close."""
     confirm(tight(seed))
 
 
@@ -133,7 +155,8 @@ def tight(seed: int, count: int = 7, size: int = 3) -> Problem:
 
 
 def test_the_gap_stays_open_without_its_closing_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would not see branching missing if multipliers closed every gap by themselves."""
+    """The test above would not see branching missing if multipliers closed every gap by
+    themselves."""
     monkeypatch.setattr(MODULE, "finish", lambda *_: False)
     assert any(not solve(tight(seed), seconds=20).optimal for seed in range(6))
 
@@ -146,7 +169,9 @@ def test_reductions_keep_the_optimum(seed: int) -> None:
         core = stage(core_of(problem))
         values = []
         if core.feasible:
-            for choice in itertools.product(*(range(len(core.costs[i])) for i in sorted(core.live))):
+            for choice in itertools.product(
+                *(range(len(core.costs[i])) for i in sorted(core.live))
+            ):
                 whole = core.expand(dict(zip(sorted(core.live), choice, strict=True)))
                 if problem.fits(whole):
                     values.append(problem.evaluate(whole))
@@ -167,7 +192,8 @@ def test_reductions_take_out_what_follows() -> None:
 
 
 def test_a_strategy_may_win_over_all_edges_together() -> None:
-    """What it loses on one edge it more than makes up for on the other: in no single column of the tables is it the better one."""
+    """What it loses on one edge it more than makes up for on the other: in no single column of the
+    tables is it the better one."""
     problem = Problem("between")
     for costs in ([4, 0], [0, 0], [0, 0]):
         problem.node(costs)
@@ -187,12 +213,21 @@ def test_a_strategy_may_win_over_all_edges_together() -> None:
 def test_stand_ins_are_those_of_their_definition(seed: int) -> None:
     draw = np.random.default_rng(seed)
     count, widths = 6, (3, 1, 4)
-    costs, taken = draw.integers(0, 12, count).astype(float), draw.integers(0, 3, (count, seed % 3)).astype(float)
-    tables = [np.where(draw.random((count, w)) < 0.1, np.inf, draw.integers(0, 4, (count, w))) for w in widths]
+    costs, taken = (
+        draw.integers(0, 12, count).astype(float),
+        draw.integers(0, 3, (count, seed % 3)).astype(float),
+    )
+    tables = [
+        np.where(draw.random((count, w)) < 0.1, np.inf, draw.integers(0, 4, (count, w)))
+        for w in widths
+    ]
     tables = [np.where(np.isfinite(t).any(1)[:, None], t, 0.0) for t in tables]
 
     def stands_in(a: int, b: int) -> bool:
-        worst = [max((t[a, k] - t[b, k] for k in range(t.shape[1]) if t[b, k] < np.inf), default=-np.inf) for t in tables]
+        worst = [
+            max((t[a, k] - t[b, k] for k in range(t.shape[1]) if t[b, k] < np.inf), default=-np.inf)
+            for t in tables
+        ]
         return bool((taken[a] <= taken[b]).all()) and costs[a] + sum(worst) <= costs[b]
 
     kept = best_of(costs, taken, *tables)
@@ -202,9 +237,13 @@ def test_stand_ins_are_those_of_their_definition(seed: int) -> None:
 
 
 def test_what_is_equal_is_reduced_once() -> None:
-    """Layers that are alike, whatever the order in which their nodes are touched; a hub that all of them know is one node."""
+    """Layers that are alike, whatever the order in which their nodes are touched; a hub that all of
+    them know is one node."""
     draw = np.random.default_rng(0)
-    costs, tables = [draw.random(n) for n in (4, 5, 3)], [draw.random(shape) for shape in ((4, 5), (5, 3), (3, 4), (2, 3), (4, 3))]
+    costs, tables = (
+        [draw.random(n) for n in (4, 5, 3)],
+        [draw.random(shape) for shape in ((4, 5), (5, 3), (3, 4), (2, 3), (4, 3))],
+    )
 
     def made(layers: int) -> int:
         problem = Problem(f"{layers} layers")
@@ -212,7 +251,12 @@ def test_what_is_equal_is_reduced_once() -> None:
         before = None
         for _ in range(layers):
             a, b, c = (problem.node(row) for row in costs)
-            for i, j, table in ((a, b, tables[0]), (b, c, tables[1]), (c, a, tables[2]), (hub, c, tables[3])):
+            for i, j, table in (
+                (a, b, tables[0]),
+                (b, c, tables[1]),
+                (c, a, tables[2]),
+                (hub, c, tables[3]),
+            ):
                 problem.edge(i, j, table)
             if before is not None:
                 problem.edge(a, before, tables[4])
@@ -250,12 +294,16 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
             for choice in itertools.product(*(range(size) for size in flat.size)):
                 whole = core.expand(dict(zip(flat.nodes, choice, strict=True)))
                 if problem.fits(whole):
-                    assert (shifted.bound + shifted.extra[flat.first[:-1] + np.array(choice)] <= problem.evaluate(whole) + 1e-9).all()
+                    assert (
+                        shifted.bound + shifted.extra[flat.first[:-1] + np.array(choice)]
+                        <= problem.evaluate(whole) + 1e-9
+                    ).all()
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
-    """Prices that elimination evaluates are no worse than what messages come to, also while nothing that fits is known."""
+    """Prices that elimination evaluates are no worse than what messages come to, also while nothing
+    that fits is known."""
     draw = np.random.default_rng(seed)
     problem = Problem("chain")
     for i in range(30):
@@ -280,7 +328,10 @@ def test_elimination_is_exact_and_tells_its_width() -> None:
     draw = np.random.default_rng(0)
     sizes = [3, 4, 2, 3, 4, 2]
     pairs = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5), (1, 4)]
-    costs, tables = [draw.random(size) for size in sizes], [draw.random((sizes[i], sizes[j])) for i, j in pairs]
+    costs, tables = (
+        [draw.random(size) for size in sizes],
+        [draw.random((sizes[i], sizes[j])) for i, j in pairs],
+    )
     edges = [(i, j, table) for (i, j), table in zip(pairs, tables, strict=True)]
     elimination = Elimination(sizes, edges, range(6))
     assert elimination.fits
@@ -288,9 +339,14 @@ def test_elimination_is_exact_and_tells_its_width() -> None:
     value, choice = elimination.run(costs)
 
     def cost(chosen: tuple[int, ...]) -> float:
-        return float(sum(row[k] for row, k in zip(costs, chosen, strict=True)) + sum(table[chosen[i], chosen[j]] for i, j, table in edges))
+        return float(
+            sum(row[k] for row, k in zip(costs, chosen, strict=True))
+            + sum(table[chosen[i], chosen[j]] for i, j, table in edges)
+        )
 
-    assert value == pytest.approx(min(cost(chosen) for chosen in itertools.product(*map(range, sizes))))
+    assert value == pytest.approx(
+        min(cost(chosen) for chosen in itertools.product(*map(range, sizes)))
+    )
     assert cost(tuple(choice[i] for i in range(6))) == pytest.approx(value)
     narrow = Elimination(sizes, edges, range(6), cap=3)
     assert not narrow.fits
@@ -340,7 +396,10 @@ def test_time_is_kept_and_what_was_found_is_told() -> None:
 def test_saved_and_loaded(suffix: str, tmp_path: Path) -> None:
     for seed in range(8):
         problem = made(seed)
-        problem.names[0], problem.labels[0] = "first", [f"s{k}" for k in range(len(problem.costs[0]))]
+        problem.names[0], problem.labels[0] = (
+            "first",
+            [f"s{k}" for k in range(len(problem.costs[0]))],
+        )
         save(problem, tmp_path / f"p{suffix}")
         again = load(tmp_path / f"p{suffix}")
         assert (again.name, again.usage_limit, again.edges, again.names, again.labels) == (
@@ -349,7 +408,9 @@ def test_saved_and_loaded(suffix: str, tmp_path: Path) -> None:
         for a, b in zip(problem.costs + problem.tables, again.costs + again.tables, strict=True):
             assert np.array_equal(a, b)
         assert again.integral == problem.integral
-        for choice in itertools.islice(itertools.product(*(range(len(costs)) for costs in problem.costs)), 20):
+        for choice in itertools.islice(
+            itertools.product(*(range(len(costs)) for costs in problem.costs)), 20
+        ):
             assert again.evaluate(choice) == problem.evaluate(choice)
             assert again.usage(choice) == problem.usage(choice)
 
@@ -371,7 +432,9 @@ def test_a_problem_refuses_what_contradicts_itself() -> None:
     ):
         with pytest.raises(ProblemError, match=words):
             wrong()
-    shared = np.array([1.0, math.inf])  # fine as costs, of any number of nodes, and no amounts of memory
+    shared = np.array(
+        [1.0, math.inf]
+    )  # fine as costs, of any number of nodes, and no amounts of memory
     problem.node(shared)
     problem.node(shared)
     with pytest.raises(ProblemError, match="finite"):
@@ -384,15 +447,27 @@ def test_a_problem_refuses_what_contradicts_itself() -> None:
 INSTANCE = {
     "problem": {
         "name": "small",
-        "nodes": {"intervals": [[0, 2], [1, 3], [5, 5]], "costs": [[1, 10], [2, 20, 0], [7]], "usages": [[5, 1], [5, 1, 9], [100]]},
-        "edges": {"nodes": [[0, 1], [1, 0]], "costs": [[0, 100, 1000, 3, 200, 2000], [0, 4, 0, 0, 0, 0]]},
+        "nodes": {
+            "intervals": [[0, 2], [1, 3], [5, 5]],
+            "costs": [[1, 10], [2, 20, 0], [7]],
+            "usages": [[5, 1], [5, 1, 9], [100]],
+        },
+        "edges": {
+            "nodes": [[0, 1], [1, 0]],
+            "costs": [[0, 100, 1000, 3, 200, 2000], [0, 4, 0, 0, 0, 0]],
+        },
         "usage_limit": 6,
     }
 }
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "globaltensor.auto.iopddl", *arguments], capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-m", "globaltensor.auto.iopddl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -413,7 +488,9 @@ def changed(**parts: object) -> dict[str, object]:
 
 
 def saved(**parts: object) -> str:
-    return json.dumps({"format": "globaltensor problem 1", "nodes": [], "tables": [], "edges": [], **parts})
+    return json.dumps(
+        {"format": "globaltensor problem 1", "nodes": [], "tables": [], "edges": [], **parts}
+    )
 
 
 @pytest.mark.parametrize(
@@ -424,11 +501,17 @@ def saved(**parts: object) -> str:
         (json.dumps(changed(edges={"nodes": [[0, 1]], "costs": [[1, 2, 3]]})), "2 x 3"),
         (json.dumps(changed(edges={"nodes": [[0, 9]], "costs": [[1, 2, 3]]})), "edge 0"),
         (json.dumps(changed(usage_limit="6")), "usage_limit"),
-        (json.dumps(changed(nodes={"intervals": [[0, 1]], "costs": [[1.5]], "usages": [[1]]})), "integers"),
+        (
+            json.dumps(changed(nodes={"intervals": [[0, 1]], "costs": [[1.5]], "usages": [[1]]})),
+            "integers",
+        ),
         (saved(usage_limit="6"), "usage_limit must be a finite number or null, not '6'"),
         (saved(usage_limit=True), "usage_limit must be"),
         (saved(usage_limit=math.nan), "usage_limit must be"),
-        (saved(nodes=[{"costs": [1], "usages": [["0", 1, [1]]]}]), "node 0: a usage lasts from an integer to an integer"),
+        (
+            saved(nodes=[{"costs": [1], "usages": [["0", 1, [1]]]}]),
+            "node 0: a usage lasts from an integer to an integer",
+        ),
     ],
 )
 def test_wrong_files_are_told(content: str, words: str, tmp_path: Path) -> None:
@@ -442,7 +525,9 @@ def test_the_command_on_files_that_are_missing_wrong_or_infeasible(tmp_path: Pat
     assert missing.returncode == 2
     assert "none.json" in missing.stderr
     (tmp_path / "x.json").write_text(json.dumps(changed(usage_limit=1)))
-    infeasible = command(str(tmp_path / "x.json"), "--seconds", "60", "--out", str(tmp_path / "out"))
+    infeasible = command(
+        str(tmp_path / "x.json"), "--seconds", "60", "--out", str(tmp_path / "out")
+    )
     assert infeasible.returncode == 1
     assert not (tmp_path / "out").exists()  # nothing that could be taken for a solution
     assert "no choice" in infeasible.stderr
@@ -461,7 +546,9 @@ def benchmark(name: str) -> Any:
     return found
 
 
-def test_the_benchmark_says_why_there_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_says_why_there_is_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = benchmark("iopddl")
     monkeypatch.setattr(sys, "argv", ["iopddl.py", str(tmp_path), "--only", "A", "--json"])
     with pytest.raises(SystemExit, match=r"has no A\.json or A\.json\.gz"):
@@ -477,7 +564,9 @@ def plans_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return benchmark("auto_parallel")
 
 
-def test_a_benchmark_of_plans_near_the_best_says_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_of_plans_near_the_best_says_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = plans_benchmark(monkeypatch)
     calls = calls_of_model(torch.nn.Linear(8, 8), (torch.randn(4, 8),))
     full = Cluster(size=2, memory=10)  # bytes
@@ -492,12 +581,20 @@ def test_a_benchmarks_ranks_take_what_the_first_has_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(script, "solve", lambda problem: late if world().rank else solve(problem))
     calls = calls_of_model(torch.nn.Linear(8, 8), (torch.randn(4, 8),))
     for noise in (0.0, 0.5):
-        first, second = simulate(2, lambda noise=noise: script.solved(calls, Cluster(size=2), Placement("cpu", [0, 1]), Auto(), {}, 0.0, noise=noise))
+        first, second = simulate(
+            2,
+            lambda noise=noise: script.solved(
+                calls, Cluster(size=2), Placement("cpu", [0, 1]), Auto(), {}, 0.0, noise=noise
+            ),
+        )
         assert first.choice == second.choice
 
 
-def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's pace changes by a tenth from round to round, contenders differ by a twentieth: each has its own time in every round."""
+def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine's pace changes by a tenth from round to round, contenders differ by a twentieth:
+    each has its own time in every round."""
     script, drawn = plans_benchmark(monkeypatch), np.random.default_rng(0)
     own = {f"plan {k}": 1.05**k for k in range(12)}
     groups = []
@@ -505,9 +602,13 @@ def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(monke
         names = drawn.permutation(list(own)).tolist()
         for first in (0, 4, 8):
             paces = np.exp(0.1 * drawn.normal(size=3)).tolist()
-            groups.append({name: [own[name] * pace for pace in paces] for name in names[first : first + 4]})
+            groups.append(
+                {name: [own[name] * pace for pace in paces] for name in names[first : first + 4]}
+            )
     found = script.at_one_pace(groups)
-    assert {name: [len(times) for times in runs] for name, runs in found.items()} == dict.fromkeys(found, [3] * 4)
+    assert {name: [len(times) for times in runs] for name, runs in found.items()} == dict.fromkeys(
+        found, [3] * 4
+    )
     paces = np.array([np.array(runs) / own[name] for name, runs in found.items()])
     assert paces.shape == (12, 4, 3)
     assert abs(paces / np.median(paces) - 1).max() < 0.02
@@ -516,7 +617,12 @@ def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(monke
 
 def test_a_benchmark_runs_plans_near_the_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
     script = plans_benchmark(monkeypatch)
-    quick = {"a": [[1.2, 1.0], [0.9]], "b": [[1.0], [1.09]], "far": [[1.2], [1.16]], script.YARDSTICK: [[0.1], [0.1]]}
+    quick = {
+        "a": [[1.2, 1.0], [0.9]],
+        "b": [[1.0], [1.09]],
+        "far": [[1.2], [1.16]],
+        script.YARDSTICK: [[0.1], [0.1]],
+    }
     assert script.near_the_best(quick) == ["a", "b"]
 
 
@@ -525,7 +631,10 @@ def grid(side: int, size: int, seed: int) -> Problem:
     draw = random.Random(seed)
     problem = Problem("grid", usage_limit=18 * side * side)
     for i in range(side * side):
-        problem.node([draw.randint(0, 99) for _ in range(size)], [((i // 2, i + side), [draw.randint(0, 30 * size) for _ in range(size)])])
+        problem.node(
+            [draw.randint(0, 99) for _ in range(size)],
+            [((i // 2, i + side), [draw.randint(0, 30 * size) for _ in range(size)])],
+        )
     for i in range(side * side):
         for j in [i + 1] * (i % side < side - 1) + [i + side] * (i < side * (side - 1)):
             problem.edge(i, j, [[draw.randint(0, 99) for _ in range(size)] for _ in range(size)])
@@ -567,13 +676,16 @@ def test_a_wide_graph_gets_a_bound_and_a_choice_close_to_it() -> None:
 
 
 def test_prices_where_lines_cross() -> None:
-    """The bound of two evaluations is highest where they meet; with several moments HiGHS finds the same."""
+    """The bound of two evaluations is highest where they meet; with several moments HiGHS finds the
+    same."""
     point, height = line(np.array([0.0, 10.0]), np.array([2.0, -3.0]), 0.0, 100.0)
     assert (point[0], height) == (2.0, 4.0)
     point, height = line(np.array([0.0, 10.0]), np.array([2.0, -3.0]), 3.0, 100.0)
     assert (point[0], height) == (3.0, 1.0)
     pytest.importorskip("highspy")
-    found = cuts_program(np.array([0.0, 10.0]), np.array([[2.0, 0.0], [-3.0, 0.0]]), np.zeros(2), np.full(2, 100.0))
+    found = cuts_program(
+        np.array([0.0, 10.0]), np.array([[2.0, 0.0], [-3.0, 0.0]]), np.zeros(2), np.full(2, 100.0)
+    )
     assert found is not None
     assert found[0][0] == pytest.approx(2.0)
     assert found[1] == pytest.approx(4.0)

@@ -1,4 +1,5 @@
-"""What folding costs: every folded plan is one of the plans whose backward chooses for itself, at the same cost, and those may be better."""
+"""What folding costs: every folded plan is one of the plans whose backward chooses for itself, at
+the same cost, and those may be better."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from globaltensor.cluster import Cluster
 from globaltensor.sbp import broadcast as B
 from globaltensor.sharding.placement import Placement
 
-MACHINES = {"usual": Cluster(), "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}), "apart": Cluster(bandwidth=1e3)}
+MACHINES = {
+    "usual": Cluster(),
+    "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}),
+    "apart": Cluster(bandwidth=1e3),
+}
 
 
 class Mlp(nn.Module):
@@ -55,19 +60,31 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 def folded(model: str, machine: str, grid: tuple[int, ...]) -> Formulation:
     make, inputs = MODELS[model]
-    return formulate(calls_of_model(make(), inputs()), MACHINES[machine], Placement("cpu", np.arange(np.prod(grid)).reshape(grid)), Options())
+    return formulate(
+        calls_of_model(make(), inputs()),
+        MACHINES[machine],
+        Placement("cpu", np.arange(np.prod(grid)).reshape(grid)),
+        Options(),
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(("model", "grid"), [(m, (2,)) for m in MODELS] + [("mlp", (3,)), ("tied", (4,)), ("mlp", (2, 2))])
-def test_a_folded_plan_is_one_of_them_at_the_same_cost(model: str, grid: tuple[int, ...], machine: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "grid"),
+    [(m, (2,)) for m in MODELS] + [("mlp", (3,)), ("tied", (4,)), ("mlp", (2, 2))],
+)
+def test_a_folded_plan_is_one_of_them_at_the_same_cost(
+    model: str, grid: tuple[int, ...], machine: str
+) -> None:
     known = folded(model, machine, grid)
     unfolded = Unfolded(known)
     best, free = solve(known.problem), solve(unfolded.problem, seconds=60.0)
     assert best.optimal
     assert best.choice is not None
     assert free.bound <= free.cost <= best.cost * (1 + 1e-9)
-    assert unfolded.problem.evaluate(unfolded.lifted(best.choice)) == pytest.approx(best.cost, rel=1e-9)
+    assert unfolded.problem.evaluate(unfolded.lifted(best.choice)) == pytest.approx(
+        best.cost, rel=1e-9
+    )
 
     draw, seen = random.Random(1), 0
     for _ in range(2000):
@@ -77,20 +94,28 @@ def test_a_folded_plan_is_one_of_them_at_the_same_cost(model: str, grid: tuple[i
         cost = known.problem.evaluate(choice)
         if cost < float("inf"):
             seen += 1
-            # No more: a gradient may take another way back than the value came, or be computed in the cheaper of two ways that lie alike.
+            # No more: a gradient may take another way back than the value came, or be computed in
+            # the cheaper of two ways that lie alike.
             assert unfolded.problem.evaluate(unfolded.lifted(choice)) <= cost * (1 + 1e-9)
     assert seen >= 50
 
 
 @pytest.mark.parametrize("model", ["mlp", "tied"])
 def test_where_moving_costs_all_a_free_backward_does_everything_everywhere(model: str) -> None:
-    """The gradient of a whole tensor need not be a partial sum then: nothing moves, and each rank computes what one device does."""
+    """The gradient of a whole tensor need not be a partial sum then: nothing moves, and each rank
+    computes what one device does."""
     known = folded(model, "apart", (2,))
     free = solve(Unfolded(known).problem)
-    whole = [next(r for r in range(len(f)) if all(layouts[r] == (B,) for layouts in (*f.ins, *f.outs))) for f in known.candidates.values()]
-    computing = sum(f.forward[r] + f.backward[r] for f, r in zip(known.candidates.values(), whole, strict=True))
+    whole = [
+        next(r for r in range(len(f)) if all(layouts[r] == (B,) for layouts in (*f.ins, *f.outs)))
+        for f in known.candidates.values()
+    ]
+    computing = sum(
+        f.forward[r] + f.backward[r] for f, r in zip(known.candidates.values(), whole, strict=True)
+    )
     assert free.optimal
-    # A call's seconds of backward are shared among its operands' gradients alike, also where that of a bias would be had for less elsewhere.
+    # A call's seconds of backward are shared among its operands' gradients alike, also where that
+    # of a bias would be had for less elsewhere.
     assert free.cost == pytest.approx(computing + steps(known), rel=1e-3)
     assert free.cost < solve(known.problem).cost
 
@@ -100,7 +125,11 @@ def steps(known: Formulation) -> float:
     found = 0.0
     for value in known.calls.parameters:
         node = known.node_of_value[value.number]
-        whole = next(i for i, (x, y) in enumerate(known.layouts[node]) if y is None and all(e.is_broadcast for e in x))
+        whole = next(
+            i
+            for i, (x, y) in enumerate(known.layouts[node])
+            if y is None and all(e.is_broadcast for e in x)
+        )
         found += float(known.problem.costs[node][whole])
     return found
 

@@ -1,4 +1,5 @@
-"""torch's autograd interface on global tensors, piece by piece beside plain torch: hooks, grad's options, derivatives of derivatives, modes, checkpoints."""
+"""torch's autograd interface on global tensors, piece by piece beside plain torch: hooks, grad's
+options, derivatives of derivatives, modes, checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 from torch.autograd import functional
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import (
+    get_gradient_edge,
+    register_multi_grad_hook,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as flow
@@ -27,7 +33,10 @@ from globaltensor.errors import KernelError, SbpError, noted
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()
-TAKES_DICTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) > (2, 11)  # torch.autograd.grad, as inputs
+TAKES_DICTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) > (
+    2,
+    11,
+)  # torch.autograd.grad, as inputs
 on = BODIES.on
 
 
@@ -37,7 +46,14 @@ def everyone() -> flow.Placement:
 
 def leaf(t: torch.Tensor, *sbp: Any, where: flow.Placement | None = None) -> torch.Tensor:
     where = where or everyone()
-    out = t.detach().to_global(everyone(), B).to_global(where, [B] * where.axes).to_global(sbp=list(sbp)).detach().clone()
+    out = (
+        t.detach()
+        .to_global(everyone(), B)
+        .to_global(where, [B] * where.axes)
+        .to_global(sbp=list(sbp))
+        .detach()
+        .clone()
+    )
     return out.requires_grad_(t.is_floating_point())  # type: ignore[no-any-return]
 
 
@@ -46,7 +62,9 @@ def same(got: Any, want: Any) -> None:
         assert got is None
         return
     assert got is not None
-    torch.testing.assert_close(full(got) if got.is_global else got, want.detach(), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        full(got) if got.is_global else got, want.detach(), rtol=1e-8, atol=1e-10
+    )
 
 
 def alike(got: Any, want: Any) -> None:
@@ -82,13 +100,14 @@ def gradients_agree(plain: nn.Module, ours: nn.Module) -> None:
             raise
 
 
-# ---------------------------------------------------------------------------------------------------------------- hooks of modules
+# --------------------------------------------------------------------------------- hooks of modules
 
 
 @pytest.mark.parametrize("table", list(TABLES))
 @pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
 def test_full_backward_hooks(table: str, sbp: Any) -> None:
-    """Every module, before and after: what the hooks see, in the order they see it, and what they change."""
+    """Every module, before and after: what the hooks see, in the order they see it, and what they
+    change."""
 
     def run() -> None:
         seen: list[list[Any]] = [[], []]
@@ -97,8 +116,12 @@ def test_full_backward_hooks(table: str, sbp: Any) -> None:
         xs = (data.clone().requires_grad_(), leaf(data, sbp))
         for i, (model, x) in enumerate(zip((plain, ours), xs, strict=True)):
             for name, module in model.named_modules():
-                module.register_full_backward_pre_hook(lambda m, go, i=i, name=name: seen[i].append((name, "pre", go)))
-                module.register_full_backward_hook(lambda m, gi, go, i=i, name=name: seen[i].append((name, "full", gi, go)))
+                module.register_full_backward_pre_hook(
+                    lambda m, go, i=i, name=name: seen[i].append((name, "pre", go))
+                )
+                module.register_full_backward_hook(
+                    lambda m, gi, go, i=i, name=name: seen[i].append((name, "full", gi, go))
+                )
             model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
             model[1].register_full_backward_pre_hook(lambda m, go: (go[0] + 1,))
             handle = model[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 1000,))
@@ -121,7 +144,9 @@ class Two(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(values(4, 3, seed=8))
 
-    def forward(self, x: torch.Tensor, n: int, mask: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, n: int, mask: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         z = (x * n) @ self.weight
         return torch.where(mask, z, z * 0.5), (y * x).sum(1), mask
 
@@ -132,7 +157,10 @@ def test_hooks_of_a_module_with_several_tensors() -> None:
         seen: list[list[Any]] = [[], []]
         plain, ours = Two(), Two().to_global(everyone(), B)
         x, y, mask = values(5, 4), values(5, 4, seed=1), values(5, 3, seed=2) > 0
-        operands = ((x.clone().requires_grad_(), mask, y.clone().requires_grad_()), (leaf(x, sbps[0]), leaf(mask, sbps[1]), leaf(y, sbps[2])))
+        operands = (
+            (x.clone().requires_grad_(), mask, y.clone().requires_grad_()),
+            (leaf(x, sbps[0]), leaf(mask, sbps[1]), leaf(y, sbps[2])),
+        )
         for i, (m, (a, b, c)) in enumerate(zip((plain, ours), operands, strict=True)):
             m.register_full_backward_hook(lambda m, gi, go, mine=seen[i]: mine.append((gi, go)))
             m.register_full_backward_hook(lambda m, gi, go: (gi[0], None, None, gi[3] * 3))
@@ -152,7 +180,9 @@ def test_hooks_of_all_modules() -> None:
     seen: list[list[Any]] = [[], []]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i, (model, x) in enumerate(((plain, values(5, 4).requires_grad_()), (ours, leaf(values(5, 4), S(0))))):
+        for i, (model, x) in enumerate(
+            ((plain, values(5, 4).requires_grad_()), (ours, leaf(values(5, 4), S(0))))
+        ):
             mine = set(model.modules())
 
             def after(m: Any, gi: Any, go: Any, i: int = i, mine: Any = mine) -> None:
@@ -163,7 +193,10 @@ def test_hooks_of_all_modules() -> None:
                 if m in mine:
                     seen[i].append(go)
 
-            handles = [nn.modules.module.register_module_full_backward_hook(after), nn.modules.module.register_module_full_backward_pre_hook(before)]
+            handles = [
+                nn.modules.module.register_module_full_backward_hook(after),
+                nn.modules.module.register_module_full_backward_pre_hook(before),
+            ]
             try:
                 model(x).square().sum().backward()
             finally:
@@ -178,7 +211,9 @@ def test_hooks_of_all_modules() -> None:
 def test_hooks_where_no_input_has_a_gradient() -> None:
     plain, ours = twins()
     seen: list[list[Any]] = [[], []]
-    for i, (model, x) in enumerate(((plain, values(5, 4)), (ours, leaf(values(5, 4), S(0)).detach()))):
+    for i, (model, x) in enumerate(
+        ((plain, values(5, 4)), (ours, leaf(values(5, 4), S(0)).detach()))
+    ):
         model[0].register_full_backward_hook(lambda m, gi, go, i=i: seen[i].append((gi[0], go[0])))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -202,7 +237,8 @@ def test_hooks_of_modules_with_derivatives_of_derivatives() -> None:
 
 @on(2)
 def test_hooks_of_a_loss() -> None:
-    """A mean over split targets starts from a bound: hooks must see the gradients of the mean itself."""
+    """A mean over split targets starts from a bound: hooks must see the gradients of the mean
+    itself."""
     target = torch.tensor([0, 1, -100, 2, -100, -100])
     seen: list[list[Any]] = [[], []]
     for i in range(2):
@@ -226,7 +262,11 @@ def _elsewhere() -> None:
     plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(where, B)
     calls = []
     x = leaf(values(5, 4), S(0), where=where)
-    ours[1].register_full_backward_hook(lambda m, gi, go: calls.append((gi[0].to_global(everyone(), B), go[0].to_global(everyone(), B))))
+    ours[1].register_full_backward_hook(
+        lambda m, gi, go: calls.append(
+            (gi[0].to_global(everyone(), B), go[0].to_global(everyone(), B))
+        )
+    )
     want: list[Any] = []
     plain[1].register_full_backward_hook(lambda m, gi, go: want.append((gi[0], go[0])))
     ours(x).square().sum().backward()
@@ -241,12 +281,20 @@ def test_hooks_outside_the_placement() -> None:
 
 def _grid() -> None:
     where = flow.placement("cpu", [[0, 1], [2, 3]])
-    for table, sbp in (({"0.*": [B, S(0)], "3.weight": [B, S(1)], "*": [B, B]}, (S(0), B)), ({"*": [S(0), S(0)]}, (S(0), S(0))), ({"*": [B, B]}, (S(1), S(0)))):
+    for table, sbp in (
+        ({"0.*": [B, S(0)], "3.weight": [B, S(1)], "*": [B, B]}, (S(0), B)),
+        ({"*": [S(0), S(0)]}, (S(0), S(0))),
+        ({"*": [B, B]}, (S(1), S(0))),
+    ):
         plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(where, table)
         seen: list[list[Any]] = [[], []]
-        for i, (model, x) in enumerate(((plain, values(3, 4).requires_grad_()), (ours, leaf(values(3, 4), *sbp, where=where)))):
+        for i, (model, x) in enumerate(
+            ((plain, values(3, 4).requires_grad_()), (ours, leaf(values(3, 4), *sbp, where=where)))
+        ):
             for module in model:
-                module.register_full_backward_hook(lambda m, gi, go, mine=seen[i]: mine.append((gi, go)))
+                module.register_full_backward_hook(
+                    lambda m, gi, go, mine=seen[i]: mine.append((gi, go))
+                )
             model[3].weight.register_hook(lambda g, mine=seen[i]: mine.append(g))
             model(x).square().sum().backward()
         alike(seen[1], seen[0])
@@ -283,7 +331,7 @@ def test_plain_modules_keep_their_hooks() -> None:
     assert seen == [(torch.Tensor, torch.Size([5, 6]))]
 
 
-# ---------------------------------------------------------------------------------------------------------------- hooks of tensors
+# --------------------------------------------------------------------------------- hooks of tensors
 
 
 @on(2)
@@ -291,7 +339,10 @@ def test_hooks_of_tensors() -> None:
     """In the order they were registered, each given what the one before it returned."""
     for sbp in (S(0), S(1), B):
         seen: list[list[Any]] = [[], []]
-        pairs = ((values(5, 4).requires_grad_(), values(4, 3, seed=1).requires_grad_()), (leaf(values(5, 4), sbp), leaf(values(4, 3, seed=1), B)))
+        pairs = (
+            (values(5, 4).requires_grad_(), values(4, 3, seed=1).requires_grad_()),
+            (leaf(values(5, 4), sbp), leaf(values(4, 3, seed=1), B)),
+        )
         for i, (x, w) in enumerate(pairs):
             y = x @ w
             for factor in (2, 3):
@@ -302,7 +353,9 @@ def test_hooks_of_tensors() -> None:
             with y.register_hook(lambda g: g * 0):
                 pass  # a handle is a context manager
             y.register_hook(lambda g: torch.clamp(g, max=1.0))
-            w.register_hook(lambda g, mine=seen[i]: mine.append(g))  # of a leaf: the gradient of both uses, summed over the ranks
+            w.register_hook(
+                lambda g, mine=seen[i]: mine.append(g)
+            )  # of a leaf: the gradient of both uses, summed over the ranks
             (y.square().sum() + w.sin().sum()).backward()
         assert len(seen[1]) == 3
         alike(seen[1], seen[0])
@@ -359,8 +412,12 @@ def test_an_optimizer_for_each_parameter_in_backward(table: str) -> None:
 def test_several_hooks_after_accumulation() -> None:
     for sbp in (S(0), B):
         w, calls = leaf(values(4, 3), sbp), []
-        first = w.register_post_accumulate_grad_hook(lambda t, calls=calls: calls.append(("a", t.grad.sum().item())))
-        second = w.register_post_accumulate_grad_hook(lambda t, calls=calls: calls.append(("b", t.grad.sum().item())))
+        first = w.register_post_accumulate_grad_hook(
+            lambda t, calls=calls: calls.append(("a", t.grad.sum().item()))
+        )
+        second = w.register_post_accumulate_grad_hook(
+            lambda t, calls=calls: calls.append(("b", t.grad.sum().item()))
+        )
         x = leaf(values(5, 4, seed=1), S(0)).detach()
         total = float(values(5, 4, seed=1).sum()) * 3
         (x @ w).sum().backward()
@@ -379,7 +436,9 @@ def test_hooks_stay_with_a_leaf_that_gets_other_data() -> None:
         w, x = leaf(values(4, 3), before), leaf(values(5, 4, seed=1), S(0)).detach()
         calls: list[Any] = []
         first = w.register_hook(lambda g, calls=calls: calls.append(g.sum().item()))
-        second = w.register_post_accumulate_grad_hook(lambda t, calls=calls: calls.append(t.grad.dtype))
+        second = w.register_post_accumulate_grad_hook(
+            lambda t, calls=calls: calls.append(t.grad.dtype)
+        )
         w.data = leaf(values(4, 3, seed=2), after).detach().float()
         total = float(values(5, 4, seed=1).sum()) * 3
         (x.float() @ w).sum().backward()
@@ -404,7 +463,9 @@ def test_a_leaf_that_gets_other_data_keeps_its_gradient() -> None:
         model = nn.ParameterList([w]).float()
         assert w.dtype is w.grad.dtype is torch.float32
         assert model[0] is w
-        assert torch.allclose(full(w.grad).double(), values(4, 3) * 2 + values(4, 3, seed=2) * 2, rtol=1e-5)
+        assert torch.allclose(
+            full(w.grad).double(), values(4, 3) * 2 + values(4, 3, seed=2) * 2, rtol=1e-5
+        )
 
 
 def _steps_on_a_grid() -> None:
@@ -415,7 +476,12 @@ def _steps_on_a_grid() -> None:
         for ours in (False, True):
             model, x = copy.deepcopy(START), values(5, 4)
             if ours:
-                model.to_global(where, lambda path, t, table=table: [e if not e.is_split or e.dim < t.dim() else B for e in table])
+                model.to_global(
+                    where,
+                    lambda path, t, table=table: [
+                        e if not e.is_split or e.dim < t.dim() else B for e in table
+                    ],
+                )
                 x = leaf(x, S(0), S(0), where=where).detach()
             optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
 
@@ -459,10 +525,17 @@ def test_hooks_of_several_tensors(mode: Any) -> None:
     def run() -> None:
         for sbp in (S(0), B):
             seen: list[list[Any]] = [[], []]
-            for i, (x, w) in enumerate(((values(5, 4).requires_grad_(), values(4, 3).requires_grad_()), (leaf(values(5, 4), sbp), leaf(values(4, 3), B)))):
+            for i, (x, w) in enumerate(
+                (
+                    (values(5, 4).requires_grad_(), values(4, 3).requires_grad_()),
+                    (leaf(values(5, 4), sbp), leaf(values(4, 3), B)),
+                )
+            ):
                 y = x @ w
                 unused = x * 2
-                handle = register_multi_grad_hook((x, w, y, unused), lambda *g, mine=seen[i]: mine.extend(g), mode=mode)
+                handle = register_multi_grad_hook(
+                    (x, w, y, unused), lambda *g, mine=seen[i]: mine.extend(g), mode=mode
+                )
                 y.square().sum().backward(retain_graph=True)
                 y.sum().backward(inputs=[w], retain_graph=True)
                 handle.remove()
@@ -561,7 +634,7 @@ def test_hooks_of_saved_tensors() -> None:
             same(a.grad, b.grad * 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------- grad and backward
+# -------------------------------------------------------------------------------- grad and backward
 
 
 @on(2)
@@ -569,17 +642,38 @@ def test_what_grad_can_be_asked() -> None:
     for sbps in ((S(0), S(0)), (S(1), B), (B, S(1))):
         found: list[Any] = []
         one, two = values(5, 4), values(5, 4, seed=1)
-        for x, y in ((one.clone().requires_grad_(), two.clone().requires_grad_()), (leaf(one, sbps[0]), leaf(two, sbps[1]))):
+        for x, y in (
+            (one.clone().requires_grad_(), two.clone().requires_grad_()),
+            (leaf(one, sbps[0]), leaf(two, sbps[1])),
+        ):
             g = values(5, 4, seed=2)
             a, b = x * y, x.sum(1)
             found.append([])
             found[-1].append(torch.autograd.grad([a, b], [x, y], [g, g[:, 0]], retain_graph=True))
-            found[-1].append(torch.autograd.grad(b, [x, y], g[:, 0], allow_unused=True, retain_graph=True))
-            found[-1].append(torch.autograd.grad(b, [x, y], g[:, 0], materialize_grads=True, retain_graph=True))
+            found[-1].append(
+                torch.autograd.grad(b, [x, y], g[:, 0], allow_unused=True, retain_graph=True)
+            )
+            found[-1].append(
+                torch.autograd.grad(b, [x, y], g[:, 0], materialize_grads=True, retain_graph=True)
+            )
             if TAKES_DICTS:
-                found[-1].append(list(torch.autograd.grad(a, {"x": x, "y": y}, g, retain_graph=True).values()))
-            found[-1].append(torch.autograd.grad(a, [x, y], torch.stack([g, g * 2, -g]), is_grads_batched=True, retain_graph=True))
-            found[-1].append(torch.autograd.grad([a, b], [x], [torch.stack([g, g]), g.T[:2]], is_grads_batched=True, retain_graph=True))
+                found[-1].append(
+                    list(torch.autograd.grad(a, {"x": x, "y": y}, g, retain_graph=True).values())
+                )
+            found[-1].append(
+                torch.autograd.grad(
+                    a, [x, y], torch.stack([g, g * 2, -g]), is_grads_batched=True, retain_graph=True
+                )
+            )
+            found[-1].append(
+                torch.autograd.grad(
+                    [a, b],
+                    [x],
+                    [torch.stack([g, g]), g.T[:2]],
+                    is_grads_batched=True,
+                    retain_graph=True,
+                )
+            )
             with pytest.raises(RuntimeError, match="implicitly created only for scalar"):
                 torch.autograd.grad(a, [x])
             with pytest.raises(ValueError, match="allow_unused"):
@@ -615,8 +709,14 @@ SMOOTH: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), [(2, 3, 6, 5), (4, 3, 3, 3)]),
     "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), [(5, 3)]),
     "smoothed cross_entropy": (lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1), [(5, 3)]),
-    "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [(2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4)]),
-    "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [(2, 2, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4)]),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        [(2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4)],
+    ),
+    "causal attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 2, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4)],
+    ),
     "embedding": (lambda w: F.embedding(torch.tensor([[1, 3], [2, 1]]), w).sin(), [(5, 4)]),
     "gelu": (F.gelu, [(5, 4)]),
     "logsumexp": (lambda x: torch.logsumexp(x, 1), [(5, 4)]),
@@ -628,9 +728,19 @@ SMOOTH: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
 
 def _twice(name: str) -> None:
     function, shapes = SMOOTH[name]
-    rows = [(S(0),) * 3, (S(1),) * 3, (B, S(0), S(1)), (S(0), B, B), (S(2), B, B), (S(2),) * 3, (P, B, B)]
+    rows = [
+        (S(0),) * 3,
+        (S(1),) * 3,
+        (B, S(0), S(1)),
+        (S(0), B, B),
+        (S(2), B, B),
+        (S(2),) * 3,
+        (P, B, B),
+    ]
     for row in rows:
-        sbps = [e if not e.is_split or e.dim < len(s) else B for e, s in zip(row, shapes, strict=False)]
+        sbps = [
+            e if not e.is_split or e.dim < len(s) else B for e, s in zip(row, shapes, strict=False)
+        ]
         plain = [values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
         ours = [leaf(t, e) for t, e in zip(plain, sbps, strict=True)]
         try:
@@ -667,9 +777,21 @@ def test_functional() -> None:
     data, v, w = values(3, 2), values(3, seed=5), values(3, 2, seed=6)
     for sbp in (S(0), S(1), B):
         found = []
-        for x, y, a, b in ((data, values(2, 2), v, w), tuple(leaf(t, e).detach() for t, e in ((data, sbp), (values(2, 2), B), (v, B), (w, B)))):
-            results = [functional.jacobian(rows, x), functional.jacobian(rows, x, vectorize=True), functional.jacobian(both, (x, y))]
-            results += [functional.hessian(total, x), functional.hessian(total, x, vectorize=True), functional.vjp(rows, x, a), functional.jvp(rows, x, b)]
+        for x, y, a, b in (
+            (data, values(2, 2), v, w),
+            tuple(leaf(t, e).detach() for t, e in ((data, sbp), (values(2, 2), B), (v, B), (w, B))),
+        ):
+            results = [
+                functional.jacobian(rows, x),
+                functional.jacobian(rows, x, vectorize=True),
+                functional.jacobian(both, (x, y)),
+            ]
+            results += [
+                functional.hessian(total, x),
+                functional.hessian(total, x, vectorize=True),
+                functional.vjp(rows, x, a),
+                functional.jvp(rows, x, b),
+            ]
             results += [functional.vhp(total, x, b), functional.hvp(total, x, b)]
             z = x.clone().requires_grad_()
             functional.jacobian(rows, z, create_graph=True).square().sum().backward()
@@ -679,8 +801,9 @@ def test_functional() -> None:
 
 @on(2)
 def test_gradcheck() -> None:
-    """Finite differences of the global function itself. torch's test with undefined gradients goes through a Function in C++, and it writes into views of the
-    outputs, so they must not be split in a dim but the first."""
+    """Finite differences of the global function itself. torch's test with undefined gradients goes
+    through a Function in C++, and it writes into views of the outputs, so they must not be split in
+    a dim but the first."""
     check = functools.partial(torch.autograd.gradcheck, check_undefined_grad=False, atol=1e-4)
     for sbps in ((S(0), B), (S(1), S(0)), (B, B)):
         x, w = leaf(values(3, 2), sbps[0]), leaf(values(2, 2, seed=1), sbps[1])
@@ -689,14 +812,21 @@ def test_gradcheck() -> None:
             assert check(lambda x, w: (x @ w).tanh().to_global(sbp=B), (x, w))
             assert check(lambda x: F.softmax(x, 0).to_global(sbp=S(0)), (x,))
             if sbps[0] != S(1):  # the gradients are the outputs here
-                # (Simulated ranks share torch's generator: numbers that it draws for them are others on each.)
+                # (Simulated ranks share torch's generator: numbers that it draws for them are
+                # others on each.)
                 start = [values(3, 2, seed=2).requires_grad_()]
-                assert torch.autograd.gradgradcheck(lambda x, w: (x @ w).tanh().to_global(sbp=B), (x, w), start, check_undefined_grad=False, atol=1e-4)
+                assert torch.autograd.gradgradcheck(
+                    lambda x, w: (x @ w).tanh().to_global(sbp=B),
+                    (x, w),
+                    start,
+                    check_undefined_grad=False,
+                    atol=1e-4,
+                )
             with pytest.raises(RuntimeError, match="Jacobian mismatch"):
                 check(lambda x: (x.detach() * x).to_global(sbp=B), (x,))
 
 
-# ---------------------------------------------------------------------------------------------------------------- modes
+# -------------------------------------------------------------------------------------------- modes
 
 
 @on(2)
@@ -744,13 +874,16 @@ def test_anomaly_mode_names_the_function() -> None:
         x = leaf(values(3, 2), S(0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan"):
+            with (
+                torch.autograd.set_detect_anomaly(True),
+                pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan"),
+            ):
                 (x * 0).sqrt().mul(0).sum().backward()
 
     simulate(1, run)  # the mode is the process's, and simulated ranks are threads
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def checkpoints_of_dropout() -> None:
@@ -787,24 +920,33 @@ def test_nested_checkpoints_and_hooks() -> None:
         return model[3](checkpoint(model[2], inner, use_reentrant=False))
 
     plain(values(5, 4).requires_grad_()).square().sum().backward()
-    checkpoint(nested, ours, leaf(values(5, 4), S(0)), use_reentrant=False).square().sum().backward()
+    checkpoint(
+        nested, ours, leaf(values(5, 4), S(0)), use_reentrant=False
+    ).square().sum().backward()
     alike(seen, want)
     gradients_agree(plain, ours)
 
 
 @pytest.mark.parametrize("table", list(TABLES))
 def test_reentrant_checkpoints(table: str) -> None:
-    """A backward pass within a backward pass, with a mean whose count is still on its way, and leaves on either side."""
+    """A backward pass within a backward pass, with a mean whose count is still on its way, and
+    leaves on either side."""
     target = torch.tensor([0, 1, -100, 2, -100])
 
     def run() -> None:
         plain, ours = twins(table)
         data = values(5, 4)
         ends = []
-        for model, x, t in ((plain, data.clone().requires_grad_(), target), (ours, leaf(data, S(0)), leaf(target, S(0)))):
+        for model, x, t in (
+            (plain, data.clone().requires_grad_(), target),
+            (ours, leaf(data, S(0)), leaf(target, S(0))),
+        ):
             for _ in range(2):
                 y = checkpoint(model[1], model[0](x), use_reentrant=True)
-                F.cross_entropy(checkpoint(lambda h, model=model: model[3](model[2](h)), y, use_reentrant=True), t).backward()
+                F.cross_entropy(
+                    checkpoint(lambda h, model=model: model[3](model[2](h)), y, use_reentrant=True),
+                    t,
+                ).backward()
                 F.cross_entropy(checkpoint(model, x, use_reentrant=True), t).backward()
             ends.append(x.grad)
         same(ends[1], ends[0])
@@ -815,21 +957,27 @@ def test_reentrant_checkpoints(table: str) -> None:
 
 @pytest.mark.parametrize("table", list(TABLES))
 def test_selective_checkpoints(table: str) -> None:
-    """Which ops of the parts are kept is counted: what is planned or gathered once must not count."""
+    """Which ops of the parts are kept is counted: what is planned or gathered once must not
+    count."""
 
     def run() -> None:
         plain, ours = twins(table)
         plain(values(5, 4)).square().sum().backward()
-        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts,
+            [torch.ops.aten.addmm.default, torch.ops.aten.mm.default],
+        )
         for _ in range(2):
             ours.zero_grad()
-            checkpoint(ours, leaf(values(5, 4), S(0)), use_reentrant=False, context_fn=contexts).square().sum().backward()
+            checkpoint(
+                ours, leaf(values(5, 4), S(0)), use_reentrant=False, context_fn=contexts
+            ).square().sum().backward()
             gradients_agree(plain, ours)
 
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch.func, forward mode
+# ------------------------------------------------------------------------- torch.func, forward mode
 
 
 @pytest.mark.parametrize("table", list(TABLES))
@@ -838,7 +986,9 @@ def test_functional_call(table: str) -> None:
         plain, ours = twins(table)
         found = []
         for model, x in ((plain, values(5, 4)), (ours, leaf(values(5, 4), S(0)).detach())):
-            others = {name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
+            others = {
+                name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()
+            }
             torch.func.functional_call(model, others, (x,)).square().sum().backward()
             found.append([p.grad for p in others.values()])
             assert all(p.grad is None for p in model.parameters())
@@ -849,14 +999,17 @@ def test_functional_call(table: str) -> None:
 
 @on(2)
 def test_transforms_on_the_parts() -> None:
-    """What torch.func cannot see through, it sees inside local_map: gradients for each sample, of a split batch."""
+    """What torch.func cannot see through, it sees inside local_map: gradients for each sample, of a
+    split batch."""
     w, x = values(4, 3), values(6, 4, seed=1)
 
     def loss(w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         return (row @ w).tanh().sum()
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    ours = flow.local_map(each, out_sbp=S(0), in_sbp=[B, S(0)])(leaf(w, B).detach(), leaf(x, S(0)).detach())
+    ours = flow.local_map(each, out_sbp=S(0), in_sbp=[B, S(0)])(
+        leaf(w, B).detach(), leaf(x, S(0)).detach()
+    )
     same(ours, each(w, x))
     assert ours.sbp == (S(0),)
 
@@ -865,7 +1018,12 @@ def test_what_cannot_be_transformed_says_so() -> None:
     def run() -> None:
         x = leaf(values(4, 3), S(0)).detach()
         warnings.simplefilter("ignore")  # torch's own, when it loads forward mode
-        for transform in (torch.func.grad(lambda t: t.sin().sum()), torch.func.vmap(torch.sin), torch.func.jacrev(torch.sin), torch.func.hessian(torch.sin)):
+        for transform in (
+            torch.func.grad(lambda t: t.sin().sum()),
+            torch.func.vmap(torch.sin),
+            torch.func.jacrev(torch.sin),
+            torch.func.hessian(torch.sin),
+        ):
             with pytest.raises(KernelError, match="local_map"):
                 transform(x)
         with pytest.raises(KernelError, match=r"functional\.jvp"):

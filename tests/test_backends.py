@@ -14,13 +14,31 @@ from support.mpi import environment, needs_mpi
 from support.program import run
 
 import globaltensor as flow
-from globaltensor.distributed.backends.select import VARIABLE, backend_names, missing_requirement, register_backend, select_backend
+from globaltensor.distributed.backends.select import (
+    VARIABLE,
+    backend_names,
+    missing_requirement,
+    register_backend,
+    select_backend,
+)
 from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.errors import WorldError
 
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "a",
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
@@ -37,13 +55,27 @@ def place(variables: dict[str, str]) -> Detected | None:
 
 def installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: (object() if there else None) if name == "mpi4py" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: (
+            (object() if there else None) if name == "mpi4py" else find(name, *rest)
+        ),
+    )
 
 
-@pytest.mark.parametrize(("variables", "want"), [(MPIRUN, "mpi"), (HYDRA, "mpi"), (SLURM, "gloo"), (TORCHRUN, "gloo"), ({}, "gloo")], ids=str)
-def test_auto_is_mpi_where_an_mpi_launcher_started_the_ranks(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], want: str) -> None:
+@pytest.mark.parametrize(
+    ("variables", "want"),
+    [(MPIRUN, "mpi"), (HYDRA, "mpi"), (SLURM, "gloo"), (TORCHRUN, "gloo"), ({}, "gloo")],
+    ids=str,
+)
+def test_auto_is_mpi_where_an_mpi_launcher_started_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], want: str
+) -> None:
     installed(monkeypatch, True)
-    assert select_backend("auto", place(variables)) == select_backend(None, place(variables)) == want
+    assert (
+        select_backend("auto", place(variables)) == select_backend(None, place(variables)) == want
+    )
     installed(monkeypatch, False)
     assert select_backend("auto", place(variables)) == "gloo"
 
@@ -62,14 +94,18 @@ def test_auto_is_nccl_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     assert select_backend("mpi", place(MPIRUN)) == "mpi"
 
 
-def test_the_variable_says_which_and_what_is_asked_for_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_says_which_and_what_is_asked_for_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "MPI")
     assert select_backend() == "mpi"
     assert select_backend("gloo", place(MPIRUN)) == "gloo"
 
 
 def test_an_unknown_backend_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorldError, match=r"there is no backend 'glue': auto chooses, or name one of .*gloo.*mpi"):
+    with pytest.raises(
+        WorldError, match=r"there is no backend 'glue': auto chooses, or name one of .*gloo.*mpi"
+    ):
         select_backend("cpu:gloo,cuda:glue")
     with pytest.raises(WorldError, match="'glue'"):
         flow.run(pow, 2, 3, backend="glue")
@@ -100,7 +136,13 @@ def test_what_nccl_lacks_is_told() -> None:
 
 
 def test_mpi_serves_all_devices_of_a_group() -> None:
-    with pytest.raises(WorldError, match=r'backend "cpu:mpi,cuda:nccl": mpi serves the tensors of every device of a group; name it alone'):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r'backend "cpu:mpi,cuda:nccl": mpi serves the tensors of every device of a group; '
+            r"name it alone"
+        ),
+    ):
         register_backend("cpu:mpi,cuda:nccl")
 
 
@@ -109,7 +151,13 @@ def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(WorldError, match=r"the backend mpi needs mpi4py, which is not installed: pip install globaltensor\[mpi\]"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"the backend mpi needs mpi4py, which is not installed: pip install "
+            r"globaltensor\[mpi\]"
+        ),
+    ):
         register_backend("mpi")
 
 
@@ -126,7 +174,10 @@ def test_without_an_mpi_library_it_says_what_to_install(monkeypatch: pytest.Monk
         return load(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", no_library)
-    with pytest.raises(WorldError, match=r"finds no MPI library \(cannot load MPI library\): pip install globaltensor\[mpi\]"):
+    with pytest.raises(
+        WorldError,
+        match=r"finds no MPI library \(cannot load MPI library\): pip install globaltensor\[mpi\]",
+    ):
         register_backend("mpi")
 
 
@@ -149,7 +200,13 @@ dist.destroy_process_group()
 
 @needs_mpi
 def test_torch_knows_it_by_its_name() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", RESERVED], env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RESERVED],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -159,18 +216,26 @@ from globaltensor.distributed.backends.select import register_backend
 
 register_backend("mpi")
 dist.init_process_group("mpi", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-"""
+"""  # noqa: E501
 
 
 @needs_mpi
 def test_ranks_that_mpi_does_not_know_of_are_told(tmp_path: Any) -> None:
     command = [sys.executable, "-c", NO_MPIRUN, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment(), stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     try:
         for rank in ranks:
             said = rank.communicate(timeout=120)[1]
             assert rank.returncode == 1
-            assert "MPI was started with 1 process(es), not with these 2; start the ranks together: mpirun -n 4 python script.py" in said
+            assert (
+                "MPI was started with 1 process(es), not with these 2; start the ranks together: "
+                "mpirun -n 4 python script.py" in said
+            )
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,4 +1,5 @@
-"""The borders between global and local tensors and modules: gradients on all ranks, those outside the placement too; errors that change nothing."""
+"""The borders between global and local tensors and modules: gradients on all ranks, those outside
+the placement too; errors that change nothing."""
 
 from __future__ import annotations
 
@@ -38,11 +39,20 @@ def test_local_map_takes_plain_tensors_and_other_arguments() -> None:
         B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
         x, w = values(5, 3).requires_grad_(), values(3, 4, seed=1).requires_grad_()
         (3 * (x @ w)).square().sum().backward()
-        for in_sbp, out in (((S(1), S(0)), P), ((S(0), B), S(0)), ((None, S(1), S(0)), P), ((None, S(0), None), S(0))):
+        for in_sbp, out in (
+            ((S(1), S(0)), P),
+            ((S(0), B), S(0)),
+            ((None, S(1), S(0)), P),
+            ((None, S(0), None), S(0)),
+        ):
             named = len(in_sbp) == 3
             plain = w.detach().clone().requires_grad_()
             ours = x.detach().to_global(line, B).to_global(sbp=S(0)).detach().requires_grad_()  # type: ignore[attr-defined]
-            run = flow.local_map((lambda scale, a, b: scale * (a @ b)) if named else (lambda a, b: 3 * (a @ b)), out, in_sbp)
+            run = flow.local_map(
+                (lambda scale, a, b: scale * (a @ b)) if named else (lambda a, b: 3 * (a @ b)),
+                out,
+                in_sbp,
+            )
             run(*(3, ours, plain) if named else (ours, plain)).square().sum().backward()
             torch.testing.assert_close(torch.from_numpy(ours.grad.numpy()), x.grad)
             if in_sbp[-1] is not None:
@@ -60,9 +70,19 @@ def test_parts_without_elements_stay_in_the_graph_of_complex_numbers() -> None:
         line: Any = flow.placement("cpu", [0, 1])
         for shape in ((1, 2), (0, 2), (3, 2)):
             x: Any = values(*shape)
-            x = x.to_global(line, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)).detach().requires_grad_()
-            torch.view_as_real(2j * torch.view_as_complex(x)).sum().backward()  # of a sum the gradient is one number, expanded
-            torch.testing.assert_close(torch.from_numpy(x.grad.numpy()), torch.tensor([2.0, -2.0], dtype=torch.float64).expand(shape))
+            x = (
+                x.to_global(line, flow.sbp.broadcast)
+                .to_global(sbp=flow.sbp.split(0))
+                .detach()
+                .requires_grad_()
+            )
+            torch.view_as_real(
+                2j * torch.view_as_complex(x)
+            ).sum().backward()  # of a sum the gradient is one number, expanded
+            torch.testing.assert_close(
+                torch.from_numpy(x.grad.numpy()),
+                torch.tensor([2.0, -2.0], dtype=torch.float64).expand(shape),
+            )
 
     simulate(2, on_ranks, timeout=20.0)
 
@@ -77,6 +97,8 @@ def test_an_order_of_memory_is_asked_for_by_to() -> None:
         assert x.to(memory_format=torch.preserve_format) is x
         torch.testing.assert_close(torch.from_numpy(y.numpy()), images, rtol=0, atol=0)
         layer: Any = torch.nn.Conv2d(2, 3, 2).to_global(line, flow.sbp.broadcast)  # type: ignore[operator]
-        assert layer.to(memory_format=torch.channels_last).weight.is_contiguous(memory_format=torch.channels_last)
+        assert layer.to(memory_format=torch.channels_last).weight.is_contiguous(
+            memory_format=torch.channels_last
+        )
 
     simulate(2, on_ranks, timeout=20.0)

@@ -21,18 +21,36 @@ from globaltensor.sharding.placement import Placement
 from globaltensor.sharding.spec import Spec
 
 LINE, GRID = Placement("cpu", [0, 1, 2, 3]), Placement("cpu", [[0, 1], [2, 3]])
-PLACEMENTS = [LINE, GRID, Placement("cpu", [3, 0, 1]), Placement("cpu", [[5], [4]]), Placement("cuda", [0, 1]), Placement("cpu", [[[0, 1]], [[6, 7]]])]
+PLACEMENTS = [
+    LINE,
+    GRID,
+    Placement("cpu", [3, 0, 1]),
+    Placement("cpu", [[5], [4]]),
+    Placement("cuda", [0, 1]),
+    Placement("cpu", [[[0, 1]], [[6, 7]]]),
+]
 ENTRIES = [broadcast, partial_sum, split(0), split(1), split(0).with_unit(3), split(1).with_unit(2)]
 
 
-def make(shape: tuple[int, ...], placement: Placement, *layout: object, dtype: torch.dtype = torch.float32) -> Spec:
+def make(
+    shape: tuple[int, ...],
+    placement: Placement,
+    *layout: object,
+    dtype: torch.dtype = torch.float32,
+) -> Spec:
     return Spec.make(shape, dtype, placement, layout)  # type: ignore[arg-type]
 
 
 @st.composite
-def specs(draw: st.DrawFn, shape: tuple[int, int], placements: list[Placement] = PLACEMENTS) -> Spec:
+def specs(
+    draw: st.DrawFn, shape: tuple[int, int], placements: list[Placement] = PLACEMENTS
+) -> Spec:
     placement = draw(st.sampled_from(placements))
-    return make(shape, placement, *draw(st.lists(st.sampled_from(ENTRIES), min_size=placement.axes, max_size=placement.axes)))
+    return make(
+        shape,
+        placement,
+        *draw(st.lists(st.sampled_from(ENTRIES), min_size=placement.axes, max_size=placement.axes)),
+    )
 
 
 SHAPES = st.tuples(st.integers(0, 13), st.integers(0, 13))
@@ -40,7 +58,9 @@ SHAPES = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), SHAPES)
-def test_a_plan_leads_from_one_end_to_the_other(data: st.DataObject, shape: tuple[int, int]) -> None:
+def test_a_plan_leads_from_one_end_to_the_other(
+    data: st.DataObject, shape: tuple[int, int]
+) -> None:
     src, dst = data.draw(specs(shape)), data.draw(specs(shape))
     route = plan_boxing(src, dst)
     assert route is plan_boxing(src, dst)
@@ -62,15 +82,25 @@ def test_a_plan_leads_from_one_end_to_the_other(data: st.DataObject, shape: tupl
 @given(st.data(), st.tuples(st.integers(1, 64), st.integers(1, 64)))
 def test_no_detour_is_cheaper(data: st.DataObject, shape: tuple[int, int]) -> None:
     a, b, c = (data.draw(specs(shape, [LINE, GRID])) for _ in range(3))
-    if len({s.placement for s in (a, b, c)}) == 1 and set(b.layout) <= {broadcast, *a.layout, *c.layout}:
-        assert plan_boxing(a, c).seconds <= plan_boxing(a, b).seconds + plan_boxing(b, c).seconds + 1e-12
+    if len({s.placement for s in (a, b, c)}) == 1 and set(b.layout) <= {
+        broadcast,
+        *a.layout,
+        *c.layout,
+    }:
+        assert (
+            plan_boxing(a, c).seconds
+            <= plan_boxing(a, b).seconds + plan_boxing(b, c).seconds + 1e-12
+        )
 
 
 def test_a_small_tensor_is_padded_and_summed_over_both_axes_at_once() -> None:
     """One all-reduce of four ranks starts once; a gather and an all-reduce start twice."""
     src, dst = make((1, 1), GRID, partial_sum, split(0)), make((1, 1), GRID, broadcast, broadcast)
     assert [m.kind for m in plan_boxing(src, dst).moves] == ["pad", "all_reduce"]
-    large = [make((4096, 4096), GRID, *layout) for layout in ((partial_sum, split(0)), (broadcast, broadcast))]
+    large = [
+        make((4096, 4096), GRID, *layout)
+        for layout in ((partial_sum, split(0)), (broadcast, broadcast))
+    ]
     assert [m.kind for m in plan_boxing(*large).moves] != ["pad", "all_reduce"]
 
 
@@ -100,7 +130,9 @@ def test_one_axis_takes_one_move(a: object, b: object, kind: str) -> None:
     route = plan_boxing(make((13, 8), LINE, a), make((13, 8), LINE, b))
     assert [m.kind for m in route.moves] == [kind]
     where = "@axis0"
-    assert str(route).startswith(f"{route.src.layout[0].short}->{route.dst.layout[0].short}{where}  {kind}  ")
+    assert str(route).startswith(
+        f"{route.src.layout[0].short}->{route.dst.layout[0].short}{where}  {kind}  "
+    )
     assert (route.bytes == 0) == (kind in ("slice", "mask", "pad"))
 
 
@@ -112,13 +144,22 @@ def test_axes_that_lie_alike_move_as_one() -> None:
     shape, P, B, S = (1 << 10, 1 << 10), partial_sum, broadcast, split
     assert kinds(make(shape, GRID, P, P), make(shape, GRID, B, B)) == ["all_reduce"]
     assert kinds(make((6, 4), GRID, S(0), S(0)), make((6, 4), GRID, B, B)) == ["all_gather"]
-    assert kinds(make((6, 4), GRID, P, P), make((6, 4), GRID, S(0), S(0))) in (["reduce_scatter"], ["reduce_scatter"] * 2)
+    assert kinds(make((6, 4), GRID, P, P), make((6, 4), GRID, S(0), S(0))) in (
+        ["reduce_scatter"],
+        ["reduce_scatter"] * 2,
+    )
 
 
 def test_a_split_under_another_of_its_dim_is_not_moved_alone() -> None:
-    layouts = [after for _, axes, after in legal_moves((split(0), split(0)), (2, 2), [[broadcast, split(1)]] * 2) if axes == (0,)]
+    layouts = [
+        after
+        for _, axes, after in legal_moves((split(0), split(0)), (2, 2), [[broadcast, split(1)]] * 2)
+        if axes == (0,)
+    ]
     assert layouts == []
-    assert kinds(make((8, 4), GRID, split(0), split(0)), make((8, 4), GRID, broadcast, split(0))) == ["exchange"]
+    assert kinds(
+        make((8, 4), GRID, split(0), split(0)), make((8, 4), GRID, broadcast, split(0))
+    ) == ["exchange"]
 
 
 def test_an_exchange_spares_the_gather() -> None:
@@ -128,14 +169,28 @@ def test_an_exchange_spares_the_gather() -> None:
 
 
 def test_between_placements() -> None:
-    shape, here, there = (1 << 10, 1 << 10), Placement("cpu", [0, 1]), Placement("cpu", [4, 5, 6, 7])
+    shape, here, there = (
+        (1 << 10, 1 << 10),
+        Placement("cpu", [0, 1]),
+        Placement("cpu", [4, 5, 6, 7]),
+    )
     assert kinds(make(shape, here, split(0)), make(shape, there, split(1))) == ["exchange"]
-    assert kinds(make(shape, here, broadcast), make(shape, Placement("cuda", [0, 1]), broadcast)) == ["copy"]
+    assert kinds(
+        make(shape, here, broadcast), make(shape, Placement("cuda", [0, 1]), broadcast)
+    ) == ["copy"]
     # one holder: pieces go over once and are gathered there
-    assert kinds(make(shape, Placement("cpu", [0]), broadcast), make(shape, there, broadcast)) == ["exchange", "all_gather"]
-    assert kinds(make(shape, here, partial_sum), make(shape, there, partial_sum))[0] == "reduce_scatter"
+    assert kinds(make(shape, Placement("cpu", [0]), broadcast), make(shape, there, broadcast)) == [
+        "exchange",
+        "all_gather",
+    ]
+    assert (
+        kinds(make(shape, here, partial_sum), make(shape, there, partial_sum))[0]
+        == "reduce_scatter"
+    )
     # the same boxes on the same ranks, written otherwise
-    assert plan_boxing(make(shape, LINE, split(0)), make(shape, GRID, split(0), split(0))).bytes == 0
+    assert (
+        plan_boxing(make(shape, LINE, split(0)), make(shape, GRID, split(0), split(0))).bytes == 0
+    )
 
 
 def test_empty_tensors_and_axes_of_one_rank_move_nothing() -> None:
@@ -146,8 +201,13 @@ def test_empty_tensors_and_axes_of_one_rank_move_nothing() -> None:
 
 
 def test_large_placements() -> None:
-    big = Placement("cuda", [[[i * 64 + j * 8 + k for k in range(8)] for j in range(8)] for i in range(16)])
-    route = plan_boxing(make((4096, 4096, 4), big, partial_sum, split(0), split(0)), make((4096, 4096, 4), big, split(0), broadcast, split(1)))
+    big = Placement(
+        "cuda", [[[i * 64 + j * 8 + k for k in range(8)] for j in range(8)] for i in range(16)]
+    )
+    route = plan_boxing(
+        make((4096, 4096, 4), big, partial_sum, split(0), split(0)),
+        make((4096, 4096, 4), big, split(0), broadcast, split(1)),
+    )
     assert 0 < route.bytes <= 2 * 4096 * 4096 * 4 * 4
 
 
@@ -161,9 +221,19 @@ def test_shape_and_dtype_stay() -> None:
 def test_costs_are_sane() -> None:
     c = Cluster(node_size=4)
     for n, p in itertools.product((0, 1, 1000, 10**9), (2, 3, 8, 64)):
-        assert c.seconds("all_reduce", n, p) == c.seconds("reduce_scatter", n, p) + c.seconds("all_gather", n, p)
+        assert c.seconds("all_reduce", n, p) == c.seconds("reduce_scatter", n, p) + c.seconds(
+            "all_gather", n, p
+        )
         assert c.seconds("all_to_all", n // p, p) <= c.seconds("all_gather", n, p)
-        for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "exchange", "slice", "copy"):
+        for kind in (
+            "all_gather",
+            "all_reduce",
+            "reduce_scatter",
+            "all_to_all",
+            "exchange",
+            "slice",
+            "copy",
+        ):
             assert c.seconds(kind, n, p) <= c.seconds(kind, n + 1, p)
             assert c.seconds(kind, n, range(4)) <= c.seconds(kind, n, range(2, 6))
     assert hash(Cluster()) == hash(Cluster())
@@ -173,7 +243,8 @@ def test_costs_are_sane() -> None:
 
 
 def test_a_move_that_others_must_come_to_waits_for_them() -> None:
-    """Of the moves in the middle of a step each costs the ranks' skew besides; what stays on a rank does not, nor the sum of gradients at its end."""
+    """Of the moves in the middle of a step each costs the ranks' skew besides; what stays on a rank
+    does not, nor the sum of gradients at its end."""
     line, (together, apart) = Placement("cpu", [0, 1]), (Cluster(), Cluster(skew=1.0))
 
     def seconds(before: Sbp, after: Sbp, cluster: Cluster) -> float:
@@ -181,14 +252,30 @@ def test_a_move_that_others_must_come_to_waits_for_them() -> None:
             return plan_boxing(make((8, 8), line, before), make((8, 8), line, after)).seconds
 
     whole, summed = broadcast, partial_sum
-    for before, after in ((split(0), whole), (summed, whole), (summed, split(0)), (split(0), split(1)), (whole, split(0)), (whole, summed)):
-        assert seconds(before, after, apart) - seconds(before, after, together) == pytest.approx(float(before is not whole))
-    found = [ReshardCosts(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)]) for cluster in (together, apart)]
+    for before, after in (
+        (split(0), whole),
+        (summed, whole),
+        (summed, split(0)),
+        (split(0), split(1)),
+        (whole, split(0)),
+        (whole, summed),
+    ):
+        assert seconds(before, after, apart) - seconds(before, after, together) == pytest.approx(
+            float(before is not whole)
+        )
+    found = [
+        ReshardCosts(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)])
+        for cluster in (together, apart)
+    ]
     assert found[0].item() == found[1].item() > 0
 
 
-def overlap(a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-    return math.prod(max(0, min(o + n, p + m) - max(o, p)) for o, n, p, m in zip(*a, *b, strict=True))
+def overlap(
+    a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]
+) -> int:
+    return math.prod(
+        max(0, min(o + n, p + m) - max(o, p)) for o, n, p, m in zip(*a, *b, strict=True)
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -197,7 +284,13 @@ def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int
     """It is summed up without looking at pairs of ranks."""
     whole = [broadcast, *[e for e in ENTRIES if e.is_split]]
     places = [*PLACEMENTS, Placement("cpu", [[7, 2, 0], [1, 8, 4]])]
-    ends = [(p := data.draw(st.sampled_from(places)), data.draw(st.lists(st.sampled_from(whole), min_size=p.axes, max_size=p.axes))) for _ in range(2)]
+    ends = [
+        (
+            p := data.draw(st.sampled_from(places)),
+            data.draw(st.lists(st.sampled_from(whole), min_size=p.axes, max_size=p.axes)),
+        )
+        for _ in range(2)
+    ]
     src, dst = (make(shape, p, *layout) for p, layout in ends)
     if not src.numel:
         return
@@ -209,7 +302,9 @@ def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int
     }  # fmt: skip
     taken = [sum(n for (_, q), n in met.items() if q == r) for r in dst.placement.flat]
     given_ = [-(-sum(n for (b, _), n in met.items() if b == box) // copies) for box in boxes]
-    peers = [sum(q == r for _, q in met) for r in dst.placement.flat] + [-(-sum(b == box for b, _ in met) // copies) for box in boxes]
+    peers = [sum(q == r for _, q in met) for r in dst.placement.flat] + [
+        -(-sum(b == box for b, _ in met) // copies) for box in boxes
+    ]
     nbytes, most, pair = _traffic(src, dst, 3)
     assert (nbytes, most) == ((4 * max(taken + given_), max(peers)) if met else (0, 0))
     if pair is not None:
@@ -217,4 +312,6 @@ def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int
         assert taker // 3 != other // 3
         assert (src.box(other), taker) in met
     elif len(boxes) == len(src.placement.flat):  # each from the only one that has it
-        assert all(q // 3 == r // 3 for (box, q) in met for r in src.placement.flat if src.box(r) == box)
+        assert all(
+            q // 3 == r // 3 for (box, q) in met for r in src.placement.flat if src.box(r) == box
+        )

@@ -1,4 +1,5 @@
-"""Boxing between real processes over gloo: every dtype, tensors with gaps, gradients on two of them; groups in any order of ranks on all four."""
+"""Boxing between real processes over gloo: every dtype, tensors with gaps, gradients on two of
+them; groups in any order of ranks on all four."""
 
 from __future__ import annotations
 
@@ -18,25 +19,70 @@ from globaltensor.distributed.backends.shared_memory import VARIABLE, host
 
 RANKS = 4
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+    ),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+    ),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ),
 ]
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_processes(shared: str, tmp_path: pathlib.Path) -> None:
-    """All processes run `work`, below; the first to fail ends the others. Through memory that they share, and by gloo alone."""
-    root = str(pathlib.Path(globaltensor.__file__).parents[1]) if globaltensor.__file__ else os.getcwd()
-    env = {**os.environ, VARIABLE: shared, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    """All processes run `work`, below; the first to fail ends the others. Through memory that they
+    share, and by gloo alone."""
+    root = (
+        str(pathlib.Path(globaltensor.__file__).parents[1])
+        if globaltensor.__file__
+        else os.getcwd()
+    )
+    env = {
+        **os.environ,
+        VARIABLE: shared,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
     logs = [tmp_path / f"rank{r}.txt" for r in range(RANKS)]
     ranks = []
     for r, log in enumerate(logs):
         with log.open("w") as file:
-            ranks.append(subprocess.Popen([sys.executable, __file__, str(r), str(tmp_path / "meeting")], env=env, stdout=file, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(r), str(tmp_path / "meeting")],
+                    env=env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
     end = time.monotonic() + 90
     try:
-        while any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks) and time.monotonic() < end:
+        while (
+            any(r.poll() is None for r in ranks)
+            and not any(r.poll() for r in ranks)
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
     finally:
         for r in ranks:
@@ -76,7 +122,10 @@ def every_dtype() -> None:
             for b in entries:
                 ways = [(everyone, everyone), (everyone, turned), (turned, Placement("cpu", [1]))]
                 for here, there in ways if dtype is torch.float64 else ways[:1]:
-                    src, dst = Spec.make(full.shape, dtype, here, a), Spec.make(full.shape, dtype, there, b)
+                    src, dst = (
+                        Spec.make(full.shape, dtype, here, a),
+                        Spec.make(full.shape, dtype, there, b),
+                    )
                     local = box(box(box(full, start, src), src, dst), dst, dst.replicated())
                     if dst.placement.coordinate(world().rank) is not None:
                         assert same(local, full), f"{src} -> {dst}: {local} is not {full}"
@@ -93,13 +142,21 @@ def strides() -> None:
 
     everyone = Placement("cpu", [0, 1])
     full = torch.arange(48.0).reshape(6, 8)
-    kinds = [full, full.T.contiguous().T, torch.zeros(6, 8, 2)[..., 0], torch.zeros(12, 16)[::2, ::2], full.new_zeros(9, 8)[2:8]]
+    kinds = [
+        full,
+        full.T.contiguous().T,
+        torch.zeros(6, 8, 2)[..., 0],
+        torch.zeros(12, 16)[::2, ::2],
+        full.new_zeros(9, 8)[2:8],
+    ]
     for gap in kinds[2:]:
         gap.copy_(full)
     for gap in kinds:
         for a in (split(0), split(1), partial_sum):
             for b in (broadcast, split(0), split(1)):
-                start, src, dst = (Spec.make((6, 8), torch.float32, everyone, e) for e in (broadcast, a, b))
+                start, src, dst = (
+                    Spec.make((6, 8), torch.float32, everyone, e) for e in (broadcast, a, b)
+                )
                 local = box(gap, start, src)
                 before = local.clone()
                 assert torch.equal(box(box(local, src, dst), dst, start), full)
@@ -117,7 +174,12 @@ def gradients() -> None:
     everyone = Placement("cpu", [0, 1])
     full = torch.arange(1.0, 16.0, dtype=torch.float64).reshape(5, 3)
     for a in (broadcast, split(0), split(1), partial_sum):
-        for b, place in ((broadcast, everyone), (split(0), everyone), (split(1), Placement("cpu", [1])), (broadcast, first)):
+        for b, place in (
+            (broadcast, everyone),
+            (split(0), everyone),
+            (split(1), Placement("cpu", [1])),
+            (broadcast, first),
+        ):
             start, src = (Spec.make(full.shape, full.dtype, everyone, e) for e in (broadcast, a))
             dst = Spec.make(full.shape, full.dtype, place, b)
             x = box(full, start, src, alias=False).requires_grad_()
@@ -140,13 +202,17 @@ def collectives() -> None:
         handle.wait()
     assert flat.eq(3).all()
     assert small.tolist() == [2.0] * 3
-    assert [t.tolist() for t in comm.all_gather(torch.full((rank + 1,), rank), [2, 1])] == [[1, 1], [0]]
+    assert [t.tolist() for t in comm.all_gather(torch.full((rank + 1,), rank), [2, 1])] == [
+        [1, 1],
+        [0],
+    ]
     assert comm.broadcast(torch.tensor([rank]), 0).tolist() == [1]
     comm.barrier()
 
 
 def under_way() -> None:
-    """All-reduces that go beside the computation, of few and of many elements, of every dtype, dropped ones between them."""
+    """All-reduces that go beside the computation, of few and of many elements, of every dtype,
+    dropped ones between them."""
     from globaltensor.distributed.world import world
 
     for ranks in ((1, 0), (0, 1, 2), (3, 1, 0, 2)):
@@ -155,19 +221,40 @@ def under_way() -> None:
         comm, p = world().comm(ranks), len(ranks)
         for n in (1, 7, 1000, 40_000, 450_000):
             for op in ("sum", "max", "min"):
-                for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
+                for dtype in (
+                    torch.float32,
+                    torch.float64,
+                    torch.int64,
+                    torch.bfloat16,
+                    torch.bool,
+                    torch.complex64,
+                    torch.uint8,
+                ):
                     if dtype.is_complex and op != "sum":
                         continue
                     source = torch.Generator().manual_seed(n)
-                    parts = [torch.randint(0, 9, (n,), generator=source).to(dtype) for _ in range(p)]
+                    parts = [
+                        torch.randint(0, 9, (n,), generator=source).to(dtype) for _ in range(p)
+                    ]
                     mine = parts[comm.index].clone()
                     handle = comm.all_reduce_async(mine, op)
                     if n == 7:
                         comm.all_reduce_async(parts[comm.index].clone(), op)  # nobody waits for it
                     handle.wait()
                     handle.wait()
-                    wide = torch.stack([q.to(torch.complex64 if dtype.is_complex else torch.float64) for q in parts])
-                    want = wide.sum(0) if op == "sum" else wide.amax(0) if op == "max" else wide.amin(0)
+                    wide = torch.stack(
+                        [
+                            q.to(torch.complex64 if dtype.is_complex else torch.float64)
+                            for q in parts
+                        ]
+                    )
+                    want = (
+                        wide.sum(0)
+                        if op == "sum"
+                        else wide.amax(0)
+                        if op == "max"
+                        else wide.amin(0)
+                    )
                     assert torch.equal(mine, want.to(dtype)), (ranks, n, op, dtype)
 
 
@@ -181,29 +268,67 @@ def groups() -> None:
 
     def check(shape: tuple[int, ...], src: Spec, dst: Spec) -> None:
         full = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
-        own = full.clone() if src.placement.coordinate(world().rank) is not None else torch.empty(0, dtype=torch.float64)
+        own = (
+            full.clone()
+            if src.placement.coordinate(world().rank) is not None
+            else torch.empty(0, dtype=torch.float64)
+        )
         local = box(own, src.replicated(), src)
         out = box(local, src, dst)
         assert tuple(out.shape) == dst.local_shape(world().rank)
         back = box(out, dst, dst.replicated())
         if dst.placement.coordinate(world().rank) is not None:
-            assert torch.equal(back, full), f"{src} {src.placement} -> {dst} {dst.placement}\n{plan_boxing(src, dst)}"
+            assert torch.equal(back, full), (
+                f"{src} {src.placement} -> {dst} {dst.placement}\n{plan_boxing(src, dst)}"
+            )
 
     draw = random.Random(1)
-    placements = [Placement("cpu", r) for r in ([0, 1, 2, 3], [3, 0, 1], [2], [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0], [2]], [2, 1, 3, 0])]
+    placements = [
+        Placement("cpu", r)
+        for r in (
+            [0, 1, 2, 3],
+            [3, 0, 1],
+            [2],
+            [[0, 1], [2, 3]],
+            [[3, 1], [0, 2]],
+            [[0], [2]],
+            [2, 1, 3, 0],
+        )
+    ]
     for _ in range(120):
         shape = draw.choice([(8, 8), (5, 3), (13, 2), (3, 1, 5), (7,), (2,)])
         entries = [broadcast, partial_sum, *map(split, range(len(shape)))]
-        src, dst = (Spec.make(shape, torch.float64, p, [draw.choice(entries) for _ in p.shape]) for p in draw.choices(placements, k=2))
+        src, dst = (
+            Spec.make(shape, torch.float64, p, [draw.choice(entries) for _ in p.shape])
+            for p in draw.choices(placements, k=2)
+        )
         check(shape, src, dst)
     # Longer than an all-to-all of copies carries, and than one can count.
     line, turned, (short, long) = placements[0], placements[-1], ((64, 4099), (300, 700))
-    for a, b in ((split(0), broadcast), (split(1), broadcast), (split(0), split(1)), (partial_sum, broadcast), (partial_sum, split(1))):
+    for a, b in (
+        (split(0), broadcast),
+        (split(1), broadcast),
+        (split(0), split(1)),
+        (partial_sum, broadcast),
+        (partial_sum, split(1)),
+    ):
         for place in (line, turned):
-            check(short, Spec.make(short, torch.float64, place, a), Spec.make(short, torch.float64, place, b))
+            check(
+                short,
+                Spec.make(short, torch.float64, place, a),
+                Spec.make(short, torch.float64, place, b),
+            )
     process_group_comm._LONGEST = 1 << 16  # type: ignore[misc]
-    check(long, Spec.make(long, torch.float64, line, split(0)), Spec.make(long, torch.float64, line, split(1)))
-    check(long, Spec.make(long, torch.float64, line, partial_sum), Spec.make(long, torch.float64, line, split(1)))
+    check(
+        long,
+        Spec.make(long, torch.float64, line, split(0)),
+        Spec.make(long, torch.float64, line, split(1)),
+    )
+    check(
+        long,
+        Spec.make(long, torch.float64, line, partial_sum),
+        Spec.make(long, torch.float64, line, split(1)),
+    )
     flat = torch.full((100_003,), world().rank + 1.0)
     handles = [world().comm((2, 0, 3, 1)).all_reduce_async(part) for part in flat.split(30_000)]
     for handle in handles:
@@ -242,11 +367,20 @@ if __name__ == "__main__":
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
     ],
 )
-def test_incomplete_variables_are_named(variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_variables_are_named(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from globaltensor.distributed.world import reset_world, world
     from globaltensor.errors import WorldError
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,5 @@
-"""Values, gradients and traffic of boxing, on simulated ranks, against an oracle that only slices and adds."""
+"""Values, gradients and traffic of boxing, on simulated ranks, against an oracle that only slices
+and adds."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
-from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm, partial_sum, split
+from globaltensor.sbp import (
+    Sbp,
+    broadcast,
+    partial_max,
+    partial_min,
+    partial_norm,
+    partial_sum,
+    split,
+)
 from globaltensor.sharding.placement import Placement
 from globaltensor.sharding.spec import Spec
 
@@ -37,7 +46,9 @@ def share(full: torch.Tensor, spec: Spec, rank: int) -> torch.Tensor:
         if entry.reduce == "sum":
             part = part * (1 - (n - 1) * n if c == 0 else 2 * c)
         elif entry.reduce in ("max", "min"):
-            part = part + (1 if entry.reduce == "min" else -1) * (torch.arange(part.numel()).reshape(part.shape) % n != c)
+            part = part + (1 if entry.reduce == "min" else -1) * (
+                torch.arange(part.numel()).reshape(part.shape) % n != c
+            )
         elif entry.reduce == "norm2.0":
             part = part / math.sqrt(n)
     return part
@@ -50,7 +61,10 @@ def assemble(parts: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
     seen: dict[Any, torch.Tensor] = {}
     for rank, where in coordinates.items():
         assert tuple(parts[rank].shape) == spec.box(rank)[1]
-        key = (spec.box(rank), tuple(c for c, e in zip(where, spec.layout, strict=True) if e.kind == "partial"))
+        key = (
+            spec.box(rank),
+            tuple(c for c, e in zip(where, spec.layout, strict=True) if e.kind == "partial"),
+        )
         assert torch.equal(seen.setdefault(key, parts[rank]), parts[rank])
     boxes: dict[Any, list[torch.Tensor]] = {}
     for (box_, _), part in seen.items():
@@ -75,7 +89,10 @@ def agree(n: int, full: torch.Tensor, pairs: Sequence[tuple[Spec, Spec]]) -> Non
             f"{src} {src.placement} -> {dst} {dst.placement}\n{plan_boxing(src, dst)}"
         )
         for rank in range(n):
-            if dst.placement.coordinate(rank) is None and src.placement.coordinate(rank) is not None:
+            if (
+                dst.placement.coordinate(rank) is None
+                and src.placement.coordinate(rank) is not None
+            ):
                 assert results[rank][i].shape == (0,)
 
 
@@ -87,8 +104,14 @@ def value(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Ten
     return (torch.arange(math.prod(shape)) % 97 + 1).reshape(tuple(shape)).to(dtype)
 
 
-def pairs_of(full: torch.Tensor, a: Placement, b: Placement, entries: Sequence[Sbp]) -> list[tuple[Spec, Spec]]:
-    return [(Spec.make(full.shape, full.dtype, a, x), Spec.make(full.shape, full.dtype, b, y)) for x in layouts(a, entries) for y in layouts(b, entries)]
+def pairs_of(
+    full: torch.Tensor, a: Placement, b: Placement, entries: Sequence[Sbp]
+) -> list[tuple[Spec, Spec]]:
+    return [
+        (Spec.make(full.shape, full.dtype, a, x), Spec.make(full.shape, full.dtype, b, y))
+        for x in layouts(a, entries)
+        for y in layouts(b, entries)
+    ]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 7), (2, 2), (13, 4)])
@@ -110,15 +133,29 @@ def test_two_axes_with_units() -> None:
 
 
 PLACEMENTS = [
-    *([Placement("cpu", ranks) for ranks in ([0, 1, 2, 3], [3, 2, 1, 0], [0], [3], [1, 2], [3, 0, 1])]),
-    *([Placement("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0], [2]], [[1, 0]])]),
+    *(
+        [
+            Placement("cpu", ranks)
+            for ranks in ([0, 1, 2, 3], [3, 2, 1, 0], [0], [3], [1, 2], [3, 0, 1])
+        ]
+    ),
+    *(
+        [
+            Placement("cpu", ranks)
+            for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0], [2]], [[1, 0]])
+        ]
+    ),
 ]
 
 
-def drawn(draw: random.Random, times: int, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, Spec, Spec]]:
+def drawn(
+    draw: random.Random, times: int, dtype: torch.dtype = torch.float64
+) -> list[tuple[torch.Tensor, Spec, Spec]]:
     out = []
     for _ in range(times):
-        shape = draw.choice([(4, 6), (5, 3), (1, 7), (7,), (2,), (0, 3), (3, 1, 5), (13, 2), (8, 8)])
+        shape = draw.choice(
+            [(4, 6), (5, 3), (1, 7), (7,), (2,), (0, 3), (3, 1, 5), (13, 2), (8, 8)]
+        )
         a, b = draw.choice(PLACEMENTS), draw.choice(PLACEMENTS)
         entries = [B, P, *map(S, range(len(shape)))]
         x, y = draw.choice(layouts(a, entries)), draw.choice(layouts(b, entries))
@@ -135,12 +172,22 @@ def test_between_placements() -> None:
 @pytest.mark.parametrize("reduce", [partial_max, partial_min, partial_norm(2)])
 def test_other_partials(reduce: Sbp) -> None:
     full, line = value((5, 4)), Placement("cpu", [0, 1, 2])
-    from_partial = [(Spec.make(full.shape, full.dtype, line, reduce), Spec.make(full.shape, full.dtype, line, e)) for e in (B, S(0), S(1), P)]
+    from_partial = [
+        (
+            Spec.make(full.shape, full.dtype, line, reduce),
+            Spec.make(full.shape, full.dtype, line, e),
+        )
+        for e in (B, S(0), S(1), P)
+    ]
     agree(3, full, from_partial)
     two = [(reduce, P), (S(0), reduce), (reduce, B), (reduce, reduce)]
     if "norm" not in reduce.reduce:  # the parts of a sum may be negative, those of a norm not
         two.append((P, reduce))
-    mixed = [(Spec.make(full.shape, full.dtype, GRID, x), Spec.make(full.shape, full.dtype, GRID, y)) for x in two for y in ((B, B), (S(1), P))]
+    mixed = [
+        (Spec.make(full.shape, full.dtype, GRID, x), Spec.make(full.shape, full.dtype, GRID, y))
+        for x in two
+        for y in ((B, B), (S(1), P))
+    ]
     agree(4, full, mixed)
     there_and_back = Spec.make(full.shape, full.dtype, line, B)
 
@@ -151,13 +198,18 @@ def test_other_partials(reduce: Sbp) -> None:
     assert all(torch.allclose(r, full) for r in simulate(3, back))
 
 
-def gradients(full: torch.Tensor, weight: torch.Tensor, src: Spec, dst: Spec) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second gradient of sum(w * x^3) computed where ``dst`` lives, as they lie on ``src`` (dual)."""
+def gradients(
+    full: torch.Tensor, weight: torch.Tensor, src: Spec, dst: Spec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and second gradient of sum(w * x^3) computed where ``dst`` lives, as they lie on
+    ``src`` (dual)."""
     here = world().rank
     x = share(full, src, here).requires_grad_()
     y = box(box(x, src, dst), dst, dst.replicated())
     # The seed of a broadcast scalar is partial: 1 on one rank.
-    (g,) = torch.autograd.grad((y**3 * (weight if y.shape == weight.shape else 1)).sum(), x, one(dst), create_graph=True)
+    (g,) = torch.autograd.grad(
+        (y**3 * (weight if y.shape == weight.shape else 1)).sum(), x, one(dst), create_graph=True
+    )
     whole = box(g, src.dual(), src.replicated())
     if not whole.requires_grad:  # a rank that stands outside both
         return g, g
@@ -172,8 +224,12 @@ def one(spec: Spec) -> torch.Tensor:
 def differentiate(full: torch.Tensor, src: Spec, dst: Spec) -> None:
     weight = torch.cos(full) + 2
     ys = simulate(4, gradients, full, weight, src, dst)
-    torch.testing.assert_close(assemble([y[0] for y in ys], src.dual()), 3 * full**2 * weight, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(assemble([y[1] for y in ys], src.dual()), 36 * full**3 * weight**2, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        assemble([y[0] for y in ys], src.dual()), 3 * full**2 * weight, rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        assemble([y[1] for y in ys], src.dual()), 36 * full**3 * weight**2, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_gradients_on_a_grid() -> None:
@@ -199,14 +255,18 @@ def test_gradient_through_a_given_sbp() -> None:
         assert x.grad is not None
         return x.grad, [t.kind for t in log]
 
-    assert [(g.tolist(), kinds) for g, kinds in simulate(2, run)] == [([[1.0, 1.0], [1.0, 1.0]], ["all_reduce"])] * 2
+    assert [(g.tolist(), kinds) for g, kinds in simulate(2, run)] == [
+        ([[1.0, 1.0], [1.0, 1.0]], ["all_reduce"])
+    ] * 2
 
 
 @pytest.mark.parametrize("reduce", ["max", "norm2.0"])
 def test_gradients_of_other_partials(reduce: str) -> None:
     line = Placement("cpu", [0, 1, 2])
     entry = Sbp("partial", reduce=reduce)
-    parts = torch.tensor([[1.0, 2.0, 0.0, 5.0], [3.0, 2.0, 0.0, 5.0], [2.0, 1.0, 0.0, 5.0]], dtype=torch.float64)
+    parts = torch.tensor(
+        [[1.0, 2.0, 0.0, 5.0], [3.0, 2.0, 0.0, 5.0], [2.0, 1.0, 0.0, 5.0]], dtype=torch.float64
+    )
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     src, dst = (Spec.make((4,), torch.float64, line, e) for e in (entry, S(0)))
 
@@ -241,7 +301,9 @@ def test_gradient_of_a_norm_twice() -> None:
         (h,) = torch.autograd.grad((g**2).sum(), leaf)
         return h
 
-    torch.testing.assert_close(torch.stack(simulate(2, run)), reference(parts.clone().requires_grad_()))
+    torch.testing.assert_close(
+        torch.stack(simulate(2, run)), reference(parts.clone().requires_grad_())
+    )
 
 
 def traffic(fn: Callable[[], object]) -> list[str]:
@@ -255,7 +317,10 @@ def test_traffic_is_what_the_plan_says() -> None:
 
     def run() -> None:
         for src, dst in pairs_of(full, GRID, GRID, [B, P, S(0), S(1)]):
-            local, wanted = share(full, src, world().rank), [m.kind for m in plan_boxing(src, dst).moves if m.bytes]
+            local, wanted = (
+                share(full, src, world().rank),
+                [m.kind for m in plan_boxing(src, dst).moves if m.bytes],
+            )
             with record_collectives() as log:
                 box(local, src, dst)
             assert [t.kind for t in log] == wanted, plan_boxing(src, dst)
@@ -271,7 +336,10 @@ def test_log_and_ban() -> None:
     def run() -> list[str]:
         x = torch.ones(a.local_shape(world().rank), requires_grad=True)
         with boxing_log() as log, no_boxing():
-            with pytest.raises(BoxingError, match=r"add: operand 1.*all_to_all, 16 B a rank.*to_global\(sbp=\[split\(1\)\]\)"):
+            with pytest.raises(
+                BoxingError,
+                match=r"add: operand 1.*all_to_all, 16 B a rank.*to_global\(sbp=\[split\(1\)\]\)",
+            ):
                 box(x, a, b, why="add: operand 1")
             y = box(x, a, c)  # explicit
             box(y, c, b, why="add: operand 1")  # free
@@ -280,13 +348,22 @@ def test_log_and_ban() -> None:
         return [str(r) for r in log]
 
     for lines in simulate(2, run):
-        assert [line_.split(":")[0] for line_ in lines] == ["to_global", "add", "backward of to_global"]
-        assert lines[0] == "to_global: f32[4, 4] S(0) on cpu[0, 1] -> f32[4, 4] B on cpu[0, 1]  all_gather  32 B"
+        assert [line_.split(":")[0] for line_ in lines] == [
+            "to_global",
+            "add",
+            "backward of to_global",
+        ]
+        assert lines[0] == (
+            "to_global: f32[4, 4] S(0) on cpu[0, 1] -> f32[4, 4] B on cpu[0, 1]  all_gather  32 B"
+        )
 
 
 @pytest.mark.parametrize("placement", [Placement("cpu", [0, 1]), GRID], ids=["line", "grid"])
 def test_results_can_be_written_to(placement: Placement) -> None:
-    specs = [Spec.make((5, 3), torch.float64, placement, layout) for layout in itertools.product((B, S(0), S(1), P), repeat=placement.axes)]
+    specs = [
+        Spec.make((5, 3), torch.float64, placement, layout)
+        for layout in itertools.product((B, S(0), S(1), P), repeat=placement.axes)
+    ]
 
     def run() -> None:
         for src, dst, grad in itertools.product(specs, specs, (False, True)):
@@ -311,7 +388,9 @@ def test_results_can_be_written_to(placement: Placement) -> None:
 def test_devices_of_another_type() -> None:
     here, there = Placement("cpu", [0, 1]), Placement("cuda", [1, 2])
     full = value((5, 3))
-    pairs = pairs_of(full, here, there, [B, P, S(0), S(1)]) + pairs_of(full, here, here.with_type("cuda"), [B, P, S(0), S(1)])
+    pairs = pairs_of(full, here, there, [B, P, S(0), S(1)]) + pairs_of(
+        full, here, here.with_type("cuda"), [B, P, S(0), S(1)]
+    )
     results = simulate(3, move, full, pairs, devices={"cuda": "cpu"})
     for i, (_, dst) in enumerate(pairs):
         assert torch.equal(assemble([r[i] for r in results], dst), full)

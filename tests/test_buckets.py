@@ -41,7 +41,9 @@ def test_the_same_whatever_the_order() -> None:
 def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[int]]:
     """As `passed`; what the plan has once waits until all of its bucket is there."""
     out: list[list[int]] = []
-    came: dict[int, list[int]] = {i: [] for i, bucket in enumerate(buckets.plan) if set(bucket.values()) == {1}}  # of buckets not seen to yet
+    came: dict[int, list[int]] = {
+        i: [] for i, bucket in enumerate(buckets.plan) if set(bucket.values()) == {1}
+    }  # of buckets not seen to yet
     for n in arrivals:
         where = buckets.bucket.get(n, -1)
         if where not in came:
@@ -59,13 +61,19 @@ def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[in
     return out + buckets.finish()
 
 
-@given(st.lists(st.lists(st.integers(1, 9), max_size=12), min_size=2, max_size=6), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=12), min_size=2, max_size=6),
+    st.randoms(use_true_random=False),
+)
 def test_whole_buckets_are_the_same(passes: list[list[int]], draw: random.Random) -> None:
     one: Buckets[int] = Buckets(8, 24, lambda a, b: a)
     other: Buckets[int] = Buckets(8, 24, lambda a, b: a)
     for arrivals in passes:
-        # As often as before, or all of it comes at once: which of two arrivals a bucket leaves after is a matter of their order (see `Buckets`).
-        order = arrivals if len(set(arrivals)) < len(arrivals) else draw.sample(arrivals, len(arrivals))
+        # As often as before, or all of it comes at once: which of two arrivals a bucket leaves
+        # after is a matter of their order (see `Buckets`).
+        order = (
+            arrivals if len(set(arrivals)) < len(arrivals) else draw.sample(arrivals, len(arrivals))
+        )
         assert passed(arrivals, one) == passed_by_bucket(order, other)
         assert one.plan == other.plan
         assert one.planned == other.planned
@@ -82,11 +90,18 @@ def _empty_part() -> None:
     """One sample on two ranks: the rank without any has another local graph."""
     p = flow.placement("cpu", [0, 1])
     generator = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((1, 6, 4), (6,), (6,)))
-    ours = [w.to_global(p, flow.sbp.broadcast).requires_grad_(), b.to_global(p, flow.sbp.broadcast).requires_grad_()]  # type: ignore[attr-defined]
+    x, w, b = (
+        torch.randn(s, dtype=torch.float64, generator=generator) for s in ((1, 6, 4), (6,), (6,))
+    )
+    ours = [
+        w.to_global(p, flow.sbp.broadcast).requires_grad_(),
+        b.to_global(p, flow.sbp.broadcast).requires_grad_(),
+    ]  # type: ignore[attr-defined]
     plain = [w.clone().requires_grad_(), b.clone().requires_grad_()]
     for _ in range(3):
-        F.group_norm(x.to_global(p, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), 2, *ours).sin().sum().backward()  # type: ignore[attr-defined]
+        F.group_norm(
+            x.to_global(p, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), 2, *ours
+        ).sin().sum().backward()  # type: ignore[attr-defined]
         F.group_norm(x, 2, *plain).sin().sum().backward()
         for mine, other in zip(ours, plain, strict=True):
             assert torch.allclose(torch.from_numpy(mine.grad.numpy()), other.grad, rtol=1e-9)
@@ -97,7 +112,8 @@ def test_a_rank_with_an_empty_part() -> None:
 
 
 def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room made beforehand: several steps, gradients that are kept, a weight used twice, one that is left out, a gradient that is no row of memory."""
+    """With room made beforehand: several steps, gradients that are kept, a weight used twice, one
+    that is left out, a gradient that is no row of memory."""
     monkeypatch.setattr(reducer, "ROOM_BYTES", 0)
 
     torch.manual_seed(0)
@@ -128,7 +144,10 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
 
     def on_ranks() -> None:
         pair = flow.placement("cpu", [0, 1])
-        got = trained(x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), lambda model: model.to_global(pair, flow.sbp.broadcast))  # type: ignore[attr-defined]
+        got = trained(
+            x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)),
+            lambda model: model.to_global(pair, flow.sbp.broadcast),
+        )  # type: ignore[attr-defined]
         assert reducer.reducer().flats
         for mine, plain in zip(got, want, strict=True):
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
@@ -140,16 +159,28 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
-    """Buckets wait until all of them is there: other leaves in each pass, other orders, two passes before a step, gradients of gradients,
-    some that are looked at on the way, others whose sums are taken in another dtype."""
+def test_gradients_of_leaves_that_come_and_stay_away(
+    room: int, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """Buckets wait until all of them is there: other leaves in each pass, other orders, two passes
+    before a step, gradients of gradients, some that are looked at on the way, others whose sums are
+    taken in another dtype."""
     monkeypatch.setattr(reducer, "ROOM_BYTES", room)
     count = 6
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(count)]
     x = torch.randn(4, 3, dtype=torch.float64, generator=generator)
-    kinds = ["backward", "backward", "backward", "accumulate", "twice differentiable", "hooked", "summed in float32"]
-    drawn = [(data.draw(st.permutations(range(count)).flatmap(lambda o: st.integers(1, count).map(lambda n: o[:n]))), data.draw(st.sampled_from(kinds)))
+    kinds = [
+        "backward",
+        "backward",
+        "backward",
+        "accumulate",
+        "twice differentiable",
+        "hooked",
+        "summed in float32",
+    ]
+    drawn = [(data.draw(st.permutations(range(count)).flatmap(lambda o: st.integers(1,
+        count).map(lambda n: o[:n]))), data.draw(st.sampled_from(kinds)))
              for _ in range(6)]  # fmt: skip
 
     def trained(leaves: list[Any], x: Any, ours: bool) -> list[Any]:
@@ -157,7 +188,13 @@ def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pyt
         for used, kind in drawn:
             if kind == "summed in float32" and ours:
                 flow.set_grad_reduce_dtype(leaves[used[0]], torch.float32)
-            hook = leaves[used[0]].register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone())) if kind == "hooked" else None
+            hook = (
+                leaves[used[0]].register_post_accumulate_grad_hook(
+                    lambda p: found.append(p.grad.clone())
+                )
+                if kind == "hooked"
+                else None
+            )
             y = x
             for i in used:
                 y = (y * leaves[i]).sin()
@@ -178,7 +215,9 @@ def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pyt
     def on_ranks() -> None:
         pair = flow.placement("cpu", [0, 1])
         leaves = [v.clone().to_global(pair, flow.sbp.broadcast).requires_grad_() for v in values]  # type: ignore[attr-defined]
-        got = trained(leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), True)  # type: ignore[attr-defined]
+        got = trained(
+            leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), True
+        )  # type: ignore[attr-defined]
         for mine, plain in zip(got, want, strict=True):
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain, rtol=1e-5, atol=1e-6)
 
@@ -200,7 +239,11 @@ def _kept(p: Any, how: str) -> tuple[Any, Callable[[], Any]]:
         array = grad.to_local().detach().numpy()
         return array, array.tolist
     if how == "a graph":
-        w = torch.ones(3, dtype=torch.float64).to_global(p.placement, flow.sbp.broadcast).requires_grad_()  # type: ignore[attr-defined]
+        w = (
+            torch.ones(3, dtype=torch.float64)
+            .to_global(p.placement, flow.sbp.broadcast)
+            .requires_grad_()
+        )  # type: ignore[attr-defined]
         y = (w * grad.detach()).sum()
         return y, lambda: torch.autograd.grad(y, w, retain_graph=True)[0].numpy()
     if how == "new data":
@@ -214,9 +257,22 @@ def _kept(p: Any, how: str) -> tuple[Any, Callable[[], Any]]:
 
 @pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
 @pytest.mark.parametrize(
-    "how", ["the gradient", "a part of it", "the local tensor", "an array of it", "a graph", "new data", "asked for a gradient", "named", ""]
+    "how",
+    [
+        "the gradient",
+        "a part of it",
+        "the local tensor",
+        "an array of it",
+        "a graph",
+        "new data",
+        "asked for a gradient",
+        "named",
+        "",
+    ],
 )
-def test_memory_serves_again_once_nobody_has_it(room: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_serves_again_once_nobody_has_it(
+    room: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reducer, "ROOM_BYTES", room)
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(3, dtype=torch.float64, generator=draw) for _ in range(3)]
@@ -230,7 +286,10 @@ def test_memory_serves_again_once_nobody_has_it(room: int, how: str, monkeypatch
         for step, x in enumerate(inputs):
             for leaf in (*leaves, *plain):
                 leaf.grad = None
-            for these, y in ((plain, x), (leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)))):  # type: ignore[attr-defined]
+            for these, y in (
+                (plain, x),
+                (leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))),
+            ):  # type: ignore[attr-defined]
                 for leaf in these:
                     y = (y * leaf).sin()
                 y.square().mean().backward()
@@ -243,8 +302,12 @@ def test_memory_serves_again_once_nobody_has_it(room: int, how: str, monkeypatch
                 held, read = _kept(leaves[1], how)
                 keeps.append((held, read, read()))
         for _, read, value in keeps:
-            torch.testing.assert_close(torch.as_tensor(read()), torch.as_tensor(value), rtol=0, atol=0)
+            torch.testing.assert_close(
+                torch.as_tensor(read()), torch.as_tensor(value), rtol=0, atol=0
+            )
         if not how:
-            assert len(set(addresses[1:])) == 1, "from the second step on, whose buckets are planned"
+            assert len(set(addresses[1:])) == 1, (
+                "from the second step on, whose buckets are planned"
+            )
 
     simulate(2, on_ranks)

@@ -1,4 +1,5 @@
-"""Single messages between two ranks, beside the computation: simulated, over gloo, over MPI, and through groups of two as NCCL has them."""
+"""Single messages between two ranks, beside the computation: simulated, over gloo, over MPI, and
+through groups of two as NCCL has them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def connected(program: Callable[[], Any]) -> Any:
         here._channels.clear()
 
 
-EVERYWHERE = pytest.mark.parametrize("run", [simulate, run_on, run_connected, pytest.param(run_by_mpi, marks=needs_mpi)])
+EVERYWHERE = pytest.mark.parametrize(
+    "run", [simulate, run_on, run_connected, pytest.param(run_by_mpi, marks=needs_mpi)]
+)
 
 
 def soon(message: Message) -> bool:
@@ -49,7 +52,8 @@ def soon(message: Message) -> bool:
 
 
 def both_ways() -> list[float]:
-    """Both send before they receive, long messages and short ones; receives wait in another order than they were posted."""
+    """Both send before they receive, long messages and short ones; receives wait in another order
+    than they were posted."""
     here, other = world().rank, 1 - world().rank
     out, into = world().channel(here, other, CPU), world().channel(other, here, CPU)
     sizes = [1, 1 << 18, 3]
@@ -74,7 +78,12 @@ def test_messages_keep_their_order(run: Callable[..., list[Any]]) -> None:
 
 def any_layout() -> list[Any]:
     """A send takes elements in row-major order, of any stride and dtype."""
-    there = [torch.arange(6).reshape(2, 3).t(), torch.tensor(7, dtype=torch.bfloat16), torch.tensor([True, False]), torch.tensor([1 + 2j]).conj()]
+    there = [
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor(7, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+    ]
     if world().rank == 0:
         for message in [world().channel(0, 1, CPU).send(t) for t in there]:
             message.wait()
@@ -131,7 +140,10 @@ def both_ways_in_order() -> list[float]:
     here, other = world().rank, 1 - world().rank
     buffers = [torch.empty(1 << 18), torch.empty(2)]
     messages = [world().channel(other, here, CPU).receive(b) for b in buffers]
-    messages += [world().channel(here, other, CPU).send(torch.full((n,), 10.0 * here + n)) for n in (1 << 18, 2)]
+    messages += [
+        world().channel(here, other, CPU).send(torch.full((n,), 10.0 * here + n))
+        for n in (1 << 18, 2)
+    ]
     for message in messages:
         message.wait()
     return [float(b[-1]) for b in buffers]
@@ -156,7 +168,9 @@ def test_messages_that_never_come_and_wrong_ones() -> None:
         if world().rank == 0:
             world().channel(1, 0, CPU).receive(torch.empty(2)).wait()
 
-    with pytest.raises(WorldError, match="rank 0 waited for a message from rank 1, but it has ended"):
+    with pytest.raises(
+        WorldError, match="rank 0 waited for a message from rank 1, but it has ended"
+    ):
         simulate(2, ended, timeout=10.0)
 
     def late() -> None:

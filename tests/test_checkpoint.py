@@ -1,4 +1,5 @@
-"""Global tensors in files: distributed checkpoints written from one layout and read into another, and what torch.load allows."""
+"""Global tensors in files: distributed checkpoints written from one layout and read into another,
+and what torch.load allows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 import globaltensor as flow
 from globaltensor.errors import SbpError
@@ -35,7 +42,7 @@ def whole(x: Any) -> torch.Tensor:
     return x.detach().to_global(flow.placement.all("cpu"), B).to_local() if x.is_global else x
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch.save, torch.load
+# --------------------------------------------------------------------------- torch.save, torch.load
 
 
 @on(2, real=False)
@@ -45,10 +52,21 @@ def test_weights_only() -> None:
     spec = with_unit._spec
     assert spec.layout[0].unit == 4
     split, shown = spec.replace(shape=(4,), layout=[S(0)]), spec.replace(shape=(4,), layout=[B])
-    kept = flow.GlobalTensor.wrap(spread(values(4), S(0)).to_local(), StorageSpec.of(split, shown, [0]))
+    kept = flow.GlobalTensor.wrap(
+        spread(values(4), S(0)).to_local(), StorageSpec.of(split, shown, [0])
+    )
     model = nn.Linear(4, 3).to_global(line, S(0))
     buffer = io.BytesIO()
-    torch.save({"units": with_unit, "kept": kept, "partial": spread(values(3), P), "model": model.state_dict(), "w": model.weight}, buffer)
+    torch.save(
+        {
+            "units": with_unit,
+            "kept": kept,
+            "partial": spread(values(3), P),
+            "model": model.state_dict(),
+            "w": model.weight,
+        },
+        buffer,
+    )
     for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):
         buffer.seek(0)
         got = torch.load(buffer, **options)
@@ -60,26 +78,51 @@ def test_weights_only() -> None:
         torch.testing.assert_close(full(got["partial"]), values(3))
 
 
-# ---------------------------------------------------------------------------------------------------------------- distributed checkpoints
+# -------------------------------------------------------------------------- distributed checkpoints
 
 
 def any_layout(folder: str) -> None:
     n = flow.env.get_world_size()
     line, half = flow.placement.all("cpu"), flow.placement("cpu", list(range(n // 2, n)))
     grid = flow.placement("cpu", torch.arange(n).reshape(2, -1).tolist())
-    ways = [(line, [S(0)]), (line, [S(1)]), (line, [B]), (grid, [S(0), S(0)]), (grid, [S(1), B]), (grid, [S(0), S(1)]), (half, [S(0)]), (half, [B])]
+    ways = [
+        (line, [S(0)]),
+        (line, [S(1)]),
+        (line, [B]),
+        (grid, [S(0), S(0)]),
+        (grid, [S(1), B]),
+        (grid, [S(0), S(1)]),
+        (half, [S(0)]),
+        (half, [B]),
+    ]
     for shape in ((5, 3), (1, 2), (0, 3)):
         path = f"{folder}/{shape}"
-        source = {str(i): spread(values(*shape, seed=i), sbp, where) for i, (where, sbp) in enumerate(ways)}
+        source = {
+            str(i): spread(values(*shape, seed=i), sbp, where)
+            for i, (where, sbp) in enumerate(ways)
+        }
         units = values(2, 3, 4, seed=9)
-        dcp.save({**source, "plain": values(*shape, seed=8), "units": spread(units, S(1)).flatten(1), "number": spread(values(seed=7), B)}, checkpoint_id=path)
+        dcp.save(
+            {
+                **source,
+                "plain": values(*shape, seed=8),
+                "units": spread(units, S(1)).flatten(1),
+                "number": spread(values(seed=7), B),
+            },
+            checkpoint_id=path,
+        )
         for turn in (0, 3, 5):
             targets: dict[str, Any] = {}
             for i in range(len(ways)):
                 where, sbp = ways[(i + turn) % len(ways)]
                 targets[str(i)] = spread(torch.zeros(shape, dtype=torch.float64), sbp, where)
-            targets["plain"] = spread(torch.zeros(shape, dtype=torch.float64), ways[turn][1], ways[turn][0])
-            targets["units"], targets["number"] = spread(torch.zeros(2, 12).double(), S(1)), torch.zeros((), dtype=torch.float64)
+            targets["plain"] = spread(
+                torch.zeros(shape, dtype=torch.float64), ways[turn][1], ways[turn][0]
+            )
+            targets["units"], targets["number"] = (
+                spread(torch.zeros(2, 12).double(), S(1)),
+                torch.zeros((), dtype=torch.float64),
+            )
             dcp.load(targets, checkpoint_id=path)
             for i in range(len(ways)):
                 assert torch.equal(whole(targets[str(i)]), values(*shape, seed=i)), (shape, turn, i)
@@ -125,8 +168,12 @@ def training_goes_on(folder: str, options: dict[str, Any]) -> None:
         set_state_dict(other, second, model_state_dict=found[0], optim_state_dict=found[1])
         trained(model, optimizer)
         trained(other, second)
-        for (name, p), q in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-            torch.testing.assert_close(whole(p), whole(q), msg=lambda text, name=name: f"{name}: {text}")
+        for (name, p), q in zip(
+            model.state_dict().items(), other.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(
+                whole(p), whole(q), msg=lambda text, name=name: f"{name}: {text}"
+            )
     if flow.env.get_rank() == 0:
         dcp_to_torch_save(f"{folder}/23", f"{folder}/one.pt")
         assert torch.load(f"{folder}/one.pt")["model"]["1.weight"].shape == (7, 5)
@@ -151,8 +198,12 @@ def whole_states() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         trained(model, optimizer)
         trained(want, torch.optim.AdamW(want.parameters(), lr=0.05))
-        states, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        assert not any(t.is_global for kept in of_optimizer["state"].values() for t in kept.values())
+        states, of_optimizer = get_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True)
+        )
+        assert not any(
+            t.is_global for kept in of_optimizer["state"].values() for t in kept.values()
+        )
         for name, t in want.state_dict().items():
             assert not states[name].is_global
             torch.testing.assert_close(states[name], t)
@@ -160,7 +211,11 @@ def whole_states() -> None:
         of_first = get_model_state_dict(model, options=options)
         assert set(of_first) == (set(states) if first else set())
         other = network({"*.weight": S(0), "*": B}, 1)
-        set_model_state_dict(other, of_first, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        set_model_state_dict(
+            other,
+            of_first,
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
         for name, t in other.state_dict().items():
             torch.testing.assert_close(whole(t), states[name])
 

@@ -33,29 +33,63 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] 
 
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(sorted(OPS)), st.data())
-def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(name: str, data: st.DataObject) -> None:
+def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(
+    name: str, data: st.DataObject
+) -> None:
     func, shapes = OPS[name]
-    layouts = [[data.draw(st.sampled_from([broadcast, partial_sum, *map(split, range(len(shape)))])) for _ in MESH.shape] for shape in shapes]
-    specs = [Spec.make(shape, torch.float32, MESH, layout) for shape, layout in zip(shapes, layouts, strict=True)]
-    op, rule = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=func), rule_of(func, {})
+    layouts = [
+        [
+            data.draw(st.sampled_from([broadcast, partial_sum, *map(split, range(len(shape)))]))
+            for _ in MESH.shape
+        ]
+        for shape in shapes
+    ]
+    specs = [
+        Spec.make(shape, torch.float32, MESH, layout)
+        for shape, layout in zip(shapes, layouts, strict=True)
+    ]
+    op, rule = (
+        OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=func),
+        rule_of(func, {}),
+    )
     assert rule is not None
     rule.describe(op, *op.args)
-    outs = [Spec.make(func(*(torch.empty(shape, device="meta") for shape in shapes)).shape, torch.float32, MESH, [broadcast] * 2)]
+    outs = [
+        Spec.make(
+            func(*(torch.empty(shape, device="meta") for shape in shapes)).shape,
+            torch.float32,
+            MESH,
+            [broadcast] * 2,
+        )
+    ]
     op.out = op.out or [(None,) * outs[0].ndim]
     found = CHOOSING.select_signature(op, outs)
-    if not CHOOSING._price(op, specs, found, inf)[-1] and all(s in op.signatures(a) for a, s in enumerate(found.signatures)):
+    if not CHOOSING._price(op, specs, found, inf)[-1] and all(
+        s in op.signatures(a) for a, s in enumerate(found.signatures)
+    ):
         return  # the operands fit it as they lie: others are not priced
-    every = [CHOOSING._choice(signatures, specs, outs) for signatures in itertools.product(*(list(op.signatures(a)) for a in range(2)))]
+    every = [
+        CHOOSING._choice(signatures, specs, outs)
+        for signatures in itertools.product(*(list(op.signatures(a)) for a in range(2)))
+    ]
     assert found == min(every, key=lambda choice: CHOOSING._price(op, specs, choice, inf))
 
 
 def test_pricing_ends_where_it_costs_too_much() -> None:
-    specs = [Spec.make((8, 16), torch.float32, MESH, [partial_sum, broadcast]), Spec.make((16, 24), torch.float32, MESH, [split(1), broadcast])]
-    op, rule = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=torch.matmul), rule_of(torch.matmul, {})
+    specs = [
+        Spec.make((8, 16), torch.float32, MESH, [partial_sum, broadcast]),
+        Spec.make((16, 24), torch.float32, MESH, [split(1), broadcast]),
+    ]
+    op, rule = (
+        OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=torch.matmul),
+        rule_of(torch.matmul, {}),
+    )
     assert rule is not None
     rule.describe(op, *op.args)
     outs = [Spec.make((8, 24), torch.float32, MESH, [broadcast] * 2)]
-    whole = CHOOSING._choice((next(s for s in op.signatures(0) if s.factor is None),) * 2, specs, outs)
+    whole = CHOOSING._choice(
+        (next(s for s in op.signatures(0) if s.factor is None),) * 2, specs, outs
+    )
     seconds = CHOOSING._price(op, specs, whole, inf)[0]
     assert seconds > 0
     assert CHOOSING._price(op, specs, whole, seconds)[0] == seconds
@@ -64,10 +98,19 @@ def test_pricing_ends_where_it_costs_too_much() -> None:
 
 @pytest.mark.parametrize(
     "func",
-    [lambda x: x / 2, torch.sqrt, lambda x: torch.where(x > 0, 1.0, 0.0), lambda x: x * 1j, lambda x: x.double() + 1, lambda x: torch.stack([x, x]) * 0.5],
+    [
+        lambda x: x / 2,
+        torch.sqrt,
+        lambda x: torch.where(x > 0, 1.0, 0.0),
+        lambda x: x * 1j,
+        lambda x: x.double() + 1,
+        lambda x: torch.stack([x, x]) * 0.5,
+    ],
     ids=["quotient", "sqrt", "where", "complex", "told", "listed"],
 )
-def test_results_of_the_default_dtype_follow_it(func: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_results_of_the_default_dtype_follow_it(
+    func: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     x = torch.arange(6)
     lies = x.to_global(Placement("cpu", [0]), split(0))  # type: ignore[attr-defined]
     try:

@@ -1,4 +1,5 @@
-"""``globaltensor plan``: what it prints and writes, what it takes for MODULE:NAME, and what it says of mistakes."""
+"""``globaltensor plan``: what it prints and writes, what it takes for MODULE:NAME, and what it says
+of mistakes."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
-def test_without_a_cluster_it_plans_for_two_devices_and_says_so(models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_it_plans_for_two_devices_and_says_so(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     code, out, err = ran(capsys, "planned_models:small")
     assert code == 0, err
@@ -95,7 +98,20 @@ def test_without_a_cluster_it_plans_for_two_devices_and_says_so(models: Path, ca
 
 
 def test_a_preset_a_mesh_and_files(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = ran(capsys, "planned_models:small", "--cluster", "dgx-h100", "--devices", "4", "--mesh", "2x2", "--html", "p.html", "--save", "p.json")
+    code, out, err = ran(
+        capsys,
+        "planned_models:small",
+        "--cluster",
+        "dgx-h100",
+        "--devices",
+        "4",
+        "--mesh",
+        "2x2",
+        "--html",
+        "p.html",
+        "--save",
+        "p.json",
+    )
     assert code == 0, err
     assert out.startswith("plan for 4 devices of dgx-h100, a mesh of 2 x 2")
     assert (models / "p.html").read_text().startswith("<!doctype html>")
@@ -104,7 +120,17 @@ def test_a_preset_a_mesh_and_files(models: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_as_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = ran(capsys, "planned_models:small", "--cluster", "cpu", "--json", "--batch", "16", "--seconds", "20")
+    code, out, _ = ran(
+        capsys,
+        "planned_models:small",
+        "--cluster",
+        "cpu",
+        "--json",
+        "--batch",
+        "16",
+        "--seconds",
+        "20",
+    )
     assert code == 0
     told = json.loads(out)
     assert told["cluster"] == "cpu"
@@ -113,7 +139,16 @@ def test_as_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explaining_instead_of_reporting(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = ran(capsys, "planned_models:small", "--cluster", "cpu", "--explain", "0", "--explain", "2.weight")
+    code, out, _ = ran(
+        capsys,
+        "planned_models:small",
+        "--cluster",
+        "cpu",
+        "--explain",
+        "0",
+        "--explain",
+        "2.weight",
+    )
     assert code == 0
     assert out.startswith("0: 1 call and 2 tensors given")
     assert "\n\n2.weight: " in out
@@ -130,7 +165,13 @@ def test_a_file_that_a_profile_wrote(models: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("name", ["pair", "kind", "named", "only_named", "graph", "inner.small"])
 def test_what_a_name_may_be(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = ran(capsys, f"planned_models:{name}", "--cluster", "generic", *(["--devices", "1"] if name == "graph" else []))
+    code, out, err = ran(
+        capsys,
+        f"planned_models:{name}",
+        "--cluster",
+        "generic",
+        *(["--devices", "1"] if name == "graph" else []),
+    )
     assert code == 0, err
     assert "weight" in out
 
@@ -153,19 +194,30 @@ def test_a_module_may_be_a_file(models: Path, capsys: pytest.CaptureFixture[str]
         (["planned_models:alone"], "is a model without inputs; give"),
         (["planned_models:number"], r"gives an int; wanted is \(model, inputs\)"),
         (["planned_models:triple"], "gives a tuple of 4; wanted is"),
-        (["planned_models:small", "--cluster", "dgx-z"], "no preset is called so; presets are generic, dgx-a100"),
+        (
+            ["planned_models:small", "--cluster", "dgx-z"],
+            "no preset is called so; presets are generic, dgx-a100",
+        ),
         (["planned_models:small", "--cluster", "none.json"], "none.json: cannot be read"),
         (["planned_models:small", "--devices", "0"], "--devices 0: at least 1"),
         (["planned_models:small", "--mesh", "2y4"], "--mesh 2y4: a shape such as 8 or 2x4"),
         (["planned_models:small", "--memory", "lots"], "memory is a number of bytes"),
-        (["planned_models:small", "--memory", "10", "--cluster", "cpu"], "no plan fits into memory=10 bytes"),
-        (["planned_models:small", "--cluster", "cpu", "--explain", "zero"], "no module, parameter, call or tensor 'zero'"),
+        (
+            ["planned_models:small", "--memory", "10", "--cluster", "cpu"],
+            "no plan fits into memory=10 bytes",
+        ),
+        (
+            ["planned_models:small", "--cluster", "cpu", "--explain", "zero"],
+            "no module, parameter, call or tensor 'zero'",
+        ),
         (["planned_models:small", "--html", "no/such/folder.html"], "no/such/folder.html"),
         (["planned_models:smal", "--html", "left.html", "--save", "left.json"], "has no 'smal'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_in_a_line(models: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_a_line(
+    models: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = ran(capsys, *arguments)
     assert code == 1
     assert not out
@@ -204,7 +256,13 @@ def test_a_cluster_without_a_size_is_said_to_be_two(tmp_path: Path) -> None:
 
 def test_the_command_in_a_process_of_its_own(models: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "globaltensor", *arguments], capture_output=True, text=True, timeout=240, cwd=models)
+        return subprocess.run(
+            [sys.executable, "-m", "globaltensor", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=models,
+        )
 
     shown = run("plan", "--help")
     assert shown.returncode == 0
@@ -215,7 +273,9 @@ def test_the_command_in_a_process_of_its_own(models: Path) -> None:
     assert run("--help").stdout.count("plan") >= 1
 
 
-def test_the_package_is_the_command_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_the_command_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["globaltensor", "doctor", "--json"])
     monkeypatch.delitem(sys.modules, "globaltensor.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:

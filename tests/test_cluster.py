@@ -1,4 +1,5 @@
-"""The cluster model: laws that planners rely on, over constants, presets and measured tables; presets and files."""
+"""The cluster model: laws that planners rely on, over constants, presets and measured tables;
+presets and files."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ sizes = st.one_of(st.integers(0, 100), st.integers(0, 1 << 34))
 def constants(draw: st.DrawFn) -> Cluster:
     """A random cluster given by constants."""
     latency, bandwidth = draw(times), draw(rates)
-    links = {"node_latency": latency * draw(st.floats(1, 100)), "node_bandwidth": bandwidth / draw(st.floats(1, 100))}
+    links = {
+        "node_latency": latency * draw(st.floats(1, 100)),
+        "node_bandwidth": bandwidth / draw(st.floats(1, 100)),
+    }
     return Cluster(
         launch=draw(times),
         latency=latency,
@@ -44,8 +48,12 @@ def constants(draw: st.DrawFn) -> Cluster:
         message=draw(times),
         memory_bandwidth=draw(rates),
         kernel=draw(times),
-        flops=draw(st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), rates, min_size=1)),
-        saturation=draw(st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), st.floats(0, 1e12))),
+        flops=draw(
+            st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), rates, min_size=1)
+        ),
+        saturation=draw(
+            st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), st.floats(0, 1e12))
+        ),
         overlap=draw(st.floats(1, 2)),
         skew=draw(times),
         updating=draw(st.floats(0.1, 10)),
@@ -58,7 +66,9 @@ def constants(draw: st.DrawFn) -> Cluster:
 def curves(draw: st.DrawFn) -> Curve:
     """Measurements that obey no law."""
     nodes = draw(st.sampled_from([1, 1, 2, 4]))
-    points = draw(st.dictionaries(st.integers(1, 1 << 30), st.floats(1e-7, 10.0), min_size=1, max_size=5))
+    points = draw(
+        st.dictionaries(st.integers(1, 1 << 30), st.floats(1e-7, 10.0), min_size=1, max_size=5)
+    )
     kind = draw(st.sampled_from([*COLLECTIVES, "send", "copy"]))
     nodes, local = (nodes, draw(st.sampled_from([1, 2, 3, 4, 8]))) if kind != "copy" else (1, 1)
     return Curve(kind, nodes * local, nodes, tuple(points.items()))
@@ -75,16 +85,38 @@ clusters = st.one_of(constants(), tables(), presets)
 
 
 @settings(deadline=None, max_examples=300)
-@given(clusters, st.sampled_from([*COLLECTIVES, "send", "copy", "slice"]), sizes, sizes, st.integers(1, 64), st.integers(0, 4))
-def test_more_bytes_take_no_less(c: Cluster, kind: str, n: int, more: int, p: int, together: int) -> None:
+@given(
+    clusters,
+    st.sampled_from([*COLLECTIVES, "send", "copy", "slice"]),
+    sizes,
+    sizes,
+    st.integers(1, 64),
+    st.integers(0, 4),
+)
+def test_more_bytes_take_no_less(
+    c: Cluster, kind: str, n: int, more: int, p: int, together: int
+) -> None:
     assert 0 <= c.seconds(kind, n, p, together) <= c.seconds(kind, n + more, p, together) * SLACK
     spread = range(0, 3 * p, 3)
-    assert 0 < c.seconds(kind, n, spread, together) <= c.seconds(kind, n + more, spread, together) * SLACK
+    assert (
+        0
+        < c.seconds(kind, n, spread, together)
+        <= c.seconds(kind, n + more, spread, together) * SLACK
+    )
 
 
 @settings(deadline=None, max_examples=300)
-@given(clusters, st.sampled_from(COLLECTIVES), sizes, st.integers(1, 32), st.integers(0, 32), st.integers(1, 8))
-def test_more_ranks_take_no_less(c: Cluster, kind: str, n: int, p: int, more: int, local: int) -> None:
+@given(
+    clusters,
+    st.sampled_from(COLLECTIVES),
+    sizes,
+    st.integers(1, 32),
+    st.integers(0, 32),
+    st.integers(1, 8),
+)
+def test_more_ranks_take_no_less(
+    c: Cluster, kind: str, n: int, p: int, more: int, local: int
+) -> None:
     if not c.node_size or p + more <= c.node_size:
         assert c.seconds(kind, n, max(2, p)) <= c.seconds(kind, n, max(2, p + more)) * SLACK
     if c.node_size and not c.measured:  # on more nodes, as many on each
@@ -98,9 +130,22 @@ def test_more_ranks_take_no_less(c: Cluster, kind: str, n: int, p: int, more: in
 
 
 @settings(deadline=None, max_examples=300)
-@given(clusters, sizes, st.one_of(st.integers(2, 64), st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(tuple)), st.integers(0, 4))
-def test_halves_of_an_all_reduce(c: Cluster, n: int, ranks: int | tuple[int, ...], together: int) -> None:
-    whole, scatter, gather = (c.seconds(kind, n, ranks, together) for kind in ("all_reduce", "reduce_scatter", "all_gather"))
+@given(
+    clusters,
+    sizes,
+    st.one_of(
+        st.integers(2, 64),
+        st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(tuple),
+    ),
+    st.integers(0, 4),
+)
+def test_halves_of_an_all_reduce(
+    c: Cluster, n: int, ranks: int | tuple[int, ...], together: int
+) -> None:
+    whole, scatter, gather = (
+        c.seconds(kind, n, ranks, together)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    )
     assert max(scatter, gather) <= whole * SLACK
     assert whole <= 2 * (scatter + gather) * SLACK
     assert scatter + gather <= 2 * whole * SLACK
@@ -110,24 +155,39 @@ def test_halves_of_an_all_reduce(c: Cluster, n: int, ranks: int | tuple[int, ...
 
 @settings(deadline=None, max_examples=300)
 @given(clusters, st.sampled_from([*COLLECTIVES, "send"]), sizes, st.integers(2, 8))
-def test_between_nodes_nothing_is_quicker_than_within_one(c: Cluster, kind: str, n: int, p: int) -> None:
+def test_between_nodes_nothing_is_quicker_than_within_one(
+    c: Cluster, kind: str, n: int, p: int
+) -> None:
     if c.node_size:
         within = c.seconds(kind, n, range(min(p, c.node_size)))
         assert within <= c.seconds(kind, n, range(0, p * c.node_size, c.node_size)) * SLACK
 
 
 @settings(deadline=None, max_examples=300)
-@given(clusters, st.integers(0, 1 << 30), st.one_of(st.integers(2, 64), st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(tuple)))
-def test_an_all_to_all_moves_a_share_and_not_the_whole(c: Cluster, share: int, ranks: int | tuple[int, ...]) -> None:
+@given(
+    clusters,
+    st.integers(0, 1 << 30),
+    st.one_of(
+        st.integers(2, 64),
+        st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(tuple),
+    ),
+)
+def test_an_all_to_all_moves_a_share_and_not_the_whole(
+    c: Cluster, share: int, ranks: int | tuple[int, ...]
+) -> None:
     p = ranks if isinstance(ranks, int) else len(ranks)
-    assert c.seconds("all_to_all", share, ranks) <= c.seconds("all_gather", share * p, ranks) * SLACK
+    assert (
+        c.seconds("all_to_all", share, ranks) <= c.seconds("all_gather", share * p, ranks) * SLACK
+    )
 
 
 def test_an_all_to_all_of_much_costs_a_fraction_of_the_gather() -> None:
     for name in PRESETS:
         c = Cluster.preset(name)
         p = c.node_size if c.node_size > 1 else 8
-        assert c.seconds("all_to_all", (1 << 30) // p, p) < 2.5 / p * c.seconds("all_gather", 1 << 30, p), name
+        assert c.seconds("all_to_all", (1 << 30) // p, p) < 2.5 / p * c.seconds(
+            "all_gather", 1 << 30, p
+        ), name
 
 
 LAYOUTS = [broadcast, partial_sum, split(0), split(1)]
@@ -139,17 +199,35 @@ def test_a_detour_never_pays(c: Cluster, ranks: list[object], data: st.DataObjec
     place = Placement("cpu", ranks)
     shape = data.draw(st.sampled_from([(8, 8), (64, 48), (1000, 1000)]))
     layouts = [[data.draw(st.sampled_from(LAYOUTS)) for _ in place.shape] for _ in range(2)]
-    # By way of what plan() tries too: for speed it tries on an axis the entries that either end has there, splits that one has anywhere, and broadcast.
+    # By way of what plan() tries too: for speed it tries on an axis the entries that either end has
+    # there, splits that one has anywhere, and broadcast.
     splits = [e for layout in layouts for e in layout if e.is_split]
-    layouts.insert(1, [data.draw(st.sampled_from([broadcast, layouts[0][axis], layouts[1][axis], *splits])) for axis in range(len(place.shape))])
+    layouts.insert(
+        1,
+        [
+            data.draw(st.sampled_from([broadcast, layouts[0][axis], layouts[1][axis], *splits]))
+            for axis in range(len(place.shape))
+        ],
+    )
     a, b, end = (Spec.make(shape, torch.float32, place, layout) for layout in layouts)
     with use_cluster(c):
-        assert plan_boxing(a, end).seconds <= (plan_boxing(a, b).seconds + plan_boxing(b, end).seconds) * SLACK
+        assert (
+            plan_boxing(a, end).seconds
+            <= (plan_boxing(a, b).seconds + plan_boxing(b, end).seconds) * SLACK
+        )
 
 
 @settings(deadline=None, max_examples=200)
-@given(clusters, st.floats(0, 1e15), st.floats(0, 1e12), st.sampled_from([torch.float32, "bfloat16", torch.int8]), st.integers(1, 100))
-def test_kernels_are_priced_by_a_roofline(c: Cluster, flops: float, nbytes: float, dtype: torch.dtype | str, kernels: int) -> None:
+@given(
+    clusters,
+    st.floats(0, 1e15),
+    st.floats(0, 1e12),
+    st.sampled_from([torch.float32, "bfloat16", torch.int8]),
+    st.integers(1, 100),
+)
+def test_kernels_are_priced_by_a_roofline(
+    c: Cluster, flops: float, nbytes: float, dtype: torch.dtype | str, kernels: int
+) -> None:
     took = c.compute(flops, nbytes, dtype, kernels)
     assert took >= max(kernels * c.kernel, flops / c.rate(dtype))
     assert took <= c.compute(flops * 1.5, nbytes, dtype, kernels) * SLACK
@@ -157,11 +235,16 @@ def test_kernels_are_priced_by_a_roofline(c: Cluster, flops: float, nbytes: floa
     if not any(curve.kind == "copy" for curve in c.measured):  # which may make small ones quicker
         assert took >= nbytes / c.memory_bandwidth
         assert took <= c.compute(flops, nbytes, dtype, kernels + 1) * SLACK
-        assert c.compute(2 * flops, 2 * nbytes, dtype) <= 2 * c.compute(flops, nbytes, dtype) * SLACK
+        assert (
+            c.compute(2 * flops, 2 * nbytes, dtype) <= 2 * c.compute(flops, nbytes, dtype) * SLACK
+        )
 
 
 def test_small_tensors_lie_in_caches() -> None:
-    c = Cluster(kernel=1e-6, measured=(Curve("copy", 1, 1, ((1 << 10, 1e-6), (1 << 20, 11e-6), (1 << 30, 1.0))),))
+    c = Cluster(
+        kernel=1e-6,
+        measured=(Curve("copy", 1, 1, ((1 << 10, 1e-6), (1 << 20, 11e-6), (1 << 30, 1.0))),),
+    )
     assert c.compute(0, 1 << 20) == pytest.approx(11e-6)
     assert c.compute(0, 1 << 30) == pytest.approx(1.0)
     assert c.compute(0, 1 << 21, kernels=2) == pytest.approx(22e-6)
@@ -170,13 +253,24 @@ def test_small_tensors_lie_in_caches() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(clusters, st.sampled_from([(8, 8), (13, 5), (1000, 1000)]), st.data())
-def test_no_exchange_costs_less_than_is_known_before(c: Cluster, shape: tuple[int, int], data: st.DataObject) -> None:
-    places = [Placement("cpu", ranks) for ranks in ([0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 8], [16, 24]], [4, 5])]
+def test_no_exchange_costs_less_than_is_known_before(
+    c: Cluster, shape: tuple[int, int], data: st.DataObject
+) -> None:
+    places = [
+        Placement("cpu", ranks)
+        for ranks in ([0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 8], [16, 24]], [4, 5])
+    ]
     (here, before), (there, after) = (
-        (move_costs(shape, torch.float32, place, c), tuple(data.draw(st.sampled_from([broadcast, split(0), split(1)])) for _ in place.shape))
+        (
+            move_costs(shape, torch.float32, place, c),
+            tuple(data.draw(st.sampled_from([broadcast, split(0), split(1)])) for _ in place.shape),
+        )
         for place in (data.draw(st.sampled_from(places)) for _ in range(2))
     )
-    assert here.exchange_at_least(before, there, after) <= here.exchange(before, there, after)[1] * SLACK
+    assert (
+        here.exchange_at_least(before, there, after)
+        <= here.exchange(before, there, after)[1] * SLACK
+    )
 
 
 def test_half_of_the_rate_at_the_saturation() -> None:
@@ -186,16 +280,26 @@ def test_half_of_the_rate_at_the_saturation() -> None:
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 2))
-def test_side_by_side_lies_between_the_longer_and_the_sum(a: float, b: float, overlap: float) -> None:
+def test_side_by_side_lies_between_the_longer_and_the_sum(
+    a: float, b: float, overlap: float
+) -> None:
     took = Cluster(overlap=overlap).beside(a, b)
     assert max(a, b) <= took <= (a + b) * SLACK
 
 
-# ---------------------------------------------------------------------------------------------------------------- links between nodes
+# ------------------------------------------------------------------------------ links between nodes
 
 
 def test_strided_groups_share_the_links_of_a_node() -> None:
-    c = Cluster(node_size=4, bandwidth=100e9, node_bandwidth=1e9, node_stream=4e9, latency=0, node_latency=0, launch=0)
+    c = Cluster(
+        node_size=4,
+        bandwidth=100e9,
+        node_bandwidth=1e9,
+        node_stream=4e9,
+        latency=0,
+        node_latency=0,
+        launch=0,
+    )
     n = 1 << 30
     strided = (0, 4)  # one of four such groups
     assert c.seconds("all_gather", n, strided) == pytest.approx(n / 2 / 1e9)
@@ -207,30 +311,50 @@ def test_strided_groups_share_the_links_of_a_node() -> None:
 
 
 def test_phases_pay_where_steps_between_nodes_cost_more() -> None:
-    c = Cluster(node_size=8, launch=0, latency=1e-6, node_latency=1e-4, bandwidth=100e9, node_bandwidth=50e9)
+    c = Cluster(
+        node_size=8, launch=0, latency=1e-6, node_latency=1e-4, bandwidth=100e9, node_bandwidth=50e9
+    )
     assert c.seconds("all_gather", 8, range(64)) == pytest.approx(7e-6 + 7e-4, rel=1e-3)
 
 
 def test_a_group_knows_its_emptiest_and_its_fullest_node() -> None:
     groups = [(0, 1, 2, 8), tuple(range(20)), 20, 16, 7]
-    assert [group_of(ranks, 8) for ranks in groups] == [(4, 2, 1, 3), (20, 3, 4, 8), (20, 3, 4, 8), (16, 2, 8, 8), (7, 1, 0, 0)]
+    assert [group_of(ranks, 8) for ranks in groups] == [
+        (4, 2, 1, 3),
+        (20, 3, 4, 8),
+        (20, 3, 4, 8),
+        (16, 2, 8, 8),
+        (7, 1, 0, 0),
+    ]
 
 
 def test_nodes_with_fewer_ranks_have_fewer_links() -> None:
-    c = Cluster(node_size=8, launch=0, latency=0, node_latency=0, bandwidth=100e9, node_bandwidth=1e9)
+    c = Cluster(
+        node_size=8, launch=0, latency=0, node_latency=0, bandwidth=100e9, node_bandwidth=1e9
+    )
     n = 1 << 30
-    assert c.seconds("all_gather", n, (0, 1, 2, 8)) == pytest.approx(n * 3 / 4 / 1e9)  # rank 8 gets all of it by its own link
+    assert c.seconds("all_gather", n, (0, 1, 2, 8)) == pytest.approx(
+        n * 3 / 4 / 1e9
+    )  # rank 8 gets all of it by its own link
     slow = replace(c, latency=1e-6, node_latency=1e-4)
-    assert slow.seconds("all_gather", 4, (0, 1, 2, 8)) == pytest.approx(2e-6 + 1e-4, rel=1e-3)  # phases, the first among three
-    far = tuple(Curve("all_gather", p, 2, ((n, 8.0 / p),)) for p in (2, 4))  # one and two ranks on each of two nodes
-    assert replace(c, measured=far).seconds("all_gather", n, (0, 1, 2, 8)) >= 4.0  # by what was measured of one on a node
+    assert slow.seconds("all_gather", 4, (0, 1, 2, 8)) == pytest.approx(
+        2e-6 + 1e-4, rel=1e-3
+    )  # phases, the first among three
+    far = tuple(
+        Curve("all_gather", p, 2, ((n, 8.0 / p),)) for p in (2, 4)
+    )  # one and two ranks on each of two nodes
+    assert (
+        replace(c, measured=far).seconds("all_gather", n, (0, 1, 2, 8)) >= 4.0
+    )  # by what was measured of one on a node
 
 
-# ---------------------------------------------------------------------------------------------------------------- measured
+# ----------------------------------------------------------------------------------------- measured
 
 
 def test_a_measured_point_is_what_was_measured() -> None:
-    c = Cluster(measured=(Curve("all_gather", 4, 1, ((1 << 10, 1e-3), (1 << 20, 2e-3), (1 << 26, 0.1))),))
+    c = Cluster(
+        measured=(Curve("all_gather", 4, 1, ((1 << 10, 1e-3), (1 << 20, 2e-3), (1 << 26, 0.1))),)
+    )
     assert c.seconds("all_gather", 1 << 20, 4) == 2e-3
     assert c.seconds("all_gather", 10, 4) == 1e-3
     assert c.seconds("all_gather", 1 << 27, 4) == pytest.approx(0.2)
@@ -242,21 +366,32 @@ def test_a_measured_point_is_what_was_measured() -> None:
 def test_measured_groups_grow_where_the_formula_has_no_steps() -> None:
     """Latencies of 0, or a curve of one rank: nothing to grow by, and nothing to divide by."""
     for p in (1, 2):
-        c = Cluster(launch=0, latency=0, measured=(Curve("all_gather", p, 1, ((1 << 10, 1e-5), (1 << 20, 1e-3))),))
+        c = Cluster(
+            launch=0,
+            latency=0,
+            measured=(Curve("all_gather", p, 1, ((1 << 10, 1e-5), (1 << 20, 1e-3))),),
+        )
         took = [c.seconds("all_gather", 1 << 20, ranks) for ranks in (2, 4, 8)]
         assert took == sorted(took)
         assert c.seconds("all_gather", 1 << 10, 4) == 1e-5
 
 
 def test_measured_group_sizes_are_joined() -> None:
-    c = Cluster(measured=tuple(Curve("broadcast", p, 1, ((1 << 20, s),)) for p, s in ((2, 1e-3), (8, 4e-3))))
+    c = Cluster(
+        measured=tuple(Curve("broadcast", p, 1, ((1 << 20, s),)) for p, s in ((2, 1e-3), (8, 4e-3)))
+    )
     assert c.seconds("broadcast", 1 << 20, 4) == pytest.approx(2e-3)
 
 
 def test_measured_between_nodes_is_kept_apart() -> None:
-    near, far = Curve("all_gather", 2, 1, ((1 << 20, 1e-3),)), Curve("all_gather", 2, 2, ((1 << 20, 5e-3),))
+    near, far = (
+        Curve("all_gather", 2, 1, ((1 << 20, 1e-3),)),
+        Curve("all_gather", 2, 2, ((1 << 20, 5e-3),)),
+    )
     c = Cluster(node_size=2, measured=(near, far))
-    assert c.seconds("all_reduce", 1 << 20, (0, 2)) == 10e-3  # of what was measured, not of constants
+    assert (
+        c.seconds("all_reduce", 1 << 20, (0, 2)) == 10e-3
+    )  # of what was measured, not of constants
     assert c.seconds("all_gather", 1 << 20, (0, 1)) == 1e-3
     assert c.seconds("all_gather", 1 << 20, (0, 2)) == 5e-3
 
@@ -266,13 +401,15 @@ def test_copies_can_be_measured_too() -> None:
     assert c.seconds("slice", 1 << 20, 1) == c.seconds("copy", 1 << 20, 1) == 1e-3
 
 
-@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((1, 0.0),), ((1, math.inf),), ((1, 1.0), (1, 2.0))])
+@pytest.mark.parametrize(
+    "points", [(), ((0, 1.0),), ((1, 0.0),), ((1, math.inf),), ((1, 1.0), (1, 2.0))]
+)
 def test_curves_that_cannot_be(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValueError, match="the curve of all_gather among 2 ranks"):
         Curve("all_gather", 2, 1, points)
 
 
-# ---------------------------------------------------------------------------------------------------------------- presets, files, values
+# --------------------------------------------------------------------------- presets, files, values
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -305,7 +442,9 @@ def test_a_cluster_is_a_value(c: Cluster) -> None:
 
 def test_files_say_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    with pytest.raises(ClusterError, match=r"cluster\.json: cannot be read: No such file.*globaltensor profile"):
+    with pytest.raises(
+        ClusterError, match=r"cluster\.json: cannot be read: No such file.*globaltensor profile"
+    ):
         Cluster.load(path)
     for text, told in {
         "{": "is no JSON",
@@ -321,16 +460,54 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
         '{"globaltensor_cluster": 1, "bucketed": 0}': "bucketed=0.0: a factor above 0",
         '{"globaltensor_cluster": 1, "flops": {"float32": "fast"}}': r"flops\[float32\]='fast'",
         '{"globaltensor_cluster": 1, "ops": {"mm": 1}}': r"ops\[mm\]=1: must be two numbers",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send"}]}': r"measured\[0\]: needs kind, ranks",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": [[1, -1]]}]}': r"measured\[0\]: the curve of send",
-        '{"globaltensor_cluster": 1, "node_size": 2, "node_latency": 0}': "cannot reach other nodes quicker",
+        '{"globaltensor_cluster": 1, "measured": [{"kind": "send"}]}': (
+            r"measured\[0\]: needs "
+            r"kind, ranks"
+        ),
+        (
+            '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": [[1, '
+            "-1]]}]}"
+        ): (
+            r"measured\[0\]: "
+            r"the "
+            r"curve "
+            r"of "
+            r"send"
+        ),
+        '{"globaltensor_cluster": 1, "node_size": 2, "node_latency": 0}': (
+            "cannot reach other nodes quicker"
+        ),
         "[" * 100_000: "is no JSON",
         '{"globaltensor_cluster": 1, "size": 1e999}': "size=inf: must be a whole number",
         '{"globaltensor_cluster": 1, "memory": NaN}': "memory=nan: must be a number",
-        '{"globaltensor_cluster": 1, "bandwidth": 1' + "0" * 400 + "}": r"bandwidth=1000.*\(401 digits\): must be a number that a float can hold",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": NaN, "points": []}]}': r"measured\[0\]\.ranks=nan: must be a number",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2.5, "points": []}]}': r"measured\[0\]\.ranks=2.5: must be a whole",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": [[1e999, 1]]}]}': r"measured\[0\]\.points=inf: must be a whole",
+        '{"globaltensor_cluster": 1, "bandwidth": 1'
+        + "0" * 400
+        + "}": r"bandwidth=1000.*\(401 digits\): must be a number that a float can hold",
+        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": NaN, "points": []}]}': (
+            r"measured\[0\]\.ranks=nan: "
+            r"must "
+            r"be "
+            r"a "
+            r"number"
+        ),
+        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2.5, "points": []}]}': (
+            r"measured\[0\]\.ranks=2.5: "
+            r"must "
+            r"be "
+            r"a "
+            r"whole"
+        ),
+        (
+            '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": '
+            "[[1e999, "
+            "1]]}]}"
+        ): (
+            r"measured\[0\]\.points=inf: "
+            r"must "
+            r"be "
+            r"a "
+            r"whole"
+        ),
     }.items():
         path.write_text(text)
         with pytest.raises(ClusterError, match=told):
@@ -339,17 +516,33 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_file_written_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    path.write_text(json.dumps({"globaltensor_cluster": 1, "name": "mine", "bandwidth": 100_000_000_000, "flops": {"float32": 1e12}}))
+    path.write_text(
+        json.dumps(
+            {
+                "globaltensor_cluster": 1,
+                "name": "mine",
+                "bandwidth": 100_000_000_000,
+                "flops": {"float32": 1e12},
+            }
+        )
+    )
     assert Cluster.load(path) == Cluster(name="mine", bandwidth=1e11, flops={"float32": 1e12})
 
 
-def test_unlawful_curves_are_mended_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlawful_curves_are_mended_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "cluster.json"
-    c = Cluster(measured=(Curve("all_reduce", 2, 1, ((1 << 10, 4e-3), (1 << 20, 1e-3), (1 << 25, 1.0))),))
+    c = Cluster(
+        measured=(Curve("all_reduce", 2, 1, ((1 << 10, 4e-3), (1 << 20, 1e-3), (1 << 25, 1.0))),)
+    )
     c.save(path)
     with caplog.at_level("WARNING", "globaltensor"):
         assert Cluster.load(path) == c
-    assert "all_reduce among 2 ranks on 1 nodes: more bytes took less time at 2 of 3 sizes" in caplog.text
+    assert (
+        "all_reduce among 2 ranks on 1 nodes: more bytes took less time at 2 of 3 sizes"
+        in caplog.text
+    )
     assert c.seconds("all_reduce", 1 << 10, 2) == pytest.approx(2e-3)
 
 
@@ -357,12 +550,18 @@ def test_times_of_ops() -> None:
     c = Cluster(ops={"linear 8x8": (1e-3, 2e-3)})
     assert c.op("linear 8x8") == (1e-3, 2e-3)
     assert c.op("linear 9x9") is None
-    assert c.with_ops({"linear 9x9": (1.0, 2.0)}).ops == {"linear 8x8": (1e-3, 2e-3), "linear 9x9": (1.0, 2.0)}
+    assert c.with_ops({"linear 9x9": (1.0, 2.0)}).ops == {
+        "linear 8x8": (1e-3, 2e-3),
+        "linear 9x9": (1.0, 2.0),
+    }
 
 
 def test_an_exchange_over_nodes_costs_their_links() -> None:
     def seconds(there: list[int]) -> float:
-        a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", ranks), [split(0)]) for ranks in ([0, 1], there))
+        a, b = (
+            Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", ranks), [split(0)])
+            for ranks in ([0, 1], there)
+        )
         route = plan_boxing(a, b)
         assert [m.kind for m in route.moves] == ["exchange"]
         return route.seconds
@@ -372,7 +571,9 @@ def test_an_exchange_over_nodes_costs_their_links() -> None:
 
 
 def test_what_was_not_measured_follows_from_the_gathers() -> None:
-    c = Cluster(measured=(Curve("all_gather", 4, 1, ((1 << 10, 1e-3), (1 << 20, 2e-3), (1 << 26, 0.1))),))
+    c = Cluster(
+        measured=(Curve("all_gather", 4, 1, ((1 << 10, 1e-3), (1 << 20, 2e-3), (1 << 26, 0.1))),)
+    )
     assert c.seconds("all_to_all", 1 << 20, 4) == 2e-3
     assert c.seconds("exchange", 3 << 18, 4) == pytest.approx(2e-3)
     assert c.seconds("reduce_scatter", 1 << 20, 4) == 2e-3
@@ -380,17 +581,29 @@ def test_what_was_not_measured_follows_from_the_gathers() -> None:
 
 
 def test_of_a_slow_all_reduce_the_halves_are_run() -> None:
-    a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1, 2, 3]), [entry]) for entry in (partial_sum, broadcast))
+    a, b = (
+        Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1, 2, 3]), [entry])
+        for entry in (partial_sum, broadcast)
+    )
     assert [m.kind for m in plan_boxing(a, b).moves] == ["all_reduce"]
     half, whole = ((1 << 10, 1e-5), (1 << 22, 1e-3)), ((1 << 10, 3e-5), (1 << 22, 3e-3))
-    slow = Cluster(measured=(Curve("all_gather", 4, 1, half), Curve("reduce_scatter", 4, 1, half), Curve("all_reduce", 4, 1, whole)))
+    slow = Cluster(
+        measured=(
+            Curve("all_gather", 4, 1, half),
+            Curve("reduce_scatter", 4, 1, half),
+            Curve("all_reduce", 4, 1, whole),
+        )
+    )
     with use_cluster(slow):
         assert [m.kind for m in plan_boxing(a, b).moves] == ["reduce_scatter", "all_gather"]
 
 
 def test_pieces_of_later_dims_cost_copies_where_these_were_measured() -> None:
     def seconds(before: object, after: object) -> float:
-        a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1]), [entry]) for entry in (before, after))  # type: ignore[list-item]
+        a, b = (
+            Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1]), [entry])
+            for entry in (before, after)
+        )  # type: ignore[list-item]
         return plan_boxing(a, b).seconds
 
     gather = Curve("all_gather", 2, 1, ((1 << 10, 1e-5), (1 << 22, 1e-3)))
@@ -401,4 +614,6 @@ def test_pieces_of_later_dims_cost_copies_where_these_were_measured() -> None:
     with use_cluster(Cluster(measured=(gather, copies))):
         assert seconds(split(0), broadcast) == pytest.approx(1e-3)
         assert seconds(split(1), broadcast) == pytest.approx(1.1e-3)
-        assert seconds(broadcast, split(0)) < seconds(broadcast, split(1))  # a view of rows that lie together
+        assert seconds(broadcast, split(0)) < seconds(
+            broadcast, split(1)
+        )  # a view of rows that lie together

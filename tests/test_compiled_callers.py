@@ -1,4 +1,5 @@
-"""torch.compile around code on global tensors: the numbers are those of one device, on every rank alike; a warning says so, fullgraph=True is refused."""
+"""torch.compile around code on global tensors: the numbers are those of one device, on every rank
+alike; a warning says so, fullgraph=True is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +94,11 @@ def by_method(m: Any, opt: Any, **options: Any) -> Step:
 
 def by_parts(m: Any, opt: Any, **options: Any) -> Step:
     """The model, the loss and the optimizer's step, each compiled."""
-    model, square, update = torch.compile(m, **options), torch.compile(lambda y: y.pow(2).mean(), **options), torch.compile(opt.step, **options)
+    model, square, update = (
+        torch.compile(m, **options),
+        torch.compile(lambda y: y.pow(2).mean(), **options),
+        torch.compile(opt.step, **options),
+    )
 
     def step(x: torch.Tensor) -> torch.Tensor:
         opt.zero_grad()
@@ -135,15 +140,20 @@ def by_forward(m: Any, opt: Any, **options: Any) -> Step:
     return step
 
 
-SPELLINGS = {f.__name__: f for f in (by_function, by_arguments, by_method, by_parts, by_module, by_forward)}
+SPELLINGS = {
+    f.__name__: f for f in (by_function, by_arguments, by_method, by_parts, by_module, by_forward)
+}
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(t.detach().numpy())
 
 
-def trained(spelling: str, plan: str | None, kind: Any = torch.optim.AdamW, **options: Any) -> list[torch.Tensor]:
-    """The losses of some steps, then gradients and parameters; ``plan`` None: of one device, without a compiler."""
+def trained(
+    spelling: str, plan: str | None, kind: Any = torch.optim.AdamW, **options: Any
+) -> list[torch.Tensor]:
+    """The losses of some steps, then gradients and parameters; ``plan`` None: of one device,
+    without a compiler."""
     m = net()
     if plan is not None:
         flow.parallelize(m, flow.placement.all("cpu"), plan)
@@ -165,12 +175,17 @@ def train_every_way(start: None) -> dict[str, float]:
         warnings.simplefilter("ignore")
         for plan in ("data", "fsdp", "tensor"):
             for spelling in SPELLINGS:
-                found[f"{plan} {spelling}"] = differs(trained(spelling, plan, backend="eager"), wanted)
+                found[f"{plan} {spelling}"] = differs(
+                    trained(spelling, plan, backend="eager"), wanted
+                )
         for options in (
-            {"backend": "aot_eager"}, {"backend": "inductor"}, {"dynamic": True}, {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
+            {"backend": "aot_eager"}, {"backend": "inductor"}, {"dynamic": True},
+            {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
         ):  # fmt: skip
             for spelling in ("by_method", "by_parts"):
-                found[f"{options} {spelling}"] = differs(trained(spelling, "tensor", **options), wanted)
+                found[f"{options} {spelling}"] = differs(
+                    trained(spelling, "tensor", **options), wanted
+                )
     return found
 
 
@@ -180,16 +195,24 @@ def test_numbers_are_those_of_one_device() -> None:
 
 
 def quietly(fn: Callable[[None], Any]) -> Any:
-    """Call ``fn(None)`` without warnings: that code is not compiled is told once in a process, to whichever of these tests comes first."""
+    """Call ``fn(None)`` without warnings: that code is not compiled is told once in a process, to
+    whichever of these tests comes first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fn(None)
 
 
 def meet_in_other_ways(start: None) -> dict[str, float]:
-    everyone, torch_compile = flow.placement.all("cpu"), lambda f, **k: torch.compile(f, backend="eager", **k)
+    everyone, torch_compile = (
+        flow.placement.all("cpu"),
+        lambda f, **k: torch.compile(f, backend="eager", **k),
+    )
     x, m = rows(), flow.parallelize(net(), flow.placement.all("cpu"), "tensor")
-    g, reference, first = x.to_global(everyone, B).to_global(sbp=S(0)), net(), flow.placement("cpu", [0])
+    g, reference, first = (
+        x.to_global(everyone, B).to_global(sbp=S(0)),
+        net(),
+        flow.placement("cpu", [0]),
+    )
 
     class Box:
         def __init__(self) -> None:
@@ -229,8 +252,12 @@ def meet_in_other_ways(start: None) -> dict[str, float]:
         "one rank": lambda: torch_compile(at_one_rank)(x),
         "graph of a compiled module": lambda: graph(g),
         "compiled graph": lambda: torch_compile(graph)(g),
-        "local_map of a compiled function": lambda: m(flow.local_map(torch_compile(lambda t: t * 2, fullgraph=True), S(0), [S(0)])(g) / 2),
-        "compiled local_map": lambda: torch_compile(lambda g: m(flow.local_map(lambda t: t * 2, S(0), [S(0)])(g) / 2))(g),
+        "local_map of a compiled function": lambda: m(
+            flow.local_map(torch_compile(lambda t: t * 2, fullgraph=True), S(0), [S(0)])(g) / 2
+        ),
+        "compiled local_map": lambda: torch_compile(
+            lambda g: m(flow.local_map(lambda t: t * 2, S(0), [S(0)])(g) / 2)
+        )(g),
         "under the guard": lambda: guarded(torch_compile(m), x),
         "in lists": lambda: torch_compile(lambda pair: m(pair[0][0]))([[g], 1]),
     }
@@ -269,11 +296,18 @@ def flex_every_way(start: None) -> dict[str, float]:
         compiled = torch.compile(flex_attention)
         for layout in (S(0), S(1), S(2), B):
             a, b, c = [t.to_global(everyone, B).to_global(sbp=layout) for t in (q, k, v)]
-            for name, options in {"score_mod": {"score_mod": lambda s, b, h, i, j: s + h * 0.5 + b}, "mask": {"block_mask": mask}}.items():
+            for name, options in {
+                "score_mod": {"score_mod": lambda s, b, h, i, j: s + h * 0.5 + b},
+                "mask": {"block_mask": mask},
+            }.items():
                 wanted = flex_attention(q, k, v, **options)
-                far[f"{layout} {name}"] = float((whole(compiled(a, b, c, **options)) - wanted).abs().max())
+                far[f"{layout} {name}"] = float(
+                    (whole(compiled(a, b, c, **options)) - wanted).abs().max()
+                )
                 inside = torch.compile(lambda *t, o=options: flex_attention(*t, **o))
-                far[f"{layout} {name} in a function"] = float((whole(inside(a, b, c)) - wanted).abs().max())
+                far[f"{layout} {name} in a function"] = float(
+                    (whole(inside(a, b, c)) - wanted).abs().max()
+                )
     return far
 
 
@@ -282,7 +316,7 @@ def test_flex_attention_compiled_as_its_users_do() -> None:
         assert not {name: far for name, far in found.items() if far > 1e-10}
 
 
-LIBRARY = '''
+LIBRARY = """
 import torch
 
 def update(p, grad, momentum, lr):
@@ -302,13 +336,16 @@ class Optimizer(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(p)
                 lr = torch.tensor(group["lr"], dtype=torch.float64)
                 torch.compile(update, fullgraph=True, dynamic=False, backend="eager")(p.detach(), p.grad, state["momentum"], lr)
-'''
+"""  # noqa: E501
 
 
 def library_optimizer(folder: str) -> Any:
-    """An optimizer that compiles its update with fullgraph=True, as torchao's do, in a file of this folder."""
+    """An optimizer that compiles its update with fullgraph=True, as torchao's do, in a file of this
+    folder."""
     module = types.ModuleType("imitated_optimizer")
-    exec(compile(LIBRARY, os.path.join(folder, "imitated", "optimizer.py"), "exec"), module.__dict__)
+    exec(
+        compile(LIBRARY, os.path.join(folder, "imitated", "optimizer.py"), "exec"), module.__dict__
+    )
     return module.Optimizer
 
 
@@ -317,7 +354,10 @@ def train_by_a_library(start: None) -> list[float]:
     wanted = trained("by_function", None, kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [differs(trained("by_module", plan, kind, backend="eager"), wanted) for plan in ("data", "fsdp", "tensor")]
+        return [
+            differs(trained("by_module", plan, kind, backend="eager"), wanted)
+            for plan in ("data", "fsdp", "tensor")
+        ]
 
 
 def test_optimizers_of_libraries_that_compile_their_step() -> None:
@@ -331,7 +371,10 @@ def whole_graphs(start: None) -> dict[str, str]:
     m, x = flow.parallelize(net(), everyone, "tensor"), rows()
     opt, made = torch.optim.SGD(m.parameters(), lr=0.1), x.to_global(everyone, B)
     optimizers = []
-    for folder in (sysconfig.get_path("purelib"), "/home/user"):  # the same code, of a library and of the user
+    for folder in (
+        sysconfig.get_path("purelib"),
+        "/home/user",
+    ):  # the same code, of a library and of the user
         weight = made.clone()
         weight.grad = made
         optimizers.append(library_optimizer(folder)([weight], 0.1))
@@ -361,8 +404,12 @@ def test_fullgraph_is_refused_on_every_rank_alike() -> None:
     assert first == second
     assert first.pop("an optimizer of a library") == "nothing"
     for name, text in first.items():
-        assert text.startswith(("CompileError: test_compiled_callers.py:", "CompileError: optimizer.py:")), (name, text)
-        assert all(word in text for word in ("fullgraph=True", "nn.Graph", "enable_compile", "force_eager")), (name, text)
+        assert text.startswith(
+            ("CompileError: test_compiled_callers.py:", "CompileError: optimizer.py:")
+        ), (name, text)
+        assert all(
+            word in text for word in ("fullgraph=True", "nn.Graph", "enable_compile", "force_eager")
+        ), (name, text)
 
 
 def warn_once(start: None) -> list[str]:
@@ -373,7 +420,11 @@ def warn_once(start: None) -> list[str]:
         for _ in range(2):
             torch.compile(m, backend="eager")(x)
             torch.compile(lambda x: m(x), backend="eager")(x)
-    return [f"{os.path.basename(w.filename)} {w.category.__name__} {w.message}" for w in seen if "compile" in str(w.message)]
+    return [
+        f"{os.path.basename(w.filename)} {w.category.__name__} {w.message}"
+        for w in seen
+        if "compile" in str(w.message)
+    ]
 
 
 def test_one_warning_names_the_way_that_compiles(fresh_pool: Callable[[int], Pool]) -> None:
@@ -410,13 +461,23 @@ def test_code_on_plain_tensors_is_compiled_as_ever() -> None:
     assert not run(x).is_global  # type: ignore[attr-defined]
     assert frames() > before
     wanted = alone(x).detach()
-    alone.to_global(flow.placement.all("cpu"), B)  # type: ignore[operator]  # what was compiled for plain parameters must not run on global ones
+    # what was compiled for plain parameters must not run on global ones
+    alone.to_global(flow.placement.all("cpu"), B)  # type: ignore[operator]
     assert run(x).is_global  # type: ignore[attr-defined]
     assert float((whole(run(x)) - wanted).abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize("make", [lambda: nn.SyncBatchNorm(8).eval(), lambda: nn.Sequential(nn.Linear(8, 4), nn.GELU()), lambda: nn.LayerNorm(8)])
-def test_torchs_modules_that_this_library_wraps_are_compiled_whole(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.SyncBatchNorm(8).eval(),
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.GELU()),
+        lambda: nn.LayerNorm(8),
+    ],
+)
+def test_torchs_modules_that_this_library_wraps_are_compiled_whole(
+    make: Callable[[], nn.Module],
+) -> None:
     torch._dynamo.reset()
     m, x = make(), torch.randn(4, 8)
     assert torch.allclose(torch.compile(m, backend="eager", fullgraph=True)(x), m(x))
@@ -426,7 +487,10 @@ def compiled_autograd(start: None) -> float:
     wanted = trained("by_function", None)
     with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return max(differs(trained(s, "tensor", backend="eager"), wanted) for s in ("by_function", "by_forward"))
+        return max(
+            differs(trained(s, "tensor", backend="eager"), wanted)
+            for s in ("by_function", "by_forward")
+        )
 
 
 def test_compiled_autograd_leaves_global_gradients_alone() -> None:
@@ -434,5 +498,8 @@ def test_compiled_autograd_leaves_global_gradients_alone() -> None:
 
 
 def test_importing_does_not_import_the_compiler() -> None:
-    program = "import sys, globaltensor; assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
+    program = (
+        "import sys, globaltensor; assert 'torch._dynamo' not in sys.modules and "
+        "'torch._inductor' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -20,13 +20,21 @@ from globaltensor.errors import GlobalTensorError, PlacementError, SbpError
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum, split
 from globaltensor.sharding.placement import Placement
 
-LINE, GRID, ONE = Placement("cpu", [0, 1, 2]), Placement("cpu", [[3, 0], [2, 1]]), Placement("cpu", [0])
+LINE, GRID, ONE = (
+    Placement("cpu", [0, 1, 2]),
+    Placement("cpu", [[3, 0], [2, 1]]),
+    Placement("cpu", [0]),
+)
 S0, S1 = split(0), split(1)
 FLAT: list[tuple[Placement, tuple[Sbp, ...]]] = [
     *((LINE, (e,)) for e in (S0, partial_sum, partial_max)),
     *((GRID, pair) for pair in ((S0, S0), (partial_sum, split(-1)))),
 ]
-TABLES = [*FLAT, (LINE, (S1,)), *((GRID, p) for p in itertools.product((broadcast, S0, S1), repeat=2))]
+TABLES = [
+    *FLAT,
+    (LINE, (S1,)),
+    *((GRID, p) for p in itertools.product((broadcast, S0, S1), repeat=2)),
+]
 
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 MATRICES: Calls = {
@@ -61,18 +69,27 @@ VECTORS: Calls = {
 }
 
 
-def everywhere(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layouts: list[tuple[Placement, tuple[Sbp, ...]]]) -> None:
+def everywhere(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layouts: list[tuple[Placement, tuple[Sbp, ...]]],
+) -> None:
     want = getattr(torch, name.strip())(*args, **kwargs)
 
     def on_ranks() -> None:
         for placement, layout in layouts:
             with record_collectives() as log:
-                x = getattr(flow, name.strip())(*args, placement=placement, sbp=list(layout), **kwargs)
+                x = getattr(flow, name.strip())(
+                    *args, placement=placement, sbp=list(layout), **kwargs
+                )
             assert not log, "creating communicates"
             assert isinstance(x, GlobalTensor)
             assert tuple(x.shape) == tuple(want.shape)
             assert x.dtype == want.dtype
-            assert x.spec.layout == tuple(split(e.dim % want.ndim) if e.is_split else e for e in layout)
+            assert x.spec.layout == tuple(
+                split(e.dim % want.ndim) if e.is_split else e for e in layout
+            )
             assert tuple(x.to_local().shape) == x.spec.local_shape(flow.env.get_rank())
             got = x.numpy()
             assert np.array_equal(got, want.numpy()), (name, layout)
@@ -82,7 +99,15 @@ def everywhere(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layouts
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_matrices(name: str) -> None:
-    everywhere(name, *MATRICES[name], [t for t in TABLES if MATRICES[name][1].get("dtype") is not torch.bool or not t[1][0].is_partial])
+    everywhere(
+        name,
+        *MATRICES[name],
+        [
+            t
+            for t in TABLES
+            if MATRICES[name][1].get("dtype") is not torch.bool or not t[1][0].is_partial
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", VECTORS)
@@ -95,7 +120,9 @@ def test_scalars_and_empty() -> None:
         assert float(flow.scalar_tensor(3.5, placement=LINE, sbp=partial_sum)) == 3.5
         assert float(flow.tensor(2.0, placement=LINE, sbp=broadcast)) == 2.0
         assert tuple(flow.empty(0, 3, placement=LINE, sbp=S0).numpy().shape) == (0, 3)
-        assert tuple(flow.empty(5, 3, dtype=torch.bfloat16, placement=GRID, sbp=[S0, S1]).shape) == (5, 3)
+        assert tuple(
+            flow.empty(5, 3, dtype=torch.bfloat16, placement=GRID, sbp=[S0, S1]).shape
+        ) == (5, 3)
 
     simulate(4, on_ranks)
 
@@ -116,7 +143,9 @@ def test_a_rank_makes_its_own_part_only() -> None:
         x = flow.zeros(4, 1 << 20, placement=four, sbp=S0)
         assert x.to_local().shape == (1, 1 << 20)
         assert x.to_local().untyped_storage().nbytes() == 4 << 20
-        assert flow.arange(1 << 22, placement=four, sbp=S0).to_local()[0] == flow.env.get_rank() << 20
+        assert (
+            flow.arange(1 << 22, placement=four, sbp=S0).to_local()[0] == flow.env.get_rank() << 20
+        )
 
     simulate(4, on_ranks)
 
@@ -124,12 +153,24 @@ def test_a_rank_makes_its_own_part_only() -> None:
 def test_likes() -> None:
     def on_ranks() -> None:
         x = flow.ones(5, 4, dtype=torch.float64, placement=GRID, sbp=[S0, broadcast])
-        for name, args in (("zeros", ()), ("ones", ()), ("full", (2.5,)), ("empty", ()), ("rand", ()), ("randn", ()), ("randint", (9,))):
+        for name, args in (
+            ("zeros", ()),
+            ("ones", ()),
+            ("full", (2.5,)),
+            ("empty", ()),
+            ("rand", ()),
+            ("randn", ()),
+            ("randint", (9,)),
+        ):
             y = getattr(torch, name + "_like")(x, *args)
             assert y.spec is x.spec, name
-            z = getattr(flow, name + "_like")(x, *args, dtype=torch.float32, sbp=[S1, S0], device=x.device)
+            z = getattr(flow, name + "_like")(
+                x, *args, dtype=torch.float32, sbp=[S1, S0], device=x.device
+            )
             assert z.spec is x.spec.replace(dtype=torch.float32, layout=[S1, S0])
-            moved = getattr(flow, name + "_like")(x, *args, placement=LINE, sbp=S1, requires_grad=True)
+            moved = getattr(flow, name + "_like")(
+                x, *args, placement=LINE, sbp=S1, requires_grad=True
+            )
             assert moved.placement is LINE
             assert moved.requires_grad
             made = getattr(flow, name + "_like")(torch.empty(3, 2), *args, placement=LINE, sbp=S0)
@@ -145,15 +186,28 @@ def test_new() -> None:
         x = flow.ones(5, 4, dtype=torch.float64, placement=GRID, sbp=[S0, broadcast])
         b = [broadcast, broadcast]
         assert float(x.new_ones(2, 2).sum()) == 4.0
-        made = [x.new_ones(2, 2), x.new_zeros((2, 2)), x.new_empty((2, 2)), x.new_full((2, 2), 3), x.new_tensor([[1, 2], [3, 4]])]
+        made = [
+            x.new_ones(2, 2),
+            x.new_zeros((2, 2)),
+            x.new_empty((2, 2)),
+            x.new_full((2, 2), 3),
+            x.new_tensor([[1, 2], [3, 4]]),
+        ]
         for y in (*made, torch.Tensor.new_ones(x, (2, 2))):
             assert list(y.sbp) == b
             assert y.placement is GRID
             assert y.dtype == torch.float64
-        assert x.new_zeros(3, dtype=torch.int64, device="cpu", requires_grad=False).dtype == torch.int64
+        assert (
+            x.new_zeros(3, dtype=torch.int64, device="cpu", requires_grad=False).dtype
+            == torch.int64
+        )
         assert x.new_ones((6, 2), placement=LINE, sbp=S0).to_local().shape in ((2, 2), (0,))
         there = Placement("meta", GRID.ranks)
-        for y in (x.new_ones(2, device="meta"), torch.zeros_like(x, device="meta"), torch.empty_like(x, device=torch.device("meta"))):
+        for y in (
+            x.new_ones(2, device="meta"),
+            torch.zeros_like(x, device="meta"),
+            torch.empty_like(x, device=torch.device("meta")),
+        ):
             assert y.is_meta
             assert y.placement is there
         assert y.sbp == x.sbp
@@ -172,17 +226,28 @@ def test_new() -> None:
 
 def test_the_old_constructor() -> None:
     def on_ranks() -> None:
-        for x in (flow.Tensor(2, 3, placement=LINE, sbp=S0), flow.Tensor(torch.Size((2, 3)), placement=LINE, sbp=S0)):
+        for x in (
+            flow.Tensor(2, 3, placement=LINE, sbp=S0),
+            flow.Tensor(torch.Size((2, 3)), placement=LINE, sbp=S0),
+        ):
             assert (x.shape, x.dtype, x.sbp) == ((2, 3), torch.float32, (S0,))
         rows = [[1, 2], [3, 4]]
-        for data in (rows, np.array(rows), torch.tensor(rows), flow.tensor(rows, placement=LINE, sbp=broadcast)):
+        for data in (
+            rows,
+            np.array(rows),
+            torch.tensor(rows),
+            flow.tensor(rows, placement=LINE, sbp=broadcast),
+        ):
             x = flow.Tensor(data, placement=LINE, sbp=S0)
             assert (x.dtype, x.sbp, x.tolist()) == (torch.float32, (S0,), rows)
 
     simulate(3, on_ranks)
     plain = flow.Tensor([[1, 2]])
     assert type(plain) is torch.Tensor
-    assert (torch.Tensor, flow.nn.Parameter(plain).__class__.__mro__[1]) == (flow.Tensor, flow.Tensor)
+    assert (torch.Tensor, flow.nn.Parameter(plain).__class__.__mro__[1]) == (
+        flow.Tensor,
+        flow.Tensor,
+    )
     assert isinstance(plain, flow.Tensor)
     assert issubclass(GlobalTensor, flow.Tensor)
     assert not isinstance(3, flow.Tensor)
@@ -191,13 +256,36 @@ def test_the_old_constructor() -> None:
 
 def test_typed_constructors() -> None:
     def on_ranks() -> None:
-        for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"):
+        for kind in (
+            "BFloat16",
+            "Bool",
+            "Byte",
+            "Char",
+            "Double",
+            "Float",
+            "Half",
+            "Int",
+            "Long",
+            "Short",
+        ):
             made, own = getattr(flow, f"{kind}Tensor"), getattr(torch, f"{kind}Tensor")
             x = made([[1, 0], [1, 1], [0, 1]], placement=LINE, sbp=S0)
-            assert (x.dtype, x.sbp, x.tolist()) == (own.dtype, (S0,), own([[1, 0], [1, 1], [0, 1]]).tolist())
-            assert (made(2, 3, placement=LINE, sbp=S0).shape, made(2, 3).shape, type(made(2, 3))) == ((2, 3), (2, 3), torch.Tensor)
+            assert (x.dtype, x.sbp, x.tolist()) == (
+                own.dtype,
+                (S0,),
+                own([[1, 0], [1, 1], [0, 1]]).tolist(),
+            )
+            assert (
+                made(2, 3, placement=LINE, sbp=S0).shape,
+                made(2, 3).shape,
+                type(made(2, 3)),
+            ) == ((2, 3), (2, 3), torch.Tensor)
             assert (made == own, isinstance(x, made), made.dtype) == (True, True, own.dtype)
-            assert (isinstance(x, flow.Tensor), torch.ones(2).type(made).dtype, x.double().type(made).dtype) == (True, own.dtype, own.dtype)
+            assert (
+                isinstance(x, flow.Tensor),
+                torch.ones(2).type(made).dtype,
+                x.double().type(made).dtype,
+            ) == (True, own.dtype, own.dtype)
             with pytest.raises(PlacementError, match=rf"{kind}Tensor got sbp=.*add placement="):
                 made(2, 3, sbp=S0)
         with pytest.raises(PlacementError, match=r"^Tensor got sbp="):
@@ -218,9 +306,12 @@ def test_global_ids_are_the_same_on_every_rank() -> None:
 
 
 NUMPY: dict[str, Callable[[Any, Any], Any]] = {
-    "x + a": lambda x, a: x + a, "x - a": lambda x, a: x - a, "x * a": lambda x, a: x * a, "x / a": lambda x, a: x / a, "x // a": lambda x, a: x // a,
-    "x % a": lambda x, a: x % a, "x ** a": lambda x, a: x**a, "x @ a": lambda x, a: x @ a, "a / x": lambda x, a: a / x, "x == a": lambda x, a: x == a,
-    "sin": lambda x, a: np.sin(x), "isnan": lambda x, a: np.isnan(x), "maximum": np.maximum, "exp of a sum": lambda x, a: np.exp(x.sum()),
+    "x + a": lambda x, a: x + a, "x - a": lambda x, a: x - a, "x * a": lambda x, a: x * a,
+    "x / a": lambda x, a: x / a, "x // a": lambda x, a: x // a,
+    "x % a": lambda x, a: x % a, "x ** a": lambda x, a: x**a, "x @ a": lambda x, a: x @ a,
+    "a / x": lambda x, a: a / x, "x == a": lambda x, a: x == a,
+    "sin": lambda x, a: np.sin(x), "isnan": lambda x, a: np.isnan(x), "maximum": np.maximum,
+    "exp of a sum": lambda x, a: np.exp(x.sum()),
 }  # fmt: skip
 
 
@@ -282,7 +373,11 @@ def test_a_device_says_the_placements_type() -> None:
     def on_ranks() -> None:
         x = flow.ones(5, 3, placement=LINE, sbp=S0)
         elsewhere = LINE.with_type("meta")
-        for y in (torch.empty_like(x, device="meta"), torch.zeros_like(x, device=torch.device("meta")), flow.tensor(x, device="meta")):
+        for y in (
+            torch.empty_like(x, device="meta"),
+            torch.zeros_like(x, device=torch.device("meta")),
+            flow.tensor(x, device="meta"),
+        ):
             assert (y.placement, y.sbp, y.shape) == (elsewhere, (S0,), (5, 3))
         assert x.new_ones(2, device="meta").placement == elsewhere
         assert torch.ones_like(x, device="cpu").placement is LINE
@@ -300,7 +395,12 @@ def test_from_a_global_tensor() -> None:
         with pytest.raises(TypeError, match=r"argument 'dtype' must be torch\.dtype, not str"):
             flow.tensor(x, dtype="float64")
         y = x * 2
-        for copy in (flow.tensor(y), flow.tensor(data=y, requires_grad=True), y.new_tensor(y), flow.tensor(y, device="cpu", dtype=torch.float32)):
+        for copy in (
+            flow.tensor(y),
+            flow.tensor(data=y, requires_grad=True),
+            y.new_tensor(y),
+            flow.tensor(y, device="cpu", dtype=torch.float32),
+        ):
             assert copy.is_leaf
             assert (copy.sbp, copy.placement) == ((S0,), LINE)
             assert copy.tolist() == [0, 2, 4, 6, 8]
@@ -330,7 +430,11 @@ BAD: list[tuple[Callable[[], Any], type[GlobalTensorError], str]] = [
     (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, device="cpu"), PlacementError, "device"),
     (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, out=torch.empty(2, 2)), PlacementError, "out"),
     (lambda: flow.ones(2, placement=Placement("cpu", [0, 7]), sbp=S0), PlacementError, "rank 7"),
-    (lambda: flow.tensor(flow.ones(2, placement=ONE, sbp=S0), placement=ONE, device="cuda"), PlacementError, "leave out device"),
+    (
+        lambda: flow.tensor(flow.ones(2, placement=ONE, sbp=S0), placement=ONE, device="cuda"),
+        PlacementError,
+        "leave out device",
+    ),
     (lambda: flow.zeros(2, 2, layout=torch.sparse_coo, placement=ONE, sbp=S0), SbpError, "layout"),
 ]
 

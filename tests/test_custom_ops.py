@@ -1,4 +1,5 @@
-"""Operators that programs make with torch.library: their rules under every spelling, without a function for fake tensors, writing into arguments."""
+"""Operators that programs make with torch.library: their rules under every spelling, without a
+function for fake tensors, writing into arguments."""
 
 from __future__ import annotations
 
@@ -60,18 +61,21 @@ def laid_out(value: Tensor, sbp: Any, where: Any = None) -> Any:
 
 
 def same(got: Any, want: Tensor) -> None:
-    torch.testing.assert_close(gather_global_value(got) if got.is_global else got.detach(), want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        gather_global_value(got) if got.is_global else got.detach(), want, rtol=1e-12, atol=1e-13
+    )
 
 
 def once(name: str, make: Callable[[str], Any]) -> Any:
-    """Return the operator of a name, made by the first of the ranks that are threads of one process."""
+    """Return the operator of a name, made by the first of the ranks that are threads of one
+    process."""
     with lock:
         if name not in known:
             known[name] = make(name)
         return known[name]
 
 
-# ---------------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 
 
 def squared(x: Tensor) -> Tensor:
@@ -82,7 +86,10 @@ def custom_op(name: str, made: Callable[..., Any] = torch.library.custom_op) -> 
     op = made(f"{SPACE}::{name}", squared, mutates_args=())
     if made is torch.library.custom_op:
         op.register_fake(torch.empty_like)
-    op.register_autograd(lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+    op.register_autograd(
+        lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
     return op
 
 
@@ -96,7 +103,9 @@ def defined(name: str) -> Any:
     library._register_fake(name, torch.empty_like)
     qualified = f"{SPACE}::{name}"
     torch.library.register_autograd(
-        qualified, lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+        qualified,
+        lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
     )
     return getattr(getattr(torch.ops, SPACE), name)
 
@@ -153,7 +162,10 @@ def test_operands_in_lists() -> None:
 
 
 def test_targets_that_no_rule_is_found_for_are_refused() -> None:
-    with pytest.raises(GlobalTensorError, match="neither a function of torch nor an operator has the name 'nonesuch'"):
+    with pytest.raises(
+        GlobalTensorError,
+        match="neither a function of torch nor an operator has the name 'nonesuch'",
+    ):
         flow.rule("nonesuch", "a -> a")
     with pytest.raises(GlobalTensorError, match="neither a function of torch nor an operator"):
         flow.rule(f"{SPACE}::nonesuch", "a -> a")
@@ -162,7 +174,7 @@ def test_targets_that_no_rule_is_found_for_are_refused() -> None:
             flow.rule(target, "a -> a")
 
 
-# ---------------------------------------------------------------------------------------------------------------- without fakes
+# ------------------------------------------------------------------------------------ without fakes
 
 
 @torch.library.custom_op(f"{SPACE}::unfaked", mutates_args=())
@@ -191,7 +203,10 @@ def test_ranks_outside_know_what_came_out() -> None:
     def on_ranks() -> None:
         where = flow.placement("cpu", [0, 2])
         same(unfaked(laid_out(values(5, 3), S(0), where)), values(5, 3).square())
-        same(places(laid_out(values(5, 3).relu(), S(0), where)), values(5, 3).relu().flatten().nonzero())
+        same(
+            places(laid_out(values(5, 3).relu(), S(0), where)),
+            values(5, 3).relu().flatten().nonzero(),
+        )
 
     simulate(3, on_ranks)
 
@@ -200,7 +215,10 @@ def test_the_rule_of_an_operator_without_a_fake_says_what_to_add() -> None:
     flow.rule(unfaked, "a b -> a b")
 
     def on_ranks() -> None:
-        with pytest.raises(GlobalTensorError, match=r"nobody knows the shape of its result.*register_fake.*local_map"):
+        with pytest.raises(
+            GlobalTensorError,
+            match=r"nobody knows the shape of its result.*register_fake.*local_map",
+        ):
             unfaked(laid_out(values(5, 3), S(0)))
 
     simulate(2, on_ranks)
@@ -215,7 +233,7 @@ def test_a_graph_asks_for_a_fake() -> None:
         Step()(values(5, 3))
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 @torch.library.custom_op(f"{SPACE}::add_into", mutates_args=("x",))
@@ -253,14 +271,20 @@ def written(where: Any) -> None:
         if a is b is None:
             continue
         x, y, total = values(4, 3), values(4, 3, seed=1), values(3, seed=2)
-        ours = [t.clone() if sbp is None else laid_out(t, sbp, where) for t, sbp in ((x, a), (y, b))]
+        ours = [
+            t.clone() if sbp is None else laid_out(t, sbp, where) for t, sbp in ((x, a), (y, b))
+        ]
         assert add_into(*ours, scale=0.5) is None  # type: ignore[func-returns-value]
         same(ours[0], x + 0.5 * y)
         same(ours[1], y)
         add_each([ours[0], ours[1]], ours[0] * 1)
         same(ours[0], 2 * (x + 0.5 * y))
         same(ours[1], y + x + 0.5 * y)
-        rows = total.clone() if b is None else laid_out(total, [e if e != S(1) else S(0) for e in b], where)
+        rows = (
+            total.clone()
+            if b is None
+            else laid_out(total, [e if e != S(1) else S(0) for e in b], where)
+        )
         first = x.clone() if a is None else laid_out(x, a, where)
         same(add_rows(first, rows), x * 2)
         same(rows, total + x.sum(0))
@@ -329,7 +353,9 @@ def declared_on_processes() -> None:
     before = dict(RULES)
     declare()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", flow.errors.FallbackWarning)  # of operands that have not the dims of the rule
+        warnings.simplefilter(
+            "ignore", flow.errors.FallbackWarning
+        )  # of operands that have not the dims of the rule
         with_rules()
     RULES.clear()
     RULES.update(before)
@@ -350,7 +376,9 @@ def test_a_graph_with_an_operator_that_writes() -> None:
     for sbp in (B, S(0), P):
         graph = Step()
         for seed in range(2):
-            same(graph(laid_out(values(4, 3, seed=seed), sbp)), values(4, 3, seed=seed).square() * 3)
+            same(
+                graph(laid_out(values(4, 3, seed=seed), sbp)), values(4, 3, seed=seed).square() * 3
+            )
 
 
 def test_arguments_of_several_placements_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Slices of a split dim, and what split and chunk give of it, stay split: ranks hand each other just what they lack."""
+"""Slices of a split dim, and what split and chunk give of it, stay split: ranks hand each other
+just what they lack."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
-LAYOUTS = {(2,): [[S(0)], [S(1)], [P]], (3,): [[S(0)], [S(1)]], (2, 2): [[S(0), S(1)], [S(1), S(1)], [S(1), P], [B, S(1)], [S(1), S(0)]]}
+LAYOUTS = {
+    (2,): [[S(0)], [S(1)], [P]],
+    (3,): [[S(0)], [S(1)]],
+    (2, 2): [[S(0), S(1)], [S(1), S(1)], [S(1), P], [B, S(1)], [S(1), S(0)]],
+}
 
 
 def placement_of(shape: tuple[int, ...]) -> Any:
@@ -32,7 +37,11 @@ def same(shape: tuple[int, ...], layout: list[Any], x: torch.Tensor, function: A
     weighed(want).backward()
 
     def on_ranks() -> None:
-        t = x.to_global(placement_of(shape), [B] * len(shape)).to_global(sbp=layout).requires_grad_()
+        t = (
+            x.to_global(placement_of(shape), [B] * len(shape))
+            .to_global(sbp=layout)
+            .requires_grad_()
+        )
         got = function(t)
         weighed(got).backward()
         for mine, one in zip(got, want, strict=True):
@@ -46,13 +55,31 @@ bounds = st.one_of(st.none(), st.integers(-9, 9))
 slices = st.builds(slice, bounds, bounds, st.one_of(st.none(), st.integers(1, 3)))
 
 
-@given(rows=slices, columns=slices, sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)), where=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+@given(
+    rows=slices,
+    columns=slices,
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)),
+    where=st.sampled_from(sorted(LAYOUTS)),
+    data=st.data(),
+)
 @settings(max_examples=120)
-def test_slices(rows: slice, columns: slice, sizes: tuple[int, int], where: tuple[int, ...], data: Any) -> None:
-    same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*sizes), lambda x: [x[rows, columns], x[rows], x[..., columns]])
+def test_slices(
+    rows: slice, columns: slice, sizes: tuple[int, int], where: tuple[int, ...], data: Any
+) -> None:
+    same(
+        where,
+        data.draw(st.sampled_from(LAYOUTS[where])),
+        values(*sizes),
+        lambda x: [x[rows, columns], x[rows], x[..., columns]],
+    )
 
 
-@given(cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4), dim=st.integers(0, 1), where=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+@given(
+    cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    dim=st.integers(0, 1),
+    where=st.sampled_from(sorted(LAYOUTS)),
+    data=st.data(),
+)
 @settings(max_examples=120)
 def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> None:
     shape = [3, 3]
@@ -75,11 +102,16 @@ def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> 
     data=st.data(),
 )
 @settings(max_examples=120)
-def test_cat(sizes: list[int], dim: int, whole: list[bool], where: tuple[int, ...], data: Any) -> None:
+def test_cat(
+    sizes: list[int], dim: int, whole: list[bool], where: tuple[int, ...], data: Any
+) -> None:
     def joined(x: Any) -> list[Any]:
         parts = x.split(sizes, dim)
         if isinstance(x, flow.GlobalTensor):
-            parts = [p.to_global(sbp=B if len(where) == 1 else [B, B]) if alike else p for p, alike in zip(parts, whole, strict=False)]
+            parts = [
+                p.to_global(sbp=B if len(where) == 1 else [B, B]) if alike else p
+                for p, alike in zip(parts, whole, strict=False)
+            ]
         return [torch.cat([parts[0], *reversed(parts), *parts], dim)]
 
     shape = [3, 3]

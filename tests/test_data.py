@@ -1,4 +1,5 @@
-"""flow.utils.data: global batches are those of one device, whatever the placement; each rank reads its share alone; a place in an epoch can be kept."""
+"""flow.utils.data: global batches are those of one device, whatever the placement; each rank reads
+its share alone; a place in an epoch can be kept."""
 
 from __future__ import annotations
 
@@ -56,13 +57,26 @@ def one_device(length: int, size: int, shuffle: bool, drop_last: bool, epoch: in
     dataset = Squares(length)
     sampler: Any = data.DistributedSampler(dataset, 1, 0, shuffle, seed=5)
     sampler.set_epoch(epoch)
-    return [flat(batch) for batch in data.DataLoader(dataset, size, sampler=sampler, drop_last=drop_last)]
+    return [
+        flat(batch)
+        for batch in data.DataLoader(dataset, size, sampler=sampler, drop_last=drop_last)
+    ]
 
 
-def every_batch(ranks: list[Any], sbp: Sequence[Any], length: int, size: int, shuffle: bool, drop_last: bool, epoch: int, check: bool) -> tuple[Any, ...]:
+def every_batch(
+    ranks: list[Any],
+    sbp: Sequence[Any],
+    length: int,
+    size: int,
+    shuffle: bool,
+    drop_last: bool,
+    epoch: int,
+    check: bool,
+) -> tuple[Any, ...]:
     dataset = Squares(length)
     loader = GlobalDataLoader(
-        dataset, size, placement=flow.placement("cpu", ranks), sbp=sbp, shuffle=shuffle, seed=5, drop_last=drop_last, check_meta=check
+        dataset, size, placement=flow.placement("cpu", ranks), sbp=sbp, shuffle=shuffle, seed=5,
+        drop_last=drop_last, check_meta=check
     )  # fmt: skip
     loader.set_epoch(epoch)
     got = [flat(batch) for batch in loader]
@@ -79,7 +93,9 @@ def every_batch(ranks: list[Any], sbp: Sequence[Any], length: int, size: int, sh
     epoch=st.integers(0, 3),
     check=st.booleans(),
 )
-def test_batches_are_those_of_one_device(grid: Any, length: int, size: int, shuffle: bool, drop_last: bool, epoch: int, check: bool) -> None:
+def test_batches_are_those_of_one_device(
+    grid: Any, length: int, size: int, shuffle: bool, drop_last: bool, epoch: int, check: bool
+) -> None:
     ranks, sbp = grid
     world = int(torch.tensor(ranks).max()) + 1
     told = simulate(world, every_batch, ranks, sbp, length, size, shuffle, drop_last, epoch, check)
@@ -87,7 +103,9 @@ def test_batches_are_those_of_one_device(grid: Any, length: int, size: int, shuf
     for got, _ in told:
         assert got == want
     read = [i for _, asked in told for i in asked]
-    assert sorted(read) == sorted(i for batch in want for i, *_ in batch[0]), "each sample is read once on all ranks together"
+    assert sorted(read) == sorted(i for batch in want for i, *_ in batch[0]), (
+        "each sample is read once on all ranks together"
+    )
 
 
 def test_a_replica_reads_once_and_augments_alike() -> None:
@@ -95,7 +113,9 @@ def test_a_replica_reads_once_and_augments_alike() -> None:
         torch.manual_seed(flow.env.get_rank())  # ranks that draw numbers of their own
         dataset = data.TensorDataset(torch.arange(8.0))
         noisy = [(x + torch.rand(()),) for (x,) in dataset]
-        loader = GlobalDataLoader(noisy, 4, placement=flow.placement("cpu", [[0, 1], [2, 3]]), sbp=[S(0), B])  # type: ignore[arg-type]
+        loader = GlobalDataLoader(
+            noisy, 4, placement=flow.placement("cpu", [[0, 1], [2, 3]]), sbp=[S(0), B]
+        )  # type: ignore[arg-type]
         return [batch[0].to_local().tolist() for batch in loader]
 
     told = simulate(4, augmented)
@@ -106,20 +126,31 @@ def test_kinds_of_structure() -> None:
     def kinds() -> Any:
         def collate(samples: list[int]) -> Any:
             rows = torch.tensor(samples)
-            return UserDict(pair=Pair(rows, [rows + 1, (rows + 2,)]), names=[f"s{i}" for i in samples], none=None)
+            return UserDict(
+                pair=Pair(rows, [rows + 1, (rows + 2,)]),
+                names=[f"s{i}" for i in samples],
+                none=None,
+            )
 
-        loader = GlobalDataLoader(range(5), 5, placement=flow.placement("cpu", [0, 1]), sbp=S(0), collate_fn=collate)  # type: ignore[arg-type]
+        loader = GlobalDataLoader(
+            range(5), 5, placement=flow.placement("cpu", [0, 1]), sbp=S(0), collate_fn=collate
+        )  # type: ignore[arg-type]
         (batch,) = loader
         assert isinstance(batch["pair"], Pair)
         assert batch["none"] is None
         return batch["pair"].rows.tolist(), batch["pair"].labels[1][0].tolist(), batch["names"]
 
-    assert simulate(2, kinds) == [([0, 1, 2, 3, 4], [2, 3, 4, 5, 6], ["s0", "s1", "s2"]), ([0, 1, 2, 3, 4], [2, 3, 4, 5, 6], ["s3", "s4"])]
+    assert simulate(2, kinds) == [
+        ([0, 1, 2, 3, 4], [2, 3, 4, 5, 6], ["s0", "s1", "s2"]),
+        ([0, 1, 2, 3, 4], [2, 3, 4, 5, 6], ["s3", "s4"]),
+    ]
 
 
 def test_the_place_in_an_epoch_is_kept_for_any_number_of_ranks() -> None:
     def loader() -> GlobalDataLoader:
-        return GlobalDataLoader(range(20), 3, placement=flow.placement.all("cpu"), sbp=S(0), shuffle=True, seed=2)  # type: ignore[arg-type]
+        return GlobalDataLoader(
+            range(20), 3, placement=flow.placement.all("cpu"), sbp=S(0), shuffle=True, seed=2
+        )  # type: ignore[arg-type]
 
     def begin() -> Any:
         here = loader()
@@ -166,13 +197,21 @@ def test_a_state_of_other_batches_is_refused() -> None:
 
 
 def test_what_is_no_state_is_refused() -> None:
-    with pytest.raises(GlobalTensorError, match=r"no state of a loader: it has no epoch, batches, .*seed \(but step\)"):
-        GlobalDataLoader(range(4), 2, placement=flow.placement("cpu", [0])).load_state_dict({"step": 3})  # type: ignore[arg-type]
+    with pytest.raises(
+        GlobalTensorError,
+        match=r"no state of a loader: it has no epoch, batches, .*seed \(but step\)",
+    ):
+        GlobalDataLoader(range(4), 2, placement=flow.placement("cpu", [0])).load_state_dict(
+            {"step": 3}
+        )  # type: ignore[arg-type]
 
 
 def test_reading_leaves_torchs_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
-    assert len(list(GlobalDataLoader(range(8), 2, placement=flow.placement("cpu", [0]), shuffle=True))) == 4  # type: ignore[arg-type]
+    assert (
+        len(list(GlobalDataLoader(range(8), 2, placement=flow.placement("cpu", [0]), shuffle=True)))
+        == 4
+    )  # type: ignore[arg-type]
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -182,11 +221,19 @@ def padded(samples: list[int]) -> torch.Tensor:
 
 def test_shares_that_do_not_fit_are_told() -> None:
     def read(collate: Any) -> None:
-        list(GlobalDataLoader(range(4), 4, placement=flow.placement("cpu", [0, 1]), sbp=S(0), collate_fn=collate))  # type: ignore[arg-type]
+        list(
+            GlobalDataLoader(
+                range(4), 4, placement=flow.placement("cpu", [0, 1]), sbp=S(0), collate_fn=collate
+            )
+        )  # type: ignore[arg-type]
 
-    with pytest.raises(ShapeError, match=r"rank 0 has float32\[2, 2\], rank 1 float32\[2, 4\].*pad to a length"):
+    with pytest.raises(
+        ShapeError, match=r"rank 0 has float32\[2, 2\], rank 1 float32\[2, 4\].*pad to a length"
+    ):
         simulate(2, read, padded)
-    with pytest.raises(ShapeError, match=r"shape \[3\] of rank 0's 2 samples: dim 0 must count them"):
+    with pytest.raises(
+        ShapeError, match=r"shape \[3\] of rank 0's 2 samples: dim 0 must count them"
+    ):
         simulate(2, read, lambda samples: torch.zeros(3))
 
 
@@ -201,14 +248,18 @@ def test_what_makes_no_sense_is_told() -> None:
     with pytest.raises(GlobalTensorError, match="at least 1, not 0"):
         GlobalDataLoader(range(3), 0, placement=place)  # type: ignore[arg-type]
     with pytest.raises(GlobalTensorError, match="give one"):
-        GlobalDataLoader(range(3), 1, placement=place, shuffle=True, sampler=data.SequentialSampler(range(3)))  # type: ignore[arg-type]
+        GlobalDataLoader(
+            range(3), 1, placement=place, shuffle=True, sampler=data.SequentialSampler(range(3))
+        )  # type: ignore[arg-type]
     with pytest.raises(SbpError, match="partial_sum"):
         GlobalDataLoader(range(3), 1, placement=place, sbp=flow.sbp.partial_sum)  # type: ignore[arg-type]
 
 
 def test_another_sampler_gives_another_order() -> None:
     backwards = data.BatchSampler(range(5, -1, -1), 1, False)
-    loader = GlobalDataLoader(range(6), 4, placement=flow.placement("cpu", [0]), sampler=[i for [i] in backwards])  # type: ignore[arg-type]
+    loader = GlobalDataLoader(
+        range(6), 4, placement=flow.placement("cpu", [0]), sampler=[i for [i] in backwards]
+    )  # type: ignore[arg-type]
     assert [b.tolist() for b in loader] == [[5, 4, 3, 2], [1, 0]]
 
 
@@ -217,7 +268,15 @@ def on_processes() -> tuple[Any, ...]:
     torch.manual_seed(0)
     rows, labels = torch.randn(10, 4), torch.randn(10, 1)
     place = flow.placement.all("cpu")
-    loader = GlobalDataLoader(data.TensorDataset(rows, labels), 4, placement=place, sbp=S(0), shuffle=True, num_workers=2, persistent_workers=True)
+    loader = GlobalDataLoader(
+        data.TensorDataset(rows, labels),
+        4,
+        placement=place,
+        sbp=S(0),
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+    )
     epochs = []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -240,7 +299,11 @@ def test_workers_and_training_on_processes() -> None:
 def shares() -> tuple[int, int, list[int], list[float]]:
     sampler = DistributedSampler(range(9), seed=3)  # type: ignore[arg-type]
     sampler.set_epoch(1)
-    loader = flow.utils.data.DataLoader(torch.arange(6.0), batch_size=3, sampler=flow.utils.data.DistributedSampler(torch.arange(6.0), shuffle=False))
+    loader = flow.utils.data.DataLoader(
+        torch.arange(6.0),
+        batch_size=3,
+        sampler=flow.utils.data.DistributedSampler(torch.arange(6.0), shuffle=False),
+    )
     return sampler.num_replicas, sampler.rank, list(sampler), torch.cat(list(loader)).tolist()
 
 
@@ -263,7 +326,9 @@ def test_everything_else_is_torchs() -> None:
 def test_batches_arrive_on_the_gpu() -> None:
     rows = torch.randn(64, 3)
     place = flow.placement("cuda", [0])
-    loader = GlobalDataLoader(data.TensorDataset(rows, torch.arange(64)), 10, placement=place, sbp=S(0), num_workers=1)
+    loader = GlobalDataLoader(
+        data.TensorDataset(rows, torch.arange(64)), 10, placement=place, sbp=S(0), num_workers=1
+    )
     got = [(x.to_local(), y.to_local()) for x, y in loader]
     assert {t.device.type for pair in got for t in pair} == {"cuda"}
     assert torch.equal(torch.cat([x for x, _ in got]).cpu(), rows)

@@ -1,4 +1,5 @@
-"""Data that is wrong on one rank alone: all ranks end, none waits for its time limit, and that rank's error is told first."""
+"""Data that is wrong on one rank alone: all ranks end, none waits for its time limit, and that
+rank's error is told first."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ for epoch in range(1000):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y, reduction=reduction).mean().backward()
         optimizer.step()
-"""
-SECONDS = 150.0  # for torch to be imported by all ranks, and for all to end; ranks wait for each other four times as long
+"""  # noqa: E501
+# for torch to be imported by all ranks, and for all to end; ranks wait for each other four times as
+# long
+SECONDS = 150.0
 
 
 @pytest.fixture
@@ -54,11 +57,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=["target", "target over gloo", "token", "sample of a worker over gloo"],
 )
-def test_wrong_data_on_one_rank_ends_all(arguments: tuple[object, ...], says: str, shared: str, folder: Path) -> None:
+def test_wrong_data_on_one_rank_ends_all(
+    arguments: tuple[object, ...], says: str, shared: str, folder: Path
+) -> None:
     script = write_script(folder, TRAINING)
-    with Launched(folder, "--nproc_per_node", 2, script, *arguments, GLOBALTENSOR_SHARED_MEMORY=shared) as started:
+    with Launched(
+        folder, "--nproc_per_node", 2, script, *arguments, GLOBALTENSOR_SHARED_MEMORY=shared
+    ) as started:
         assert started.code(SECONDS) == 1
         summary = started.err[started.err.index("globaltensor.launch: rank") :]
-        assert f"globaltensor.launch: rank {arguments[1]} (local rank {arguments[1]}" in summary.splitlines()[0]
+        assert (
+            f"globaltensor.launch: rank {arguments[1]} (local rank {arguments[1]}"
+            in summary.splitlines()[0]
+        )
         assert f"| {says}" in summary
         assert nobody_left(folder)

@@ -1,4 +1,5 @@
-"""DistributedDataParallel beside one process that sees the whole batch: torch's arguments and OneFlow's, on real processes."""
+"""DistributedDataParallel beside one process that sees the whole batch: torch's arguments and
+OneFlow's, on real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from globaltensor.nn.parallel import DistributedDataParallel
 
 def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)
+    ).double()
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +87,18 @@ def call(fn: Callable[..., Any], keywords: dict[str, Any]) -> Any:
 def count_buckets(**keywords: Any) -> list[int]:
     sizes: list[int] = []
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def] # torch reads the annotations, and would not know strings
+    # torch reads the annotations, and would not know strings
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
         sizes.append(len(bucket.parameters()))
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / flow.env.get_world_size())
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0] / flow.env.get_world_size())
+        )
 
-    m = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]), **keywords)
+    m = DistributedDataParallel(
+        nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]), **keywords
+    )
     m.register_comm_hook(None, hook)
     for _ in range(2):  # torch makes its buckets anew after the first pass
         sizes.clear()
@@ -96,11 +106,18 @@ def count_buckets(**keywords: Any) -> list[int]:
     return sizes
 
 
-BUCKETS: list[tuple[dict[str, Any], list[int]]] = [({}, [6]), ({"use_bucket": False}, [1] * 6), ({"bucket_size": 1}, [1] * 6), ({"bucket_size": 2}, [2] * 3)]
+BUCKETS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [6]),
+    ({"use_bucket": False}, [1] * 6),
+    ({"bucket_size": 1}, [1] * 6),
+    ({"bucket_size": 2}, [2] * 3),
+]
 
 
 @pytest.mark.parametrize(("keywords", "sizes"), BUCKETS, ids=str)
-def test_buckets_hold_as_many_parameters_as_asked(keywords: dict[str, Any], sizes: list[int]) -> None:
+def test_buckets_hold_as_many_parameters_as_asked(
+    keywords: dict[str, Any], sizes: list[int]
+) -> None:
     assert run_on(2, call, count_buckets, keywords) == [sizes] * 2
 
 
@@ -126,12 +143,20 @@ def joins() -> None:
             loss(m, batch(step)[1]).backward()
             alone = model()
             loss(alone, batch(step)[1]).backward()
-            same(gradients(m), of_whole(step) if step < 2 else [g / flow.env.get_world_size() for g in gradients(alone)])
+            same(
+                gradients(m),
+                of_whole(step)
+                if step < 2
+                else [g / flow.env.get_world_size() for g in gradients(alone)],
+            )
 
 
 def keeps_their_own() -> None:
     m = DistributedDataParallel(model(flow.env.get_rank()), broadcast_parameters=False)
-    same([p.detach() for p in m.parameters()], [p.detach() for p in model(flow.env.get_rank()).parameters()])
+    same(
+        [p.detach() for p in m.parameters()],
+        [p.detach() for p in model(flow.env.get_rank()).parameters()],
+    )
 
 
 class Counts(nn.Module):
@@ -206,7 +231,10 @@ def states() -> None:
     assert list(m.state_dict()) == keys, "the module's own keys"
     assert m.state_dict()._metadata == plain.state_dict()._metadata
     other = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    for state in (m.state_dict(), {f"module.{k}": v for k, v in m.state_dict().items()}):  # (the second is torch's spelling)
+    for state in (
+        m.state_dict(),
+        {f"module.{k}": v for k, v in m.state_dict().items()},
+    ):  # (the second is torch's spelling)
         nn.init.zeros_(other.module[0].weight)
         given = dict(state)
         other.load_state_dict(state)
@@ -215,7 +243,7 @@ def states() -> None:
     inside = nn.ModuleDict({"m": m})
     assert list(inside.state_dict()) == [f"m.{k}" for k in keys]
     inside.load_state_dict(inside.state_dict())
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\).*module\.0\.weight'):
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*module\.0\.weight"):
         m.load_state_dict({})
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "extra"'):
         m.load_state_dict(m.state_dict() | {"extra": torch.ones(1)})
@@ -230,9 +258,14 @@ def test_state_dicts() -> None:
 
 def wrong_models() -> None:
     rank = flow.env.get_rank()
-    with pytest.raises(WorldError, match=r"rank 0 has weight, float32\[2, 2\], where rank 1 has weight, float32\[3, 2\]"):
+    with pytest.raises(
+        WorldError,
+        match=r"rank 0 has weight, float32\[2, 2\], where rank 1 has weight, float32\[3, 2\]",
+    ):
         DistributedDataParallel(nn.Linear(2, 2 + rank))
-    with pytest.raises(WorldError, match=r"rank 0 has bias, float32\[2\], where rank 1 has no parameter more"):
+    with pytest.raises(
+        WorldError, match=r"rank 0 has bias, float32\[2\], where rank 1 has no parameter more"
+    ):
         DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0))
     with pytest.raises(GlobalTensorError, match="bucket_cap_mb and bucket_size"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=1, bucket_size=3)
@@ -263,8 +296,15 @@ def test_a_module_on_cuda_moves_to_the_local_rank(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for local, index, moves in ((2, 0, [(torch.device("cuda", 2),)]), (0, 0, []), (2, 3, []), (5, 0, [])):
-        monkeypatch.setattr(distributed, "start", lambda local=local: type("W", (), {"local_rank": local})())
+    for local, index, moves in (
+        (2, 0, [(torch.device("cuda", 2),)]),
+        (0, 0, []),
+        (2, 3, []),
+        (5, 0, []),
+    ):
+        monkeypatch.setattr(
+            distributed, "start", lambda local=local: type("W", (), {"local_rank": local})()
+        )
         fake = Fake(index)
         distributed._to_own_device(fake)
         assert fake.moved == moves

@@ -1,4 +1,5 @@
-"""DistributedDataParallel over modules of global tensors: replicas of tensor-parallel and sharded models beside one process that sees the whole batch."""
+"""DistributedDataParallel over modules of global tensors: replicas of tensor-parallel and sharded
+models beside one process that sees the whole batch."""
 
 from __future__ import annotations
 
@@ -61,9 +62,13 @@ def same(m: nn.Module, plain: nn.Module, gradients: bool = True) -> None:
             assert p.grad is not None, name
             assert q.grad is not None
             assert p.grad.sbp == p.sbp
-            torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text, name=name: f"gradient of {name}: {text}")
+            torch.testing.assert_close(
+                whole(p.grad), q.grad, msg=lambda text, name=name: f"gradient of {name}: {text}"
+            )
         else:
-            torch.testing.assert_close(whole(p), q.detach(), msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                whole(p), q.detach(), msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def trains(sbp: Any, rows_sbp: Any) -> None:
@@ -72,7 +77,9 @@ def trains(sbp: Any, rows_sbp: Any) -> None:
     same(m, plain, gradients=False)
     optimizers = [torch.optim.AdamW(x.parameters(), lr=0.05) for x in (m, plain)]
     for step in range(3):
-        for optimizer, net, rows in zip(optimizers, (m, plain), (share(step, rows_sbp), batch(step)), strict=True):
+        for optimizer, net, rows in zip(
+            optimizers, (m, plain), (share(step, rows_sbp), batch(step)), strict=True
+        ):
             optimizer.zero_grad()
             loss(net, rows).backward()
         same(m, plain)
@@ -89,7 +96,9 @@ def accumulates(sbp: Any, rows_sbp: Any) -> None:
         with m.no_sync():
             for step in range(2):
                 loss(m, share(step, rows_sbp)).backward()
-        assert not [t for t in log if set(t.ranks) - set(replica()[1].flat)], "nothing leaves the replica inside no_sync"
+        assert not [t for t in log if set(t.ranks) - set(replica()[1].flat)], (
+            "nothing leaves the replica inside no_sync"
+        )
         loss(m, share(2, rows_sbp)).backward()
     same(m, plain)
 
@@ -107,8 +116,14 @@ def read_in_between(sbp: Any, rows_sbp: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [trains, accumulates, read_in_between], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("sbp", "rows_sbp"), [(TENSOR, B), ({"*": B}, S(0)), (SHARDED, S(0)), (TENSOR, S(0))], ids=["tensor", "data", "sharded", "mixed"])
-def test_replicas_train_as_one_process_does(what: Callable[..., None], sbp: Any, rows_sbp: Any) -> None:
+@pytest.mark.parametrize(
+    ("sbp", "rows_sbp"),
+    [(TENSOR, B), ({"*": B}, S(0)), (SHARDED, S(0)), (TENSOR, S(0))],
+    ids=["tensor", "data", "sharded", "mixed"],
+)
+def test_replicas_train_as_one_process_does(
+    what: Callable[..., None], sbp: Any, rows_sbp: Any
+) -> None:
     run_on(4, what, sbp, rows_sbp)
 
 
@@ -123,10 +138,13 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_gradients_cross_once_in_buckets() -> None:
-    """What a replica holds whole is summed over all ranks at once, what it splits between those that correspond."""
+    """What a replica holds whole is summed over all ranks at once, what it splits between those
+    that correspond."""
     for rank, told in enumerate(run_on(4, traffic)):
         mates, peers = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-        assert told == sorted([("all_reduce", mates), ("all_reduce", peers), ("all_reduce", (0, 1, 2, 3))])
+        assert told == sorted(
+            [("all_reduce", mates), ("all_reduce", peers), ("all_reduce", (0, 1, 2, 3))]
+        )
 
 
 class Counts(nn.Module):
@@ -195,10 +213,24 @@ def mistakes() -> None:
 
 
 def test_what_goes_by_torchs_reducer_is_refused() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
-    with pytest.raises(GlobalTensorError, match=r"DistributedDataParallel.join is for modules of local parameters: .* drop_last"), model.join():
+    model = DistributedDataParallel(
+        nn.Linear(2, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast)
+    )
+    with (
+        pytest.raises(
+            GlobalTensorError,
+            match=r"DistributedDataParallel.join is for modules of local parameters: .* drop_last",
+        ),
+        model.join(),
+    ):
         pass
-    with pytest.raises(GlobalTensorError, match=r"register_comm_hook is for modules of local parameters: .* flow.set_grad_reduce_dtype"):
+    with pytest.raises(
+        GlobalTensorError,
+        match=(
+            r"register_comm_hook is for modules of local parameters: .* "
+            r"flow.set_grad_reduce_dtype"
+        ),
+    ):
         model.register_comm_hook(None, lambda state, bucket: bucket)
 
 

@@ -1,4 +1,5 @@
-"""flow.distributed, flow.comm, flow.env: every collective in every way; the world that starts by itself beside init_process_group; what is told of mistakes."""
+"""flow.distributed, flow.comm, flow.env: every collective in every way; the world that starts by
+itself beside init_process_group; what is told of mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from globaltensor.distributed import rdma
 from globaltensor.distributed.launch import reserved_port
 from globaltensor.errors import GlobalTensorError, ShapeError, WorldError
 
-# ---------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def test_every_collective_on_gloo() -> None:
@@ -77,7 +78,11 @@ def in_oneflows_spelling() -> None:
     comm.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
     assert part.item() == 2 * (rank + 1)
     parts = torch.empty(2, 3)
-    for shape in ((4, 3), (2, 3, 2), (12,)):  # what torch takes, and what says only how many there are
+    for shape in (
+        (4, 3),
+        (2, 3, 2),
+        (12,),
+    ):  # what torch takes, and what says only how many there are
         comm.reduce_scatter_tensor(parts.zero_(), torch.arange(12.0).reshape(shape))
         assert parts.flatten().tolist() == [2.0 * (6 * rank + i) for i in range(6)]
     comm.reduce_scatter_tensor(gaps[0], mine.repeat(2))
@@ -124,14 +129,19 @@ def a_result_that_does_not_fit() -> None:
     if flow.env.get_rank() == 0:
         flow.comm.send(torch.ones(3), 1)
     else:
-        with pytest.raises(ShapeError, match=r"out is torch\.float32 \(2,\), but rank 0 sends torch\.float32 \(3,\)"):
+        with pytest.raises(
+            ShapeError,
+            match=r"out is torch\.float32 \(2,\), but rank 0 sends torch\.float32 \(3,\)",
+        ):
             flow.comm.recv(0, out=torch.ones(2))
         flow.comm.recv(0, (3,), torch.float32, "cpu")
 
 
 def sparse_sum() -> list[Any]:
     rank = flow.env.get_rank()
-    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns where only the call asks for it
+    with (
+        torch.sparse.check_sparse_tensor_invariants()
+    ):  # torch 2.11 warns where only the call asks for it
         x = torch.sparse_coo_tensor([[0, 2 + rank]], torch.tensor([1.0, 2.0]) * (rank + 1), (4,))
     y = x.clone()
     dist.all_reduce(x)
@@ -149,21 +159,28 @@ def test_flow_comm_refuses_what_does_not_fit() -> None:
 
 
 def test_signatures_are_torchs() -> None:
-    for name in set(torch.distributed.distributed_c10d.__all__) - {"reduce_op"}:  # (which warns when looked at)
+    for name in set(torch.distributed.distributed_c10d.__all__) - {
+        "reduce_op"
+    }:  # (which warns when looked at)
         theirs, ours = getattr(torch.distributed.distributed_c10d, name), getattr(dist, name)
         if inspect.isfunction(theirs) and name != "init_process_group":
-            missing = [p for p in inspect.signature(theirs).parameters if p not in inspect.signature(ours).parameters and not p.startswith("_")]
+            missing = [
+                p
+                for p in inspect.signature(theirs).parameters
+                if p not in inspect.signature(ours).parameters and not p.startswith("_")
+            ]
             free = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(ours).parameters.values())
             assert free or not missing, f"{name} does not take {missing}"
     assert dist.ReduceOp is torch.distributed.ReduceOp
     assert dist.TCPStore is torch.distributed.TCPStore
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks that differ
+# -------------------------------------------------------------------------------- ranks that differ
 
 
 def differ(kind: str) -> str:
-    """What this rank is told where the ranks call different things; the group it happened in is lost."""
+    """What this rank is told where the ranks call different things; the group it happened in is
+    lost."""
     rank = flow.env.get_rank()
     group = dist.new_group(timeout=datetime.timedelta(seconds=10))
 
@@ -173,13 +190,25 @@ def differ(kind: str) -> str:
 
     calls: dict[str, Any] = {
         "size": lambda: dist.all_reduce(torch.zeros(10 if rank else 1000), group=group),
-        "dtype": lambda: dist.all_reduce(torch.zeros(4, dtype=torch.int32 if rank else torch.float32), group=group),  # as many bytes: gloo would add them up
-        "op": lambda: dist.all_reduce(torch.zeros(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group),
+        "dtype": lambda: dist.all_reduce(
+            torch.zeros(4, dtype=torch.int32 if rank else torch.float32), group=group
+        ),  # as many bytes: gloo would add them up
+        "op": lambda: dist.all_reduce(
+            torch.zeros(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group
+        ),
         "root": lambda: dist.broadcast(torch.zeros(4), src=rank, group=group),
-        "longer than sent": lambda: dist.broadcast(torch.zeros(10 if rank else 3), src=0, group=group),  # gloo would leave the rest as it was
-        "collective": lambda: dist.barrier(group=group) if rank else dist.all_gather([torch.zeros(2)] * 2, torch.zeros(2), group=group),
+        "longer than sent": lambda: dist.broadcast(
+            torch.zeros(10 if rank else 3), src=0, group=group
+        ),  # gloo would leave the rest as it was
+        "collective": lambda: (
+            dist.barrier(group=group)
+            if rank
+            else dist.all_gather([torch.zeros(2)] * 2, torch.zeros(2), group=group)
+        ),
         "asynchronous": late,
-        "pair": lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(4), [3, 2] if rank else [2, 3], [2, 2], group=group),
+        "pair": lambda: dist.all_to_all_single(
+            torch.zeros(5), torch.zeros(4), [3, 2] if rank else [2, 3], [2, 2], group=group
+        ),
     }
     with pytest.raises(WorldError) as error:
         calls[kind]()
@@ -199,13 +228,23 @@ def differ(kind: str) -> str:
     ],
 )
 def test_ranks_that_differ_are_told(kind: str, first: str, second: str) -> None:
-    told, end = run_on(2, differ, kind), "all ranks of a group must call the same, with tensors that match"
-    assert told == [f"rank 0 calls {first}, but rank 1 calls {second}: {end}", f"rank 1 calls {second}, but rank 0 calls {first}: {end}"]
+    told, end = (
+        run_on(2, differ, kind),
+        "all ranks of a group must call the same, with tensors that match",
+    )
+    assert told == [
+        f"rank 0 calls {first}, but rank 1 calls {second}: {end}",
+        f"rank 1 calls {second}, but rank 0 calls {first}: {end}",
+    ]
 
 
 def test_an_all_to_all_whose_pairs_differ_is_told() -> None:
     told = run_on(2, differ, "pair")
-    assert told == [f"all_to_all_single: rank {1 - r} sends 2 elements to rank {r}, which expects 3; make the sizes agree" for r in range(2)]
+    assert told == [
+        f"all_to_all_single: rank {1 - r} sends 2 elements to rank {r}, which expects 3; make the "
+        f"sizes agree"
+        for r in range(2)
+    ]
 
 
 def mixed_blocking() -> list[float]:
@@ -245,7 +284,9 @@ def a_rank_does_not_come() -> float:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     began = time.monotonic()
     if flow.env.get_rank() == 0:
-        with pytest.raises(WorldError, match=r"rank 0 calls all_reduce of 3 float32.*but rank 1 did not come"):
+        with pytest.raises(
+            WorldError, match=r"rank 0 calls all_reduce of 3 float32.*but rank 1 did not come"
+        ):
             dist.all_reduce(torch.zeros(3), group=group)
     took = time.monotonic() - began
     dist.barrier()
@@ -267,7 +308,9 @@ def global_tensors_are_refused() -> None:
         lambda: dist.P2POp(dist.isend, x, 0),
         lambda: flow.comm.all_reduce(x),
     ):
-        with pytest.raises(GlobalTensorError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"):
+        with pytest.raises(
+            GlobalTensorError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"
+        ):
             call()
 
 
@@ -284,7 +327,7 @@ def test_simulated_ranks_have_no_group(simulated: Any) -> None:
     assert simulated(2, ask) == [(0, 2), (1, 2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- beginnings and ends
+# ------------------------------------------------------------------------------ beginnings and ends
 
 
 def beginnings(store: str) -> list[Any]:
@@ -295,22 +338,34 @@ def beginnings(store: str) -> list[Any]:
         x = torch.ones(2)
         dist.all_reduce(x)
         ones = flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
-        told.append((x.tolist(), dist.get_backend(), flow.env.get_rank() == rank, ones.sum().item()))
+        told.append(
+            (x.tolist(), dist.get_backend(), flow.env.get_rank() == rank, ones.sum().item())
+        )
 
     dist.init_process_group("gloo")  # begun already: agrees
     dist.init_process_group(world_size=2, rank=rank, timeout=datetime.timedelta(seconds=50))
     works()
-    with pytest.raises(WorldError, match=r"asks for world_size 3, rank 2, backend 'nccl', but this process already is rank \d of 2"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"asks for world_size 3, rank 2, backend 'nccl', but this process already is rank "
+            r"\d of 2"
+        ),
+    ):
         dist.init_process_group("nccl", world_size=3, rank=2)
     dist.destroy_process_group()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{store}.1", rank=rank, world_size=2)
     works()
     dist.destroy_process_group()
-    dist.init_process_group(store=torch.distributed.FileStore(f"{store}.2", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        store=torch.distributed.FileStore(f"{store}.2", 2), rank=rank, world_size=2
+    )
     works()
     dist.destroy_process_group()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}.3", rank=rank, world_size=2)  # torch's own, behind our back
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}.3", rank=rank, world_size=2
+    )  # torch's own, behind our back
     works()
     torch.distributed.destroy_process_group()
     dist.destroy_process_group()
@@ -319,7 +374,9 @@ def beginnings(store: str) -> list[Any]:
 
 def test_the_world_and_init_process_group_get_on(fresh_pool: Any, tmp_path: Path) -> None:
     pool = fresh_pool(2)
-    assert pool.run(beginnings, str(tmp_path / "store")) == [[([2.0, 2.0], "gloo", True, 2.0)] * 4] * 2
+    assert (
+        pool.run(beginnings, str(tmp_path / "store")) == [[([2.0, 2.0], "gloo", True, 2.0)] * 4] * 2
+    )
     assert [size for size, _ in pool.run(after_the_end)] == [2, 2], "what asks next starts afresh"
 
 
@@ -343,7 +400,7 @@ dist.destroy_process_group()
 dist.init_process_group("gloo")
 assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), dist.get_backend()) == (0, 1, 0, "gloo")
 print("good")
-"""
+"""  # noqa: E501
 
 
 def test_one_process_needs_no_launcher() -> None:
@@ -366,12 +423,15 @@ def work(rank, store):
 if __name__ == "__main__":
     flow.spawn(work, args=(sys.argv[1],), nprocs=3)
     print("good")
-"""
+"""  # noqa: E501
 
 
 def test_ranks_that_no_launcher_started_find_out_who_shares_a_machine(tmp_path: Path) -> None:
     (tmp_path / "nodes.py").write_text(NODES)
-    assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (0, "good\n")
+    assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (
+        0,
+        "good\n",
+    )
 
 
 ELSEWHERE = """
@@ -380,18 +440,23 @@ dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", ra
 x = torch.ones(2)
 dist.all_reduce(x)
 assert x.tolist() == [2, 2]
-"""
+"""  # noqa: E501
 
 
 def test_ranks_of_a_launcher_may_meet_at_an_address_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     with reserved_port() as port:
-        code, out = run([*LAUNCH, "--nproc_per_node", "2", str(tmp_path / "elsewhere.py"), str(port)], 60)
+        code, out = run(
+            [*LAUNCH, "--nproc_per_node", "2", str(tmp_path / "elsewhere.py"), str(port)], 60
+        )
     assert code == 0, out
 
 
 def test_others_who_cannot_be_joined_are_told() -> None:
-    program = "import globaltensor.distributed as d, datetime as t; d.init_process_group('gloo', timeout=t.timedelta(seconds=2))"
+    program = (
+        "import globaltensor.distributed as d, datetime as t; d.init_process_group('gloo', "
+        "timeout=t.timedelta(seconds=2))"
+    )
     where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     code, out = run([sys.executable, "-c", program], **where)
     assert code == 1
@@ -399,26 +464,39 @@ def test_others_who_cannot_be_joined_are_told() -> None:
     assert "rank 1, world_size 2" in out
 
 
-# ---------------------------------------------------------------------------------------------------------------- RDMA
+# --------------------------------------------------------------------------------------------- RDMA
 
 
 def test_rdma_says_what_it_looked_for(tmp_path: Path) -> None:
     (tmp_path / "mlx5_9" / "ports" / "1").mkdir(parents=True)
     (tmp_path / "mlx5_9" / "ports" / "1" / "state").write_text("1: DOWN\n")
-    with pytest.raises(WorldError, match=r"rank 0 lacks an InfiniBand or RoCE device with an active port \(looked in .*; devices there: mlx5_9\)"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"rank 0 lacks an InfiniBand or RoCE device with an active port \(looked in .*; "
+            r"devices there: mlx5_9\)"
+        ),
+    ):
         rdma.init_rdma(tmp_path)
     assert not flow.env.rdma_is_initialized()
     flow.env.destroy_rdma()
 
 
 def test_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, state, link in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "InfiniBand"), ("rxe0", "4: ACTIVE", "Ethernet")):
+    for name, state, link in (
+        ("mlx5_0", "4: ACTIVE", "InfiniBand"),
+        ("mlx5_1", "1: DOWN", "InfiniBand"),
+        ("rxe0", "4: ACTIVE", "Ethernet"),
+    ):
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "link_layer").write_text(link + "\n")
     assert rdma.devices(tmp_path) == ["mlx5_0:1 (InfiniBand)", "rxe0:1 (RoCE)"]
-    with pytest.raises(WorldError, match="rank 0 lacks a backend that uses RDMA: this world's is gloo, which speaks TCP"):
+    with pytest.raises(
+        WorldError,
+        match="rank 0 lacks a backend that uses RDMA: this world's is gloo, which speaks TCP",
+    ):
         rdma.init_rdma(tmp_path)
     monkeypatch.setattr(flow.distributed.world.world(), "backend", "cpu:gloo,cuda:nccl")
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
@@ -431,7 +509,7 @@ def test_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not flow.env.rdma_is_initialized()
 
 
-# ---------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def test_names_are_torchs() -> None:
@@ -463,7 +541,7 @@ try:
 except AttributeError as error:
     assert str(error) == "neither globaltensor.nn nor torch.nn has 'nothing'", error
 print("good")
-"""
+"""  # noqa: E501
     assert run([sys.executable, "-c", program])[1].splitlines()[-1] == "good"
 
 

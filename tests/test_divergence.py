@@ -1,4 +1,5 @@
-"""Ranks that diverge, plain tensors that differ, replicas that were changed: told on every rank, by default, with the user's line first."""
+"""Ranks that diverge, plain tensors that differ, replicas that were changed: told on every rank, by
+default, with the user's line first."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def line() -> Any:
 
 
 def rows(sbp: Any = None) -> Any:
-    return torch.arange(12.0).view(4, 3).to_global(line(), B).to_global(sbp=S(0) if sbp is None else sbp)  # type: ignore[attr-defined]
+    return (
+        torch.arange(12.0)
+        .view(4, 3)
+        .to_global(line(), B)
+        .to_global(sbp=S(0) if sbp is None else sbp)
+    )  # type: ignore[attr-defined]
 
 
 def refused(body: Any, *patterns: str) -> str:
@@ -50,14 +56,21 @@ def same_on_all(said: list[Any]) -> None:
     assert all(each == said[0] for each in said), said
 
 
-# ---------------------------------------------------------------------------------------------------------------- plain tensors
+# ------------------------------------------------------------------------------------ plain tensors
 
 
 def plain_inputs() -> list[str]:
     rank, where, said = flow.env.get_rank(), line(), []
     mine = torch.full((4, 3), float(rank))
-    mends = (r"test_divergence.py:\d+: ", r"to_global\(placement, sbp=flow.sbp.split\(0\)\)", r"to_global\(placement, sbp=flow.sbp.broadcast\)")
-    held = (r"rank 0: float32\[4, 3\] of \[0, 0, 0, ...\]", r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]")
+    mends = (
+        r"test_divergence.py:\d+: ",
+        r"to_global\(placement, sbp=flow.sbp.split\(0\)\)",
+        r"to_global\(placement, sbp=flow.sbp.broadcast\)",
+    )
+    held = (
+        r"rank 0: float32\[4, 3\] of \[0, 0, 0, ...\]",
+        r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]",
+    )
     model = flow.parallelize(nn.Linear(3, 2), where, "data")
     said.append(refused(lambda: model(mine).sum().backward(), "operand 0 of linear", *held, *mends))
     for _ in range(3):  # the same batch on all ranks is right
@@ -68,11 +81,28 @@ def plain_inputs() -> list[str]:
     said.append(refused(lambda: rows().copy_(mine), "copy_", *held))
     said.append(refused(lambda: mine.clone().add_(rows()), "target of add_", *held))
     said.append(refused(lambda: torch.where(rows() > 3, rows(), mine), "where", *held))
-    said.append(refused(lambda: (rows(B) * 1.0).requires_grad_().backward(mine), "gradient given to backward", *held))
+    said.append(
+        refused(
+            lambda: (rows(B) * 1.0).requires_grad_().backward(mine),
+            "gradient given to backward",
+            *held,
+        )
+    )
     said.append(refused(lambda: flow.tensor(mine.tolist(), placement=where, sbp=S(0)), *held))
-    said.append(refused(lambda: flow.local_map(torch.add, S(0), (S(0), S(0)))(rows(), mine), "local_map", *held))
+    said.append(
+        refused(
+            lambda: flow.local_map(torch.add, S(0), (S(0), S(0)))(rows(), mine), "local_map", *held
+        )
+    )
     # Other shapes, such as the rest of an epoch, are other values.
-    said.append(refused(lambda: model(torch.ones(4 - rank, 3)), r"rank 0: float32\[4, 3\]", r"rank 1: float32\[3, 3\]", *mends))
+    said.append(
+        refused(
+            lambda: model(torch.ones(4 - rank, 3)),
+            r"rank 0: float32\[4, 3\]",
+            r"rank 1: float32\[3, 3\]",
+            *mends,
+        )
+    )
     # Masks that each rank draws from a seed of its own.
     torch.manual_seed(rank)
     said.append(refused(lambda: rows() * torch.rand(4, 3), "torch.manual_seed with one number"))
@@ -142,9 +172,15 @@ class Doubled(flow.nn.Graph):  # type: ignore[misc]
 def graph_inputs() -> str:
     graph = Doubled(flow.parallelize(nn.Linear(3, 2), line(), "data"))
     graph(torch.ones(4, 3))
-    text = refused(lambda: graph(torch.full((4, 3), float(flow.env.get_rank()))), "input 0 of Doubled_", r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]")
+    text = refused(
+        lambda: graph(torch.full((4, 3), float(flow.env.get_rank()))),
+        "input 0 of Doubled_",
+        r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]",
+    )
     graph(torch.ones(4, 3))
-    alone = flow.nn.Graph.trace(lambda x: x * 2)  # of plain tensors alone, which are each rank's own
+    alone = flow.nn.Graph.trace(
+        lambda x: x * 2
+    )  # of plain tensors alone, which are each rank's own
     assert alone(torch.full((2,), float(flow.env.get_rank())))[0] == 2 * flow.env.get_rank()
     return text
 
@@ -161,11 +197,14 @@ def ranks_outside() -> None:
     y = x + torch.full((8,), float(rank in (1, 3)))
     assert y.to_global(placement=line(), sbp=B).to_local().tolist() == [2.0] * 8
     mine = flow.placement("cpu", [0, 1] if rank < 2 else [2, 3])
-    z = torch.ones(4).to_global(mine, B, check_meta=False) * (2 if rank < 2 else 3)  # type: ignore[attr-defined]  # replicas of their own
+    # replicas of their own
+    z = torch.ones(4).to_global(mine, B, check_meta=False) * (2 if rank < 2 else 3)  # type: ignore[attr-defined]
     assert (z + torch.full((4,), float(rank // 2))).to_local()[0] == (2 if rank < 2 else 4)
     # A place that ranks come to with tensors of several placements, not all of them equally often.
     for place in (pair, line(), pair, pair, line(), line()):
-        torch.ones(4, 2).to_global(place, B, check_meta=False) + torch.full((2,), float(place is pair))  # type: ignore[attr-defined]
+        torch.ones(4, 2).to_global(place, B, check_meta=False) + torch.full(
+            (2,), float(place is pair)
+        )  # type: ignore[attr-defined]
     world().comm(tuple(range(4))).barrier()
     with pytest.raises(DivergenceError, match=r"ranks? 3"):
         x + torch.full((8,), float(rank)) if rank in (1, 3) else _raise()
@@ -180,13 +219,15 @@ def test_placements_compare_their_own_ranks() -> None:
     run_on(4, ranks_outside)
 
 
-# ---------------------------------------------------------------------------------------------------------------- whole loaders
+# ------------------------------------------------------------------------------------ whole loaders
 
 
 def loaders() -> None:
     rank, size, where = flow.env.get_rank(), flow.env.get_world_size(), line()
     data = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12))
-    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, size, rank, shuffle=False))
+    loader = DataLoader(
+        data, batch_size=2, sampler=DistributedSampler(data, size, rank, shuffle=False)
+    )
     batches = GlobalBatches(loader, where)
     assert len(batches) == len(loader) == 3
     for _ in range(2):  # epochs
@@ -197,12 +238,17 @@ def loaders() -> None:
             seen += label.tolist()
         assert sorted(seen) == list(range(12))
     # Structures, tensors without dims, values that are no tensors.
-    one = [{"x": torch.full((2, 3), float(rank)), "scale": torch.tensor(2.0), "name": f"rank {rank}"}]
+    one = [
+        {"x": torch.full((2, 3), float(rank)), "scale": torch.tensor(2.0), "name": f"rank {rank}"}
+    ]
     (batch,) = GlobalBatches(one, where)
     assert batch["x"].tolist() == [[float(r)] * 3 for r in range(size) for _ in range(2)]
     assert batch["scale"].sbp == (B,)
     assert batch["name"] == f"rank {rank}"
-    with pytest.raises(GlobalTensorError, match=r"loader of rank 1 has ended after 1 batches, that of rank 0 has more"):
+    with pytest.raises(
+        GlobalTensorError,
+        match=r"loader of rank 1 has ended after 1 batches, that of rank 0 has more",
+    ):
         list(GlobalBatches([torch.ones(2)] * (2 - rank), where))
     assert len(list(GlobalBatches([torch.ones(2)] * (2 - rank), where, uneven="stop"))) == 1
     with pytest.raises(ShapeError, match="do not form one tensor"):
@@ -210,7 +256,9 @@ def loaders() -> None:
     assert next(iter(GlobalBatches([torch.ones(3 - rank)], where))).shape == (5,)
     with pytest.raises(GlobalTensorError, match="numbers of tensors by rank"):
         list(GlobalBatches([(torch.ones(2),) * (1 + rank)], where))
-    refused(lambda: list(GlobalBatches([torch.full((2,), float(rank))], where, B)), "read the same rows")
+    refused(
+        lambda: list(GlobalBatches([torch.full((2,), float(rank))], where, B)), "read the same rows"
+    )
     for wrong in ({"uneven": "pad"}, {"sbp": P}):
         with pytest.raises(GlobalTensorError):
             GlobalBatches([], where, **wrong)
@@ -222,9 +270,14 @@ def loaders_on_four() -> None:
         GlobalBatches([], square)
     (x,) = GlobalBatches([torch.full((2,), float(rank // 2))], square, [S(0), B])
     assert x.tolist() == [0, 0, 1, 1]
-    refused(lambda: list(GlobalBatches([torch.full((2,), float(rank))], square, [S(0), B])), "read the same rows")
+    refused(
+        lambda: list(GlobalBatches([torch.full((2,), float(rank))], square, [S(0), B])),
+        "read the same rows",
+    )
     pair = flow.placement("cpu", [0, 2])
-    found = list(GlobalBatches([torch.full((2,), float(rank))] if rank in (0, 2) else (), pair))  # others iterate, too
+    found = list(
+        GlobalBatches([torch.full((2,), float(rank))] if rank in (0, 2) else (), pair)
+    )  # others iterate, too
     assert [x.shape for x in found] == [(4,)]
 
 
@@ -233,7 +286,7 @@ def test_each_rank_brings_its_rows() -> None:
     run_on(4, loaders_on_four)
 
 
-# ---------------------------------------------------------------------------------------------------------------- operations
+# --------------------------------------------------------------------------------------- operations
 
 
 def diverging() -> list[str]:
@@ -247,16 +300,38 @@ def diverging() -> list[str]:
 
     said.append(
         refused(
-            read_here_or_there, r"^test_divergence.py:\d+: x.numpy\(\)\nrank 0 reads the value of a global tensor here", "numpy\\(\\) of a global tensor",
+            read_here_or_there,
+            r"^test_divergence.py:\d+: x.numpy\(\)\nrank 0 reads the value of a global tensor here",
+            "numpy\\(\\) of a global tensor",
             "call them on every rank, or box to broadcast first",
         )
     )  # fmt: skip
-    said.append(refused(lambda: (rows().sin() if rank else rows().cos()).sum().item(), r"rank 0 has run cos\(f32\[4, 3\] S\(0\)\), which rank 1 has not"))
+    said.append(
+        refused(
+            lambda: (rows().sin() if rank else rows().cos()).sum().item(),
+            r"rank 0 has run cos\(f32\[4, 3\] S\(0\)\), which rank 1 has not",
+        )
+    )
     said.append(refused(lambda: (rows() * (2 + rank)).sum().item(), "with other numbers"))
-    said.append(refused(lambda: (rows()[rank]).sum().item(), r"rank 1 has run __getitem__\(f32\[4, 3\] S\(0\), 1\), which rank 0 has not"))
-    said.append(refused(lambda: (rows().double() if rank else rows()).exp().sum().item(), "f64", "f32"))
-    said.append(refused(lambda: rows().to_global(sbp=S(1) if rank else B), r"all_gather for to_global: f32\[4, 3\] S\(0\) -> f32\[4, 3\] B", "all_to_all"))
-    said.append(refused(lambda: rows().cumsum(rank).sum().item(), r"cumsum\(f32\[4, 3\] S\(0\), 1\)"))
+    said.append(
+        refused(
+            lambda: (rows()[rank]).sum().item(),
+            r"rank 1 has run __getitem__\(f32\[4, 3\] S\(0\), 1\), which rank 0 has not",
+        )
+    )
+    said.append(
+        refused(lambda: (rows().double() if rank else rows()).exp().sum().item(), "f64", "f32")
+    )
+    said.append(
+        refused(
+            lambda: rows().to_global(sbp=S(1) if rank else B),
+            r"all_gather for to_global: f32\[4, 3\] S\(0\) -> f32\[4, 3\] B",
+            "all_to_all",
+        )
+    )
+    said.append(
+        refused(lambda: rows().cumsum(rank).sum().item(), r"cumsum\(f32\[4, 3\] S\(0\), 1\)")
+    )
 
     def other_order() -> None:
         x, y = rows(), rows()
@@ -265,7 +340,16 @@ def diverging() -> list[str]:
         (x if rank else x + y).sum().item()
 
     said.append(refused(other_order, "diverged"))
-    said.append(refused(lambda: rows().sum().requires_grad_().backward(torch.tensor(1.0)) if rank else rows().sum().item(), "diverged"))
+    said.append(
+        refused(
+            lambda: (
+                rows().sum().requires_grad_().backward(torch.tensor(1.0))
+                if rank
+                else rows().sum().item()
+            ),
+            "diverged",
+        )
+    )
 
     def other_rate() -> None:
         w = torch.ones(3).to_global(line(), B).requires_grad_()  # type: ignore[attr-defined]
@@ -277,8 +361,17 @@ def diverging() -> list[str]:
     said.append(refused(other_rate, "diverged"))
     said.append(refused(lambda: [rows().mul_(1 + rank), rows().sum().item()], "diverged"))
     said.append(refused(lambda: [rows().fill_(rank), rows().sum().item()], "diverged"))
-    said.append(refused(lambda: [torch._foreach_mul_([rows()], 1.0 + rank), rows().sum().item()], "diverged"))
-    said.append(refused(lambda: [flow.full((2,), float(rank), placement=line(), sbp=B), rows().sum().item()], "diverged"))
+    said.append(
+        refused(
+            lambda: [torch._foreach_mul_([rows()], 1.0 + rank), rows().sum().item()], "diverged"
+        )
+    )
+    said.append(
+        refused(
+            lambda: [flow.full((2,), float(rank), placement=line(), sbp=B), rows().sum().item()],
+            "diverged",
+        )
+    )
 
     def other_seed() -> None:
         torch.manual_seed(rank)
@@ -319,8 +412,13 @@ def late() -> int:
     return -1
 
 
-def test_later_collectives_are_compared_at_intervals(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [n for n in range(1, 100) if due(n)] == [*range(1, ALWAYS_COMPARED + 1), *range(ALWAYS_COMPARED + COMPARED_EVERY, 100, COMPARED_EVERY)]
+def test_later_collectives_are_compared_at_intervals(
+    fresh_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [n for n in range(1, 100) if due(n)] == [
+        *range(1, ALWAYS_COMPARED + 1),
+        *range(ALWAYS_COMPARED + COMPARED_EVERY, 100, COMPARED_EVERY),
+    ]
     assert [n for n in range(1000, 1100) if due(n)] == [1000, 1008, 1016, 1024, 1088]
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
     first, second = fresh_pool(2).run(late)
@@ -347,12 +445,14 @@ def test_what_one_rank_may_do_alone() -> None:
     run_on(2, alone)
 
 
-# ---------------------------------------------------------------------------------------------------------------- replicas
+# ----------------------------------------------------------------------------------------- replicas
 
 
 def replicas() -> list[str]:
     rank, where, said = flow.env.get_rank(), line(), []
-    model = flow.parallelize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), where, "data")
+    model = flow.parallelize(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), where, "data"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
         model(rows()).square().mean().backward()
@@ -361,15 +461,26 @@ def replicas() -> list[str]:
     flow.check_replicas(model, optimizer, [rows(), rows(B), torch.ones(2)])
     with torch.no_grad():
         model[2].weight.to_local()[0, 0] += rank  # type: ignore[index, operator]
-    said.append(refused(lambda: flow.check_replicas(model), r"of 1 tensor", r"2.weight: rank 0: \w+; rank 1: \w+", r"x.to_local\(\).to_global"))
+    said.append(
+        refused(
+            lambda: flow.check_replicas(model),
+            r"of 1 tensor",
+            r"2.weight: rank 0: \w+; rank 1: \w+",
+            r"x.to_local\(\).to_global",
+        )
+    )
     with torch.no_grad():
         weight: Any = model[2].weight  # type: ignore[index]
         weight.copy_(weight.to_local().to_global(where, B))
     flow.check_replicas(model)
     optimizer.state[weight]["exp_avg"].to_local()[0, 0] += rank
-    said.append(refused(lambda: flow.check_replicas(optimizer), "state exp_avg of parameter 4 in group 0"))
+    said.append(
+        refused(lambda: flow.check_replicas(optimizer), "state exp_avg of parameter 4 in group 0")
+    )
     said.append(refused(lambda: flow.check_replicas(torch.full((2,), float(rank))), "argument 0"))
-    said.append(refused(lambda: flow.check_replicas({"a": rows(B), "b": [torch.ones(1 + rank)]}), "b.0"))
+    said.append(
+        refused(lambda: flow.check_replicas({"a": rows(B), "b": [torch.ones(1 + rank)]}), "b.0")
+    )
     split = flow.parallelize(nn.Linear(4, 4), where, "fsdp")
     with torch.no_grad():
         split.weight.to_local().mul_(1.0 + rank)  # type: ignore[union-attr,operator]
@@ -391,7 +502,11 @@ def replicas_in_guard_mode() -> str:
             (rows() * w).sum().item()
     world().forget()
     text = str(found.value)
-    assert re.search(r"replicas differ: ranks 0 and 1 hold .*\n  operand 1 of mul f32\[3\] B \(\w+\) on rank 0, .* on rank 1  \(test_divergence.py:\d+: ", text)
+    assert re.search(
+        r"replicas differ: ranks 0 and 1 hold .*\n  operand 1 of mul f32\[3\] B \(\w+\) on rank "
+        r"0, .* on rank 1  \(test_divergence.py:\d+: ",
+        text,
+    )
     return text
 
 
@@ -399,7 +514,7 @@ def test_the_guard_compares_replicas() -> None:
     same_on_all(run_on(2, replicas_in_guard_mode))
 
 
-# ---------------------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------- whole programs
 
 PROGRAM = """
 import torch
@@ -410,13 +525,19 @@ x = torch.arange(12.).view(4, 3).to_global(flow.placement.all("cpu"), B).to_glob
 """
 READS = PROGRAM + "if rank == 0:\n    print(x)\n"
 LAST = PROGRAM + "print((x * (2 + rank)).to_local().sum())\n"
-OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + LAST + "dist.destroy_process_group()\n"
+OWN_GROUP = (
+    "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    + LAST
+    + "dist.destroy_process_group()\n"
+)
 
 
 def launched(folder: Path, program: str, *options: str, **variables: str) -> tuple[int, str]:
     script = folder / "train.py"
     script.write_text(program)
-    with Launched(folder, "--nproc_per_node", 2, *options, script, OMP_NUM_THREADS="1", **variables) as running:
+    with Launched(
+        folder, "--nproc_per_node", 2, *options, script, OMP_NUM_THREADS="1", **variables
+    ) as running:
         code = running.code()
     return code, running.err
 
@@ -427,23 +548,36 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: s
     assert code == 1
     own, _, summary = said.partition("globaltensor.launch:")
     for text in (own, summary):  # the error of the rank, and the launcher's summary, alike
-        assert re.search(r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: print\(x\)\n", text), text
-        assert "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or box to broadcast first" in text
+        assert re.search(
+            r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: "
+            r"print\(x\)\n",
+            text,
+        ), text
+        assert (
+            "Printing, item() and numpy() of a global tensor are collective: call them on every "
+            "rank, or box to broadcast first" in text
+        )
         assert "/globaltensor/" not in text
         assert "GLHF" not in text
         assert len(text.splitlines()) < 12, text
-    code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared, GLOBALTENSOR_TRACEBACK="full")
+    code, said = launched(
+        tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared, GLOBALTENSOR_TRACEBACK="full"
+    )
     assert "/globaltensor/boxing/" in said
 
 
 @pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_a_divergence_after_the_last_collective_is_told_at_the_end(tmp_path: Path, shared: str, program: str) -> None:
+def test_a_divergence_after_the_last_collective_is_told_at_the_end(
+    tmp_path: Path, shared: str, program: str
+) -> None:
     code, said = launched(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY=shared)
     assert code == 1
     assert "DivergenceError: the ranks have diverged" in said
     assert "This was found when the program ended" in said
-    code, said = launched(tmp_path, program.replace("2 + rank", "2"), GLOBALTENSOR_SHARED_MEMORY=shared)
+    code, said = launched(
+        tmp_path, program.replace("2 + rank", "2"), GLOBALTENSOR_SHARED_MEMORY=shared
+    )
     assert (code, said) == (0, ""), said
 
 
@@ -470,12 +604,19 @@ def unseeded() -> tuple[list[float], float, list[float]]:
 
 
 def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) -> None:
-    program = "import sys\nsys.path[:0] = sys.argv[1:]\nfrom test_divergence import unseeded\nprint(unseeded())\n"
+    program = (
+        "import sys\nsys.path[:0] = sys.argv[1:]\nfrom test_divergence import "
+        "unseeded\nprint(unseeded())\n"
+    )
     script = tmp_path / "train.py"
     script.write_text(program)
-    with Launched(tmp_path, "--nproc_per_node", 2, script, *filter(None, sys.path), OMP_NUM_THREADS="1") as running:
+    with Launched(
+        tmp_path, "--nproc_per_node", 2, script, *filter(None, sys.path), OMP_NUM_THREADS="1"
+    ) as running:
         assert running.code() == 0, running.err
-    first, second = sorted(re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines())
+    first, second = sorted(
+        re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines()
+    )
     (x, seed, dropped), (y, other, dropped_too) = eval(first), eval(second)
     assert (x, dropped) == (y, dropped_too)
     assert seed != other

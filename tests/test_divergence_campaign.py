@@ -1,4 +1,5 @@
-"""A campaign: programs drawn at random in which exactly one rank does one thing otherwise. None of them ends with exit code 0; without the odd step all do."""
+"""A campaign: programs drawn at random in which exactly one rank does one thing otherwise. None of
+them ends with exit code 0; without the odd step all do."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def test_no_program_whose_ranks_diverge_ends_well(name: str) -> None:
                 wrong.append((number, kinds, "all ranks do the same", codes, told))
             if odd is not None and (codes == [0, 0] or None in codes):
                 wrong.append((number, kinds[at], kinds, codes))
-            if odd is not None and reads and not all("DivergenceError" in text or "GraphError" in text for text in said):
+            if (
+                odd is not None
+                and reads
+                and not all("DivergenceError" in text or "GraphError" in text for text in said)
+            ):
                 wrong.append((number, kinds[at], "not every rank was told", codes, told))
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -19,29 +19,48 @@ def test_nothing_there_is_a_world_of_one() -> None:
 
 
 def test_the_order_is_the_documented_one() -> None:
-    assert [kind.name for kind in Environment.known] == ["Kubernetes", "torchrun", "Open MPI", "Hydra (MPICH, Intel MPI)", "Slurm"]
-    both = {"RANK": "1", "WORLD_SIZE": "2", **MASTER, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert [kind.name for kind in Environment.known] == [
+        "Kubernetes",
+        "torchrun",
+        "Open MPI",
+        "Hydra (MPICH, Intel MPI)",
+        "Slurm",
+    ]
+    both = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        **MASTER,
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+    }
     assert detect(both) == Detected("torchrun", 1, 2, 1, 2, 1, "10.0.0.1", 1234)
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER}, Detected("torchrun", 5, 8, 1, 4, 2, "10.0.0.1", 1234)),
-        ({"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", **MASTER}, Detected("torchrun", 5, 8, 1, 4, 2, "10.0.0.1", 1234)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}, Detected("torchrun", 1, 2, 1, 2, 1, "127.0.0.1", 1234)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER},
+            Detected("torchrun", 5, 8, 1, 4, 2, "10.0.0.1", 1234)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", **MASTER},
+            Detected("torchrun", 5, 8, 1, 4, 2, "10.0.0.1", 1234)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"},
+            Detected("torchrun", 1, 2, 1, 2, 1, "127.0.0.1", 1234)),
         (
-            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **MASTER},
+            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **MASTER},
             Detected("Open MPI", 3, 4, 1, 2, 2, "10.0.0.1", 1234),
         ),
         (
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4", "MASTER_PORT": "9"},
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4",
+                "MASTER_PORT": "9"},
             Detected("Hydra (MPICH, Intel MPI)", 3, 4, 3, 4, 1, "127.0.0.1", 9),
         ),
         (
             {
-                "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "3",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[007-008,20]", "MASTER_PORT": "9",
+                "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+                "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "3",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[007-008,20]",
+                "MASTER_PORT": "9",
             },
             Detected("Slurm", 4, 5, 0, 1, 3, "gpu007", 9),
         ),
@@ -53,7 +72,12 @@ def test_each_way_to_start(variables: dict[str, str], expected: Detected) -> Non
 
 
 def started(rank: int, job: str, nodes: int = 1, **more: str) -> Detected:
-    names = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(2 // nodes), "PMIX_NAMESPACE": job, **more}
+    names = {
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(2 // nodes),
+        "PMIX_NAMESPACE": job,
+        **more,
+    }
     found = detect({"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", **names})
     assert found is not None
     return found
@@ -61,7 +85,10 @@ def started(rank: int, job: str, nodes: int = 1, **more: str) -> Detected:
 
 def test_ranks_of_one_node_meet_by_the_name_of_their_job() -> None:
     assert (started(1, "job-1").port, started(1, "job-1").job) == (0, "job-1")
-    assert (started(1, "job-1", MASTER_PORT="9").port, started(1, "job-1", MASTER_PORT="9").job) == (9, "")
+    assert (
+        started(1, "job-1", MASTER_PORT="9").port,
+        started(1, "job-1", MASTER_PORT="9").job,
+    ) == (9, "")
 
 
 def test_the_port_of_several_nodes_follows_from_the_job_and_is_alike_on_all_ranks() -> None:
@@ -78,7 +105,10 @@ def test_the_port_of_several_nodes_follows_from_the_job_and_is_alike_on_all_rank
         ({"RANK": "one", "WORLD_SIZE": "2", **MASTER}, "RANK is 'one', not an integer"),
         ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, "rank 2 of 2: it must be from 0 to 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, "set MASTER_ADDR"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            "set MASTER_ADDR",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "a port is from 0 to 65535"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "3", **MASTER}, "local rank 3 of 2"),
     ],
@@ -88,14 +118,23 @@ def test_what_makes_no_sense_is_told(variables: dict[str, str], message: str) ->
         detect(variables)
 
 
-@pytest.mark.parametrize(("nodes", "host"), [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,7]x,m", "n03x"), ("", "")])
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,7]x,m", "n03x"), ("", "")],
+)
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
 def answers() -> tuple[int, int, int, int, list[int]]:
     env = flow.env
-    return env.get_rank(), env.get_world_size(), env.get_local_rank(), env.get_node_size(), env.all_device_placement("cpu").ranks.tolist()
+    return (
+        env.get_rank(),
+        env.get_world_size(),
+        env.get_local_rank(),
+        env.get_node_size(),
+        env.all_device_placement("cpu").ranks.tolist(),
+    )
 
 
 def test_env_in_a_world_of_one() -> None:

@@ -1,4 +1,5 @@
-"""Bad input: each error says what is wrong, where, and how to mend it, on every rank; and the program goes on working afterwards."""
+"""Bad input: each error says what is wrong, where, and how to mend it, on every rank; and the
+program goes on working afterwards."""
 
 from __future__ import annotations
 
@@ -47,10 +48,17 @@ def row(kind: type[BaseException], *texts: str) -> Callable[[Callable[[], Any]],
     return add
 
 
-# ---------------------------------------------------------------------------------------------------------------- placements
+# --------------------------------------------------------------------------------------- placements
 
 
-@row(errors.PlacementError, "add(f32[4, 4] S(0), f32[4, 4] S(0))", "different placements", "ranks=[0])", "ranks=[1])", "to_global(placement=")
+@row(
+    errors.PlacementError,
+    "add(f32[4, 4] S(0), f32[4, 4] S(0))",
+    "different placements",
+    "ranks=[0])",
+    "ranks=[1])",
+    "to_global(placement=",
+)
 def mixed_placements() -> None:
     ones(placement=flow.placement("cpu", [0])) + ones(placement=flow.placement("cpu", [1]))
 
@@ -65,7 +73,12 @@ def mixed_placements_in_a_list() -> None:
     torch.cat([ones(), ones([B, B], GRID)])
 
 
-@row(errors.PlacementError, "names rank 2", "this world has 2 ranks (0 to 1)", "start more processes (--nproc_per_node), or use fewer ranks")
+@row(
+    errors.PlacementError,
+    "names rank 2",
+    "this world has 2 ranks (0 to 1)",
+    "start more processes (--nproc_per_node), or use fewer ranks",
+)
 def rank_outside_the_world() -> None:
     flow.zeros(4, placement=flow.placement("cpu", [0, 2]), sbp=B)
 
@@ -125,7 +138,7 @@ def sbp_without_placement() -> None:
     flow.ones(2, sbp=B)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sbp
+# ---------------------------------------------------------------------------------------------- sbp
 
 
 @row(errors.SbpError, "ones got a placement but no sbp", "add sbp=")
@@ -208,7 +221,12 @@ def id_of_a_local_tensor() -> None:
     torch.ones(2).global_id()  # type: ignore[attr-defined]
 
 
-@row(errors.GlobalTensorError, "SyncBatchNorm with a process_group", "leave out process_group", "local_map")
+@row(
+    errors.GlobalTensorError,
+    "SyncBatchNorm with a process_group",
+    "leave out process_group",
+    "local_map",
+)
 def batch_norm_of_a_group() -> None:
     torch.nn.SyncBatchNorm(4, process_group=object())(ones())
 
@@ -233,14 +251,19 @@ def callable_with_too_many_sbp() -> None:
     torch.nn.Linear(2, 2).to_global(PAIR, lambda path, t: [B, B])
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks that disagree
+# ------------------------------------------------------------------------------ ranks that disagree
 
 
 def at_rank(*values: Any) -> Any:
     return values[flow.env.get_rank()]
 
 
-@row(errors.ShapeError, "rank 0 has float32[2, 3]", "rank 1 has float32[2, 4]", "dims that are not split must be equal")
+@row(
+    errors.ShapeError,
+    "rank 0 has float32[2, 3]",
+    "rank 1 has float32[2, 4]",
+    "dims that are not split must be equal",
+)
 def shapes_that_disagree() -> None:
     torch.ones(2, at_rank(3, 4)).to_global(placement=PAIR, sbp=S(0))
 
@@ -255,17 +278,34 @@ def shapes_that_disagree_for_partial() -> None:
     torch.ones(at_rank(3, 4)).to_global(placement=PAIR, sbp=P)
 
 
-@row(errors.ShapeError, "rank 0 has float32[1, 2]", "rank 1 has float32[3, 2]", "rank 0: [2, 2]; rank 1: [2, 2]", "the first n mod p hold one more")
+@row(
+    errors.ShapeError,
+    "rank 0 has float32[1, 2]",
+    "rank 1 has float32[3, 2]",
+    "rank 0: [2, 2]; rank 1: [2, 2]",
+    "the first n mod p hold one more",
+)
 def a_split_that_is_not_balanced() -> None:
     torch.ones(at_rank(1, 3), 2).to_global(placement=PAIR, sbp=S(0))
 
 
-@row(errors.ShapeError, "different dtypes", "rank 0 has float32[2]", "rank 1 has int64[2]", "cast them to one dtype")
+@row(
+    errors.ShapeError,
+    "different dtypes",
+    "rank 0 has float32[2]",
+    "rank 1 has int64[2]",
+    "cast them to one dtype",
+)
 def dtypes_that_disagree() -> None:
     torch.ones(2, dtype=at_rank(torch.float32, torch.int64)).to_global(placement=PAIR, sbp=B)
 
 
-@row(errors.ShapeError, "different numbers of dims", "rank 0 has float32[2]", "rank 1 has float32[2, 1]")
+@row(
+    errors.ShapeError,
+    "different numbers of dims",
+    "rank 0 has float32[2]",
+    "rank 1 has float32[2, 1]",
+)
 def dims_that_disagree() -> None:
     torch.ones(at_rank((2,), (2, 1))).to_global(placement=PAIR, sbp=S(0))
 
@@ -275,15 +315,26 @@ def models_that_disagree() -> None:
     torch.nn.Linear(2, at_rank(3, 4)).to_global(PAIR, B)
 
 
-@row(errors.ShapeError, "rank 0 has float32[1, 4]", "rank 1 has float32[2, 4]", "do not form one tensor")
+@row(
+    errors.ShapeError,
+    "rank 0 has float32[1, 4]",
+    "rank 1 has float32[2, 4]",
+    "do not form one tensor",
+)
 def parts_from_local_map_that_disagree() -> None:
     flow.local_map(lambda x: x[: 1 + flow.env.get_rank()], out_sbp=S(0))(ones())
 
 
-# ---------------------------------------------------------------------------------------------------------------- in place
+# ----------------------------------------------------------------------------------------- in place
 
 
-@row(errors.InplaceError, "in-place relu_ would need the sbp of its target changed", "f32[4, 4] P", "out-of-place", "x.to_global(sbp=...)")
+@row(
+    errors.InplaceError,
+    "in-place relu_ would need the sbp of its target changed",
+    "f32[4, 4] P",
+    "out-of-place",
+    "x.to_global(sbp=...)",
+)
 def in_place_on_a_partial_sum() -> None:
     ones(P).relu_()
 
@@ -333,7 +384,7 @@ def writing_into_a_leaf() -> None:
     ones(requires_grad=True).add_(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- below torch's functions
+# -------------------------------------------------------------------------- below torch's functions
 
 
 class OfAList(torch.autograd.Function):
@@ -350,7 +401,11 @@ class Written(torch.autograd.Function):
         return torch.ops.aten.mul.out(x, x, out=torch.empty(4, 4))  # type: ignore[no-any-return]
 
 
-@row(errors.KernelError, "custom torch.autograd.Function", "globaltensor.local_map(function, out_sbp=..., in_sbp=...)")
+@row(
+    errors.KernelError,
+    "custom torch.autograd.Function",
+    "globaltensor.local_map(function, out_sbp=..., in_sbp=...)",
+)
 def custom_function_of_a_list() -> None:
     OfAList.apply([ones(requires_grad=True)])
 
@@ -380,10 +435,16 @@ def local_map_with_fewer_results() -> None:
     flow.local_map(lambda x: x, out_sbp=[B, B], in_sbp=B)(ones())
 
 
-# ---------------------------------------------------------------------------------------------------------------- no_boxing
+# ---------------------------------------------------------------------------------------- no_boxing
 
 
-@row(errors.BoxingError, "add: operand", "f32[4, 4] S(", "no_boxing() forbids hidden traffic", "x.to_global(sbp=[split(")
+@row(
+    errors.BoxingError,
+    "add: operand",
+    "f32[4, 4] S(",
+    "no_boxing() forbids hidden traffic",
+    "x.to_global(sbp=[split(",
+)
 def no_boxing_add() -> None:
     with flow.no_boxing():
         ones() + ones()
@@ -398,7 +459,9 @@ def no_boxing_matmul() -> None:
         ones(S(0)) @ ones(S(0))
 
 
-@row(errors.BoxingError, "relu: operand 0: f32[1] P", "reduce_scatter", "x.to_global(sbp=[split(0)])")
+@row(
+    errors.BoxingError, "relu: operand 0: f32[1] P", "reduce_scatter", "x.to_global(sbp=[split(0)])"
+)
 def no_boxing_of_a_partial_sum() -> None:
     x = flow.ones(1, placement=PAIR, sbp=P)
     with flow.no_boxing():
@@ -412,7 +475,7 @@ def no_boxing_of_a_split_parameter() -> None:
         layer(flow.ones(64, 4, placement=PAIR, sbp=S(0)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 @row(RuntimeError, "only for scalar outputs", "[4, 4]", "pass gradient=")
@@ -449,7 +512,7 @@ def backward_twice() -> None:
     y.backward()
 
 
-# ---------------------------------------------------------------------------------------------------------------- reading, moving, shapes
+# -------------------------------------------------------------------------- reading, moving, shapes
 
 
 @row(errors.GlobalTensorError, "to_local() of a tensor that is local already", "to_global")
@@ -494,7 +557,11 @@ def one_placement_for_all_stages() -> None:
     flow.pipeline.cut(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), PAIR)  # type: ignore[arg-type]
 
 
-@row(errors.SbpError, "parallelize takes a torch.nn.Module, not a Tensor", "x.to_global(placement, sbp)")
+@row(
+    errors.SbpError,
+    "parallelize takes a torch.nn.Module, not a Tensor",
+    "x.to_global(placement, sbp)",
+)
 def a_tensor_by_the_name_of_a_plan() -> None:
     flow.parallelize(torch.ones(2), PAIR, "data")  # type: ignore[arg-type]
 
@@ -540,12 +607,15 @@ def dim_that_does_not_fit() -> None:
     ones().sum(2)
 
 
-@row(RuntimeError, "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 1")
+@row(
+    RuntimeError,
+    "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 1",
+)
 def sum_that_does_not_fit() -> None:
     ones() + flow.ones(3, placement=PAIR, sbp=S(0))
 
 
-# ---------------------------------------------------------------------------------------------------------------- the tests
+# ---------------------------------------------------------------------------------------- the tests
 
 
 def provoke(kind: type[BaseException], texts: list[str], body: Callable[[], Any]) -> None:
@@ -559,7 +629,8 @@ def provoke(kind: type[BaseException], texts: list[str], body: Callable[[], Any]
     except BaseException as error:
         errors.noted(error, f"in {body.__name__}")
         raise
-    # A failed backward leaves its exception, and with it this frame, in cycles: what it kept must be able to go.
+    # A failed backward leaves its exception, and with it this frame, in cycles: what it kept must
+    # be able to go.
     del found
     still_works()
 
@@ -580,9 +651,15 @@ def test_bad_input_on_processes() -> None:
 
 
 def test_every_error_is_a_runtime_error() -> None:
-    kinds = [e for e in vars(errors).values() if isinstance(e, type) and e.__module__ == errors.__name__]
+    kinds = [
+        e for e in vars(errors).values() if isinstance(e, type) and e.__module__ == errors.__name__
+    ]
     assert len(kinds) > 8
-    assert all(issubclass(e, errors.GlobalTensorError) and issubclass(e, RuntimeError) for e in kinds if not issubclass(e, Warning))
+    assert all(
+        issubclass(e, errors.GlobalTensorError) and issubclass(e, RuntimeError)
+        for e in kinds
+        if not issubclass(e, Warning)
+    )
     assert all(e.__doc__ for e in kinds)
 
 
@@ -596,12 +673,17 @@ def test_a_function_without_a_rule_warns_once_and_is_right() -> None:
             torch.linalg.matrix_exp(x * 0.01)
         want = torch.linalg.matrix_exp(values * 0.01)
         y.sum().backward()
-        return [str(w.message) for w in seen if issubclass(w.category, errors.FallbackWarning)], torch.allclose(full(y), want) and x.grad is not None
+        return [
+            str(w.message) for w in seen if issubclass(w.category, errors.FallbackWarning)
+        ], torch.allclose(full(y), want) and x.grad is not None
 
     found = simulate(2, run)
     assert all(right for _, right in found)
     said = [text for texts, _ in found for text in texts]
-    assert all("no rule for" in text and "globaltensor.rule(" in text and "local_map" in text for text in said)
+    assert all(
+        "no rule for" in text and "globaltensor.rule(" in text and "local_map" in text
+        for text in said
+    )
     assert len(said) <= 1, "once in a process"
 
 
@@ -611,7 +693,10 @@ def test_a_rank_that_does_not_come() -> None:
         if flow.env.get_rank() == 0:
             x.to_global(sbp=B)
 
-    with pytest.raises(errors.WorldError, match=r"rank 0 waited in a collective among ranks \[0, 1\], but rank 1 has ended"):
+    with pytest.raises(
+        errors.WorldError,
+        match=r"rank 0 waited in a collective among ranks \[0, 1\], but rank 1 has ended",
+    ):
         simulate(2, run, timeout=10.0)
 
 
@@ -626,7 +711,9 @@ def test_a_wrong_call_in_a_graph_is_told_once() -> None:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(handler)
     try:
-        with pytest.raises(RuntimeError, match=r"(?s)\(4x4 and 3x2\).*while Wrong_\d+ was captured"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)\(4x4 and 3x2\).*while Wrong_\d+ was captured"
+        ):
             simulate(2, lambda: Wrong()(ones(S(0))))
     finally:
         logger.removeHandler(handler)

@@ -14,7 +14,22 @@ EXAMPLE = str(Path(__file__).parent.parent / "examples" / "finetune_hf.py")
 
 
 def losses(*options: str) -> tuple[float, float]:
-    code, out = run([*LAUNCH, "--nproc_per_node", "2", EXAMPLE, "--steps", "8", "--batch", "3", "--context", "15", *options], seconds=240)
+    code, out = run(
+        [
+            *LAUNCH,
+            "--nproc_per_node",
+            "2",
+            EXAMPLE,
+            "--steps",
+            "8",
+            "--batch",
+            "3",
+            "--context",
+            "15",
+            *options,
+        ],
+        seconds=240,
+    )
     assert code == 0, out
     found = re.search(r"loss ([\d.]+) -> ([\d.]+)", out)
     assert found is not None, out

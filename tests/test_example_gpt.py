@@ -1,6 +1,8 @@
-"""examples/train_gpt.py: every way to spread the job gives the losses of one device, and a checkpoint of one way resumes in any other.
+"""examples/train_gpt.py: every way to spread the job gives the losses of one device, and a
+checkpoint of one way resumes in any other.
 
-Run as a script (which a launcher does), this file is what each rank does: the modes one after the other, so that processes start once.
+Run as a script (which a launcher does), this file is what each rank does: the modes one after the
+other, so that processes start once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,24 @@ MODES = ["data", "tensor", "sequence", "fsdp", "hybrid"]
 STAGES = ["pipeline", "pipeline --graph"]
 GRAPHS = [f"{mode} --graph" for mode in MODES]
 # Five snippets over two ranks: uneven on purpose.
-SMALL = ["--layers", "2", "--width", "32", "--heads", "4", "--context", "16", "--batch", "5", "--log-every", "1", "--sample", "12", "--dtype", "float64"]
+SMALL = [
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "4",
+    "--context",
+    "16",
+    "--batch",
+    "5",
+    "--log-every",
+    "1",
+    "--sample",
+    "12",
+    "--dtype",
+    "float64",
+]
 
 
 def example() -> Any:
@@ -47,31 +66,77 @@ def trained(main: Any, *arguments: str) -> dict[str, Any]:
     return {"losses": losses, "text": printed.getvalue().partition("--- the model writes\n")[2]}
 
 
-def fresh_and_resumed(main: Any, mode: str, options: Sequence[str], checkpoint: Path, other: Path) -> dict[str, Any]:
-    """Three steps, saved; and from the other checkpoint, made so by another mode, on to step five."""
+def fresh_and_resumed(
+    main: Any, mode: str, options: Sequence[str], checkpoint: Path, other: Path
+) -> dict[str, Any]:
+    """Three steps, saved; and from the other checkpoint, made so by another mode, on to step
+    five."""
     return {
-        "fresh": trained(main, "--parallel", *mode.split(), *options, "--steps", "3", "--checkpoint", str(checkpoint)),
-        "resumed": trained(main, "--parallel", *mode.split(), *options, "--steps", "5", "--checkpoint", str(other), "--resume") if other.exists() else None,
+        "fresh": trained(
+            main,
+            "--parallel",
+            *mode.split(),
+            *options,
+            "--steps",
+            "3",
+            "--checkpoint",
+            str(checkpoint),
+        ),
+        "resumed": trained(
+            main,
+            "--parallel",
+            *mode.split(),
+            *options,
+            "--steps",
+            "5",
+            "--checkpoint",
+            str(other),
+            "--resume",
+        )
+        if other.exists()
+        else None,
     }
 
 
 def on_ranks(directory: Path, modes: Sequence[str], options: Sequence[str]) -> None:
-    """What each rank does. It resumes from a copy, since a run ends by saving under the name it resumed from."""
+    """What each rank does. It resumes from a copy, since a run ends by saving under the name it
+    resumed from."""
     import globaltensor as flow
 
     warnings.simplefilter("error")  # a function without a rule, for one
     main = example().main
     for mode in modes:
-        found = fresh_and_resumed(main, mode, options, directory / f"{mode}.pt", directory / f"for-{mode}.pt")
+        found = fresh_and_resumed(
+            main, mode, options, directory / f"{mode}.pt", directory / f"for-{mode}.pt"
+        )
         if flow.env.get_rank() == 0:
             (directory / f"{mode}.json").write_text(json.dumps(found))
 
 
 def launch(nproc: int, seconds: float, *arguments: str) -> None:
     """Run this file on several processes; whatever happens, none is left behind."""
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), __file__, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-    ranks = subprocess.Popen(command, env=environment, cwd=arguments[0], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "globaltensor.distributed.launch",
+        "--nproc_per_node",
+        str(nproc),
+        __file__,
+        *arguments,
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    ranks = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=arguments[0],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         printed, _ = ranks.communicate(timeout=seconds)
     finally:
@@ -81,18 +146,44 @@ def launch(nproc: int, seconds: float, *arguments: str) -> None:
     assert ranks.returncode == 0, printed[-4000:]
 
 
-def compare(directory: Path, nproc: int, modes: Sequence[str], options: Sequence[str] = SMALL, seconds: float = 100.0) -> None:
+def compare(
+    directory: Path,
+    nproc: int,
+    modes: Sequence[str],
+    options: Sequence[str] = SMALL,
+    seconds: float = 100.0,
+) -> None:
     """Every mode on ``nproc`` processes against single in this one."""
     main = example().main
     want = fresh_and_resumed(main, "single", options, directory / "single.pt", Path("none"))
     saved = (directory / "single.pt").read_bytes()
     for mode in [*modes, "single"]:
         (directory / f"for-{mode}.pt").write_bytes(saved)
-    want["resumed"] = trained(main, *options, "--parallel", "single", "--steps", "5", "--checkpoint", str(directory / "for-single.pt"), "--resume")
+    want["resumed"] = trained(
+        main,
+        *options,
+        "--parallel",
+        "single",
+        "--steps",
+        "5",
+        "--checkpoint",
+        str(directory / "for-single.pt"),
+        "--resume",
+    )
     launch(nproc, seconds, str(directory), ",".join(modes), *options)
     for mode in modes:
         found = json.loads((directory / f"{mode}.json").read_text())
-        found["resumed by single"] = trained(main, *options, "--parallel", "single", "--steps", "5", "--checkpoint", str(directory / f"{mode}.pt"), "--resume")
+        found["resumed by single"] = trained(
+            main,
+            *options,
+            "--parallel",
+            "single",
+            "--steps",
+            "5",
+            "--checkpoint",
+            str(directory / f"{mode}.pt"),
+            "--resume",
+        )
         for what, got in found.items():
             expected = want["fresh" if what == "fresh" else "resumed"]
             assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9), f"{mode}, {what}"
@@ -105,7 +196,8 @@ def test_every_mode_equals_single(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
-    """Two stages and three micro-batches, which nobody would search for here: the file alone says so."""
+    """Two stages and three micro-batches, which nobody would search for here: the file alone says
+    so."""
     from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
     from globaltensor.auto.intra_op.formulate import Options
     from globaltensor.auto.ir.trace import calls_of_model
@@ -121,13 +213,23 @@ def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
     plan = search_pipelines(calls, 6, Cluster.preset("cpu").with_size(2), 2, Options(), space)
     assert len(plan.choices["stages"]) == 2
     plan.save(tmp_path / "plan.json")
-    compare(tmp_path, 2, ["auto --plan plan.json", "auto --graph --plan plan.json"], [{"5": "6"}.get(word, word) for word in SMALL])
+    compare(
+        tmp_path,
+        2,
+        ["auto --plan plan.json", "auto --graph --plan plan.json"],
+        [{"5": "6"}.get(word, word) for word in SMALL],
+    )
 
 
 @pytest.mark.slow
 def test_every_graph_equals_single(tmp_path: Path) -> None:
     compare(tmp_path, 2, GRAPHS)
-    compare(tmp_path, 2, ["data --graph --micro-batches 2", "pipeline --graph --micro-batches 3"], [{"5": "6"}.get(word, word) for word in SMALL])
+    compare(
+        tmp_path,
+        2,
+        ["data --graph --micro-batches 2", "pipeline --graph --micro-batches 3"],
+        [{"5": "6"}.get(word, word) for word in SMALL],
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +246,24 @@ def test_heads_that_do_not_divide(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loss_falls(tmp_path: Path) -> None:
-    losses = example().main(["--parallel", "single", "--steps", "60", "--batch", "8", "--context", "64", "--width", "64", "--layers", "2", "--sample", "0"])
+    losses = example().main(
+        [
+            "--parallel",
+            "single",
+            "--steps",
+            "60",
+            "--batch",
+            "8",
+            "--context",
+            "64",
+            "--width",
+            "64",
+            "--layers",
+            "2",
+            "--sample",
+            "0",
+        ]
+    )
     assert losses[0] > 3.5
     assert losses[-1] < 3.2
 
@@ -154,11 +273,16 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     [
         (["--resume"], "--resume needs --checkpoint"),
         (["--width", "30"], "must be a multiple of --heads"),
-        (["--log-every", "0", "--tensor-size", "0"], "--tensor-size, --log-every must be at least 1"),
+        (
+            ["--log-every", "0", "--tensor-size", "0"],
+            "--tensor-size, --log-every must be at least 1",
+        ),
         (["--temperature", "-1"], "--temperature and --sample must be at least 0"),
     ],
 )
-def test_options_that_make_no_sense(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_make_no_sense(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example().main(arguments)
     assert message in capsys.readouterr().err
@@ -166,9 +290,23 @@ def test_options_that_make_no_sense(arguments: list[str], message: str, capsys: 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     def resumed(path: Path, *options: str) -> None:
-        example().main([*SMALL, *options, "--parallel", "single", "--steps", "1", "--checkpoint", str(path), "--resume"])
+        example().main(
+            [
+                *SMALL,
+                *options,
+                "--parallel",
+                "single",
+                "--steps",
+                "1",
+                "--checkpoint",
+                str(path),
+                "--resume",
+            ]
+        )
 
-    nothing, garbage, other, cut = (tmp_path / name for name in ("nothing", "garbage", "other", "cut"))
+    nothing, garbage, other, cut = (
+        tmp_path / name for name in ("nothing", "garbage", "other", "cut")
+    )
     with pytest.raises(SystemExit, match="nothing cannot be read: No such file"):
         resumed(nothing)
     garbage.write_text("garbage")
@@ -178,7 +316,10 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=f"{path.name} is no checkpoint of this program"):
             resumed(path)
     torch.save({"step": 1, "optimizer": {}, "model": {}}, other)
-    with pytest.raises(SystemExit, match=r"other is of another model, see --layers, --width and --context: .*Missing key"):
+    with pytest.raises(
+        SystemExit,
+        match=r"other is of another model, see --layers, --width and --context: .*Missing key",
+    ):
         resumed(other)
 
 

@@ -1,4 +1,5 @@
-"""How ranks end: a process group that outlives its world would keep threads that want Python's lock when the interpreter is already gone."""
+"""How ranks end: a process group that outlives its world would keep threads that want Python's lock
+when the interpreter is already gone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ optimizer.step()
 flow.randn(6, 4, placement=everyone, sbp=flow.sbp.split(0)).to_global(sbp=flow.sbp.split(1))
 assert "torch._dynamo" in sys.modules, "torch's compiler, which made the group last, is not loaded: this test shows nothing"
 groups += [weakref.ref(torch.distributed.group.WORLD), *(weakref.ref(group) for group in world()._groups.values())]
-"""
+"""  # noqa: E501
 
 
 HELD = """
@@ -40,12 +41,19 @@ dist.barrier()
 sys.setswitchinterval(100)  # nobody takes the GIL from this thread any more: gloo's must wait until it is given
 for _ in range(20):
     dist.all_gather(all_, mine)
-"""
+"""  # noqa: E501
 
 
 def launched(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2", str(folder / "script.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "globaltensor.distributed.launch",
+        "--nproc_per_node",
+        "2",
+        str(folder / "script.py"),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

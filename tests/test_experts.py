@@ -1,4 +1,5 @@
-"""Mixtures of experts: the op against a loop over tokens, and its traffic. Models of experts are in test_moe.py."""
+"""Mixtures of experts: the op against a loop over tokens, and its traffic. Models of experts are in
+test_moe.py."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ bodies = Bodies()
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def operands(tokens: int, k: int, count: int, hidden: int = 6, inner: int = 4, seed: int = 0) -> Operands:
+def operands(
+    tokens: int, k: int, count: int, hidden: int = 6, inner: int = 4, seed: int = 0
+) -> Operands:
     """x, index (some of no expert), weights, gate_up, down."""
     gen = torch.Generator().manual_seed(seed)
     index = torch.randint(-1, count + 1, (tokens, k), generator=gen)
@@ -57,7 +60,11 @@ def leaves(tensors: Any) -> list[Tensor]:
 def spread(tensors: Any, placement: Any, layouts: Any) -> list[Tensor]:
     whole = [B] * placement.axes
     return [
-        t.to_global(placement, whole).to_global(sbp=layout).detach().clone().requires_grad_(t.is_floating_point())
+        t.to_global(placement, whole)
+        .to_global(sbp=layout)
+        .detach()
+        .clone()
+        .requires_grad_(t.is_floating_point())
         for t, layout in zip(tensors, layouts, strict=True)
     ]
 
@@ -74,9 +81,18 @@ def agree(tensors: Operands, placement: Any, layouts: Any, twice: bool = False) 
     inside = placement.coordinate(world().rank) is not None
     same(got, want, inside, "result")
     into = [i for i, t in enumerate(plain) if t.requires_grad]
-    with_seed = (want * seed).sum() + want.pow(2).sum(), (got * seed.to_global(placement, [B] * placement.axes)).sum() + got.pow(2).sum()
+    with_seed = (
+        (want * seed).sum() + want.pow(2).sum(),
+        (got * seed.to_global(placement, [B] * placement.axes)).sum() + got.pow(2).sum(),
+    )
     wants, gots = (
-        torch.autograd.grad(total, [t[i] for i in into], create_graph=twice, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(
+            total,
+            [t[i] for i in into],
+            create_graph=twice,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         for total, t in zip(with_seed, (plain, ours), strict=True)
     )
     for i, g, w in zip(into, gots, wants, strict=True):
@@ -97,7 +113,7 @@ def same(got: Tensor, want: Tensor, inside: bool, what: str) -> None:
         close(got, want.detach(), what)
 
 
-# ---------------------------------------------------------------------------------------------------------------- on one device
+# ------------------------------------------------------------------------------------ on one device
 
 
 def test_on_plain_tensors() -> None:
@@ -115,32 +131,51 @@ def test_on_plain_tensors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 5], ids=["aligned", "not aligned"])
 def test_grouped_linear(dtype: torch.dtype, width: int) -> None:
-    rows, weight, bias = (values(*shape).to(dtype).requires_grad_() for shape in ((10, width), (4, 16, width), (4, 16)))
+    rows, weight, bias = (
+        values(*shape).to(dtype).requires_grad_()
+        for shape in ((10, width), (4, 16, width), (4, 16))
+    )
     counts = [4, 0, 5, 1]
     got = flow.grouped_linear(rows, counts, weight, bias)
     want = torch.cat([F.linear(r, weight[e], bias[e]) for e, r in enumerate(rows.split(counts))])
     near = {"rtol": 2e-2, "atol": 6e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(got, want, **near)
     for again in (False, True):  # of a sum: an expanded gradient
-        gots, wants = (torch.autograd.grad(t.sum() + t.pow(2).sum(), [rows, weight, bias], create_graph=again, retain_graph=True) for t in (got, want))
+        gots, wants = (
+            torch.autograd.grad(
+                t.sum() + t.pow(2).sum(),
+                [rows, weight, bias],
+                create_graph=again,
+                retain_graph=True,
+            )
+            for t in (got, want)
+        )
         for g, w in zip(gots, wants, strict=True):
             torch.testing.assert_close(g, w, rtol=near["rtol"], atol=8 * near["atol"])
     if dtype is not torch.bfloat16:
-        gots, wants = (torch.autograd.grad(sum(g.pow(2).sum() for g in gs), [rows, weight]) for gs in (gots, wants))
+        gots, wants = (
+            torch.autograd.grad(sum(g.pow(2).sum() for g in gs), [rows, weight])
+            for gs in (gots, wants)
+        )
         for g, w in zip(gots, wants, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-3)
 
 
 def test_the_kernel_is_taken_where_there_is_one() -> None:
     assert grouped_linear._has_kernel(torch.ones(3, 8), torch.ones(2, 4, 8))
-    assert not grouped_linear._has_kernel(torch.ones(3, 8, dtype=torch.float64), torch.ones(2, 4, 8, dtype=torch.float64))
+    assert not grouped_linear._has_kernel(
+        torch.ones(3, 8, dtype=torch.float64), torch.ones(2, 4, 8, dtype=torch.float64)
+    )
     assert not grouped_linear._has_kernel(torch.ones(3, 5), torch.ones(2, 4, 5))
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda x, i, w, g, d: (x, i, w[:, :1], g, d), r"index \[tokens, k\] and weights \[tokens, k\] are wanted, got \[7, 6\], \[7, 2\], \[7, 1\]"),
+    (lambda x, i, w, g, d: (x, i, w[:, :1], g, d),
+        (r"index \[tokens, k\] and weights \[tokens, k\] are wanted, got \[7, 6\], \[7, 2\], \[7, "
+        r"1\]")),
     (lambda x, i, w, g, d: (x[:6], i, w, g, d), r"x \[tokens, hidden\]"),
-    (lambda x, i, w, g, d: (x, i, w, g, d[:2]), r"the first dim of every parameter is that of the experts, got \[3, 8, 6\], \[2, 6, 4\]"),
+    (lambda x, i, w, g, d: (x, i, w, g, d[:2]),
+        r"the first dim of every parameter is that of the experts, got \[3, 8, 6\], \[2, 6, 4\]"),
     (lambda x, i, w, g, d: (x, i, w), "got none"),
 ])  # fmt: skip
 def test_shapes_that_do_not_fit(change: Any, says: str) -> None:
@@ -157,13 +192,17 @@ def test_a_function_that_changes_the_shape_of_rows() -> None:
         flow.moe_experts(x, index, weights, gate_up, function=lambda rows, counts, w: rows[:, :2])
 
 
-# ---------------------------------------------------------------------------------------------------------------- on several ranks
+# --------------------------------------------------------------------------------- on several ranks
 
 
 @pytest.mark.parametrize("sizes", [(7, 2, 5), (3, 2, 1), (8, 3, 4)])
 def test_every_signature(sizes: tuple[int, int, int]) -> None:
     met = check(flow.moe_experts, *operands(*sizes), grids=((2,), (3,), (2, 2)), most=30)
-    assert {"S(0) S(0) S(0) S(0) S(0) -> S(0)", "B B B S(0) S(0) -> P", "S(0) S(0) S(0) B B -> S(0)"} <= met
+    assert {
+        "S(0) S(0) S(0) S(0) S(0) -> S(0)",
+        "B B B S(0) S(0) -> P",
+        "S(0) S(0) S(0) B B -> S(0)",
+    } <= met
 
 
 def test_drawn_layouts() -> None:
@@ -187,7 +226,9 @@ def mixtures(draw: Any) -> tuple[tuple[int, ...], Operands, Any]:
 
 
 def on_grid(grid: tuple[int, ...], tensors: Operands, layouts: Any) -> None:
-    agree(tensors, flow.placement("cpu", torch.arange(world().size).reshape(grid).tolist()), layouts)
+    agree(
+        tensors, flow.placement("cpu", torch.arange(world().size).reshape(grid).tolist()), layouts
+    )
 
 
 @given(mixtures())
@@ -210,14 +251,22 @@ def test_exact_on_two() -> None:
 def test_exact_on_four() -> None:
     everyone = flow.placement.all("cpu")
     agree(operands(9, 2, 6), everyone, EXPERT, twice=True)
-    agree(operands(3, 2, 2), everyone, EXPERT, twice=True)  # ranks without tokens and ranks without experts
+    agree(
+        operands(3, 2, 2), everyone, EXPERT, twice=True
+    )  # ranks without tokens and ranks without experts
 
 
 @bodies.on(4)
 def test_exact_on_a_grid() -> None:
     grid = flow.placement("cpu", [[0, 1], [2, 3]])
     both, first, second = [S(0), S(0)], [S(0), B], [B, S(0)]
-    for tokens, matrices in ((both, second), (both, both), (first, second), (first, both), (second, both)):
+    for tokens, matrices in (
+        (both, second),
+        (both, both),
+        (first, second),
+        (first, both),
+        (second, both),
+    ):
         agree(operands(9, 2, 6), grid, [tokens] * 3 + [matrices] * 2, twice=True)
 
 
@@ -225,7 +274,12 @@ def test_exact_on_a_grid() -> None:
 def test_all_tokens_to_one_expert() -> None:
     x, _, weights, gate_up, down = operands(8, 2, 4)
     for expert in (0, 3, 4):  # 4: none of them
-        agree((x, torch.full((8, 2), expert), weights, gate_up, down), flow.placement.all("cpu"), EXPERT, twice=True)
+        agree(
+            (x, torch.full((8, 2), expert), weights, gate_up, down),
+            flow.placement.all("cpu"),
+            EXPERT,
+            twice=True,
+        )
 
 
 @bodies.on(4)
@@ -254,11 +308,23 @@ def biased(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor, scale:
 @bodies.on(2)
 def test_another_kind_of_expert() -> None:
     everyone = flow.placement.all("cpu")
-    tensors = values(7, 6), torch.arange(14).view(7, 2) % 3, values(7, 2), values(3, 6, 6), values(3, 6), values(6)
+    tensors = (
+        values(7, 6),
+        torch.arange(14).view(7, 2) % 3,
+        values(7, 2),
+        values(3, 6, 6),
+        values(3, 6),
+        values(6),
+    )
     plain, ours = leaves(tensors), spread(tensors, everyone, [*[S(0)] * 5, B])
     got = flow.moe_experts(*ours[:5], function=biased, shared=(ours[5],))
     one = [[(plain[3][e] @ x + plain[4][e]).tanh() * plain[5] for e in range(3)] for x in plain[0]]
-    want = torch.stack([sum(plain[2][t, j] * one[t][e] for j, e in enumerate(plain[1][t].tolist())) for t in range(7)])
+    want = torch.stack(
+        [
+            sum(plain[2][t, j] * one[t][e] for j, e in enumerate(plain[1][t].tolist()))
+            for t in range(7)
+        ]
+    )
     close(full(got), want.detach(), "result")
     want.pow(2).sum().backward()
     got.pow(2).sum().backward()
@@ -279,9 +345,13 @@ def test_under_autocast_tokens_travel_in_its_type() -> None:
         want = flow.moe_experts(*plain)
     assert got.dtype is want.dtype is torch.float32
     torch.testing.assert_close(full(got), want.detach(), rtol=2e-2, atol=2e-2)
-    assert [t.bytes for t in wide if t.kind == "all_to_all"] == [2 * t.bytes for t in narrow if t.kind == "all_to_all"]
+    assert [t.bytes for t in wide if t.kind == "all_to_all"] == [
+        2 * t.bytes for t in narrow if t.kind == "all_to_all"
+    ]
     got.sum().backward()
-    assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in ours if t.requires_grad)
+    assert all(
+        t.grad is not None and t.grad.dtype is torch.float32 for t in ours if t.requires_grad
+    )
 
 
 def real() -> None:
@@ -292,7 +362,7 @@ def test_on_real_processes() -> None:
     run_on(2, real)
 
 
-# ---------------------------------------------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------ traffic
 
 
 def traffic(layouts: Any, grid: Any) -> tuple[list[Traffic], list[Traffic]]:
@@ -307,17 +377,28 @@ def traffic(layouts: Any, grid: Any) -> tuple[list[Traffic], list[Traffic]]:
 def test_two_exchanges_each_way() -> None:
     for n in (2, 4):
         for there, back in simulate(n, traffic, EXPERT, list(range(n))):
-            assert kinds(there) == ["all_gather", "all_to_all", "all_to_all"]  # the first: how many rows go where
+            assert kinds(there) == [
+                "all_gather",
+                "all_to_all",
+                "all_to_all",
+            ]  # the first: how many rows go where
             assert there[0].bytes <= 8 * 4 * n
             assert kinds(back) == ["all_to_all", "all_to_all"]
 
 
 def test_each_row_of_experts_exchanges_for_itself() -> None:
     tokens, matrices = [S(0), S(0)], [B, S(0)]
-    for rank, (there, back) in enumerate(simulate(4, traffic, [tokens] * 3 + [matrices] * 2, [[0, 1], [2, 3]])):
+    for rank, (there, back) in enumerate(
+        simulate(4, traffic, [tokens] * 3 + [matrices] * 2, [[0, 1], [2, 3]])
+    ):
         assert kinds(there) == ["all_gather", "all_to_all", "all_to_all"]
         assert {t.ranks for t in there} == {(0, 1) if rank < 2 else (2, 3)}
-        assert sorted(kinds(back)) == ["all_reduce", "all_reduce", "all_to_all", "all_to_all"]  # those of the two parameters, over the first axis
+        assert sorted(kinds(back)) == [
+            "all_reduce",
+            "all_reduce",
+            "all_to_all",
+            "all_to_all",
+        ]  # those of the two parameters, over the first axis
 
 
 def test_whole_tokens_do_not_travel() -> None:
@@ -328,7 +409,8 @@ def test_whole_tokens_do_not_travel() -> None:
 
 
 def rows_sent() -> int:
-    """Of 8 tokens in two halves, the first half wants the experts of the second rank, and the second half its own."""
+    """Of 8 tokens in two halves, the first half wants the experts of the second rank, and the
+    second half its own."""
     x, _, weights, gate_up, down = operands(8, 1, 4)
     index = torch.tensor([2, 3, 2, 3, 2, 3, 3, 3]).view(8, 1)
     ours = spread((x, index, weights, gate_up, down), flow.placement.all("cpu"), EXPERT)
@@ -345,7 +427,10 @@ def logged() -> str:
     ours = spread(operands(8, 2, 4), flow.placement.all("cpu"), EXPERT)
     with flow.boxing_log() as log:
         flow.moe_experts(*ours)
-    with pytest.raises(BoxingError, match="experts: tokens to their experts, and back"), flow.no_boxing():
+    with (
+        pytest.raises(BoxingError, match="experts: tokens to their experts, and back"),
+        flow.no_boxing(),
+    ):
         flow.moe_experts(*ours)
     (one,) = log
     return one.op

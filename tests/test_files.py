@@ -1,4 +1,5 @@
-"""Files know what they hold: parts that say which part they are, files that are replaced whole, states that are laid out as they are read."""
+"""Files know what they hold: parts that say which part they are, files that are replaced whole,
+states that are laid out as they are read."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def refused(path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- a part is not another part
+# ----------------------------------------------------------------------- a part is not another part
 
 
 def read_by_others(folder: str) -> None:
@@ -91,10 +92,19 @@ def read_by_others(folder: str) -> None:
                 torch.load(path / name, **options)
     if rank:
         theirs, mine = parts["rows"]._spec.box(0), parts["rows"]._spec.box(rank)
-        assert f"part [0:{theirs[1][0]}, 0:3] of a global tensor (f32[5, 3] S(0)" in refused(path / "rows")
-        assert f"rank {rank} of {n} needs part [{mine[0][0]}:{mine[0][0] + mine[1][0]}, 0:3]" in refused(path / "rows")
+        assert f"part [0:{theirs[1][0]}, 0:3] of a global tensor (f32[5, 3] S(0)" in refused(
+            path / "rows"
+        )
+        assert (
+            f"rank {rank} of {n} needs part [{mine[0][0]}:{mine[0][0] + mine[1][0]}, 0:3]"
+            in refused(path / "rows")
+        )
         assert "number 0 of the parts of a sum" in refused(path / "sum")
-    wholes = {"b": spread(rows(), B), "w": nn.Parameter(spread(rows(), B)), "n": spread(torch.tensor(3), B)}
+    wholes = {
+        "b": spread(rows(), B),
+        "w": nn.Parameter(spread(rows(), B)),
+        "n": spread(torch.tensor(3), B),
+    }
     wholes["first"] = spread(rows(), B, flow.placement("cpu", [0]))
     if rank == 0:
         torch.save(wholes, path / "whole")
@@ -122,14 +132,20 @@ def trained(model: Any, optimizer: Any) -> None:
     x: Any = torch.ones(4, 3)
     for _ in range(2):
         optimizer.zero_grad()
-        model(x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))).square().mean().backward()
+        model(
+            x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
+        ).square().mean().backward()
         optimizer.step()
 
 
 def one_saves_all_load(folder: str, plan: str) -> None:
     rank, path = flow.env.get_rank(), Path(folder)
     torch.manual_seed(0)
-    model = flow.parallelize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), flow.placement.all("cpu"), plan)
+    model = flow.parallelize(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        flow.placement.all("cpu"),
+        plan,
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     trained(model, optimizer)
     if rank == 0:
@@ -143,7 +159,10 @@ def one_saves_all_load(folder: str, plan: str) -> None:
         else:
             got = torch.load(path / name, weights_only=False)
             if plan == "data" and name == "model.pt":
-                assert all(torch.equal(got[k].to_local(), v.to_local()) for k, v in model.state_dict().items())
+                assert all(
+                    torch.equal(got[k].to_local(), v.to_local())
+                    for k, v in model.state_dict().items()
+                )
 
 
 def test_one_rank_saves_and_all_load(tmp_path: Path) -> None:
@@ -156,14 +175,23 @@ def grids(folder: str) -> None:
     rank, path = flow.env.get_rank(), Path(folder)
     grid, half = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [0, 1])
     layouts = {"s b": [S(0), B], "b s": [B, S(0)], "s p": [S(0), P]}
-    values = {**{name: spread(rows(5), layout, grid) for name, layout in layouts.items()}, "half": spread(rows(), S(0), half)}
+    values = {
+        **{name: spread(rows(5), layout, grid) for name, layout in layouts.items()},
+        "half": spread(rows(), S(0), half),
+    }
     split, shown = values["s b"]._spec.replace(layout=[S(0), S(1)]), values["s b"]._spec
     share = spread(rows(5), [S(0), S(1)], grid)
     values["share"] = flow.GlobalTensor.wrap(share.to_local(), StorageSpec.of(split, shown, [1]))
     for name, value in values.items():
         torch.save(value, path / f"{name}.{rank}")
     meet()
-    same = {"s b": [(0, 1), (2, 3)], "b s": [(0, 2), (1, 3)], "s p": [], "half": [(2, 3)], "share": []}
+    same = {
+        "s b": [(0, 1), (2, 3)],
+        "b s": [(0, 2), (1, 3)],
+        "s p": [],
+        "half": [(2, 3)],
+        "share": [],
+    }
     for name, value in values.items():
         for writer in range(4):
             alike = writer == rank or any({writer, rank} == set(pair) for pair in same[name])
@@ -182,7 +210,11 @@ def test_ranks_that_hold_the_same_part_may_read_it(tmp_path: Path) -> None:
 
 
 def write_for_others(folder: str) -> None:
-    state = {"part": spread(rows(), S(0)), "whole": spread(rows(), B), "on one": spread(rows(), S(0), flow.placement("cpu", [0]))}
+    state = {
+        "part": spread(rows(), S(0)),
+        "whole": spread(rows(), B),
+        "on one": spread(rows(), S(0), flow.placement("cpu", [0])),
+    }
     for name, value in state.items():
         if flow.env.get_rank() == 0:
             torch.save(value, f"{folder}/{name}")
@@ -248,7 +280,12 @@ def test_what_a_rank_sends_to_itself_comes_back() -> None:
 
 def what_goes_round() -> None:
     x = spread(rows(5), S(0))
-    for got in (pickle.loads(pickle.dumps(x)), copy.copy(x), copy.deepcopy(x), pickle.loads(bytes(forked(x)))):
+    for got in (
+        pickle.loads(pickle.dumps(x)),
+        copy.copy(x),
+        copy.deepcopy(x),
+        pickle.loads(bytes(forked(x))),
+    ):
         assert got._spec is x._spec
         assert torch.equal(whole(got), rows(5))
 
@@ -268,7 +305,11 @@ def test_a_message_with_a_part_is_refused_by_another_rank() -> None:
 def test_a_file_names_one_function_of_this_library() -> None:
     """Whatever moves in the package, files stay readable."""
     x: Any = rows().to_global(flow.placement("cpu", [0]), S(0))  # type: ignore[attr-defined]
-    names = [arg for op, arg, _ in pickletools.genops(pickle.dumps(x, protocol=2)) if op.name == "GLOBAL" and arg.startswith("globaltensor")]
+    names = [
+        arg
+        for op, arg, _ in pickletools.genops(pickle.dumps(x, protocol=2))
+        if op.name == "GLOBAL" and arg.startswith("globaltensor")
+    ]
     assert names == ["globaltensor rebuild_global_tensor"]
     buffer = io.BytesIO()
     torch.save(x, buffer)
@@ -283,21 +324,26 @@ def parts_and_wholes(folder: str) -> None:
     if flow.env.get_rank() == 0:
         torch.save({"w": x}, f"{folder}/part")
         torch.save({"w": y}, f"{folder}/whole")
-    with pytest.raises(WorldError, match=r"rank 0 could not read the file: PartError: it holds a part of a global tensor"):
+    with pytest.raises(
+        WorldError,
+        match=r"rank 0 could not read the file: PartError: it holds a part of a global tensor",
+    ):
         flow.load(f"{folder}/part", global_src_rank=0)
     assert torch.equal(whole(flow.load(f"{folder}/whole", global_src_rank=0)["w"]), rows())
     assert torch.equal(whole(flow.load(f"{folder}/alone", global_src_rank=0)["w"]), rows())
 
 
 def spread_alone(sbp: Any) -> Any:
-    return flow.GlobalTensor.wrap(rows(), flow.Spec.make((4, 3), torch.float32, flow.placement("cpu", [0]), [sbp]))
+    return flow.GlobalTensor.wrap(
+        rows(), flow.Spec.make((4, 3), torch.float32, flow.placement("cpu", [0]), [sbp])
+    )
 
 
 def test_load_by_one_rank_of_a_file_with_parts(tmp_path: Path) -> None:
     run_on(2, parts_and_wholes, str(tmp_path))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a file that is replaced
+# -------------------------------------------------------------------------- a file that is replaced
 
 SAVING = """
 import sys
@@ -311,17 +357,36 @@ for i in range(1, 10_000):
     flow.save({"x": x, "same": [torch.full((1000,), i)]}, path, global_dst_rank=0)
     if i == 1 and flow.env.get_rank() == 0:
         print("saved", flush=True)
-"""
+"""  # noqa: E501
 
 
 def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two ranks that run a script."""
     with reserved_port() as port:
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **common, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        common = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment = {
+            **os.environ,
+            **common,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         command = [sys.executable, "-c", script, *arguments]
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        return [subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)}, **streams) for r in range(2)]
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+            "text": True,
+        }
+        return [
+            subprocess.Popen(
+                command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)}, **streams
+            )
+            for r in range(2)
+        ]
 
 
 def test_a_file_is_whole_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
@@ -355,7 +420,9 @@ def letter(i: int) -> bytes:
 
 
 @pytest.mark.parametrize("nameless", [True, False])
-def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_whole_whenever_its_writer_is_killed(
+    tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not nameless:
         monkeypatch.setattr(os, "O_TMPFILE", 0)
     path, chance = tmp_path / "text", random.Random(1)
@@ -395,9 +462,14 @@ def disk_is_full(folder: str) -> None:
     flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0)
     before = path.read_bytes()
     large = spread(torch.ones(100_000), S(0))
-    with full_disk(), pytest.raises(WorldError, match=r"rank 0 could not write the file: .*File too large"):
+    with (
+        full_disk(),
+        pytest.raises(WorldError, match=r"rank 0 could not write the file: .*File too large"),
+    ):
         flow.save({"w": large}, path, global_dst_rank=0)
-    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*No space left on device"):
+    with pytest.raises(
+        WorldError, match=r"rank 0 could not write the file: .*No space left on device"
+    ):
         flow.save({"w": large}, Full(), global_dst_rank=0)
     with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*nowhere"):
         flow.save({"w": large}, path.parent / "nowhere" / "m.pt", global_dst_rank=0)
@@ -408,7 +480,9 @@ def disk_is_full(folder: str) -> None:
     meet()
     assert path.read_bytes() == before
     meet()
-    flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0, _use_new_zipfile_serialization=False)
+    flow.save(
+        {"w": spread(rows(), S(0))}, path, global_dst_rank=0, _use_new_zipfile_serialization=False
+    )
     assert torch.equal(torch.load(path)["w"], rows())
     own = path.with_name(f"own.{flow.env.get_rank()}")
     flow.save({"w": large}, own, _use_new_zipfile_serialization=False)
@@ -457,7 +531,9 @@ def test_other_files_stay_too(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_replaced_file_is_what_a_plain_open_would_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_file_is_what_a_plain_open_would_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mode(path: Path) -> int:
         return stat.S_IMODE(path.stat().st_mode)
 
@@ -465,7 +541,9 @@ def test_a_replaced_file_is_what_a_plain_open_would_leave(tmp_path: Path, monkey
     try:
         for nameless in (os.O_TMPFILE, 0):
             monkeypatch.setattr(os, "O_TMPFILE", nameless)
-            new, old, target, link = (tmp_path / f"{name}{nameless}" for name in ("new", "old", "target", "link"))
+            new, old, target, link = (
+                tmp_path / f"{name}{nameless}" for name in ("new", "old", "target", "link")
+            )
             write_text(new, "x")
             assert mode(new) == 0o640
             old.write_text("longer than the new one")
@@ -500,7 +578,9 @@ def test_a_replaced_file_is_what_a_plain_open_would_leave(tmp_path: Path, monkey
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".globaltensor")]
 
 
-def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -511,7 +591,7 @@ def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(tmp_path:
     assert path.read_text() == "new"
 
 
-# ---------------------------------------------------------------------------------------------------------------- states of optimizers
+# ----------------------------------------------------------------------------- states of optimizers
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -532,11 +612,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def network(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)).double()
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)
+    ).double()
 
 
 def groups(model: Any) -> Any:
-    return [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.05}]
+    return [
+        {"params": model[0].parameters()},
+        {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.05},
+    ]
 
 
 def stepped(model: Any, optimizer: Any, times: int = 1) -> None:
@@ -558,10 +643,19 @@ def stepped(model: Any, optimizer: Any, times: int = 1) -> None:
 def layouts() -> dict[str, tuple[Any, Any]]:
     line = flow.placement.all("cpu")
     rows = {"*.weight": S(0), "*": B}
-    found: dict[str, tuple[Any, Any]] = {"rows": (line, rows), "columns": (line, {"*.weight": S(1), "*": S(0)}), "whole": (line, B), "sums": (line, P)}
+    found: dict[str, tuple[Any, Any]] = {
+        "rows": (line, rows),
+        "columns": (line, {"*.weight": S(1), "*": S(0)}),
+        "whole": (line, B),
+        "sums": (line, P),
+    }
     if line.size == 4:
         grid, some = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [1, 3])
-        found = {"grid": (grid, {"*.weight": [S(0), S(1)], "*": [B, S(0)]}), "half": (grid, {"*": [S(0), B]}), "some": (some, rows)}
+        found = {
+            "grid": (grid, {"*.weight": [S(0), S(1)], "*": [B, S(0)]}),
+            "half": (grid, {"*": [S(0), B]}),
+            "some": (some, rows),
+        }
     return found
 
 
@@ -579,10 +673,16 @@ def laid_out_at_once(folder: str) -> None:
             optimizer = make(groups(model))
             path = f"{folder}/{maker} {name}"
             flow.save(reference.state_dict(), path, global_dst_rank=0)
-            for saved in (copy.deepcopy(reference.state_dict()), flow.load(path, global_src_rank=0), flow.load(path, placement, global_src_rank=0)):
+            for saved in (
+                copy.deepcopy(reference.state_dict()),
+                flow.load(path, global_src_rank=0),
+                flow.load(path, placement, global_src_rank=0),
+            ):
                 counts = [kept["step"] for kept in saved["state"].values() if "step" in kept]
                 optimizer.load_state_dict(saved)
-                assert [kept["step"] for kept in optimizer.state.values() if "step" in kept] == counts or maker == "adamw fused"
+                assert [
+                    kept["step"] for kept in optimizer.state.values() if "step" in kept
+                ] == counts or maker == "adamw fused"
                 check_state(model, optimizer, plain, reference)
             if maker != "lbfgs":
                 goes_on(make, model, optimizer, plain, reference)
@@ -594,7 +694,9 @@ def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
         for key, want in reference.state.get(q, {}).items():
             got = optimizer.state[p][key]
             if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
-                layout = [B if e.is_partial else e for e in p._spec.layout]  # of sums it steps the sum
+                layout = [
+                    B if e.is_partial else e for e in p._spec.layout
+                ]  # of sums it steps the sum
                 assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
                 assert got._local.untyped_storage().nbytes() == got._local.nbytes
                 assert torch.equal(whole(got), want)
@@ -618,7 +720,10 @@ def test_a_state_that_comes_whole_is_laid_out_at_once(tmp_path: Path, n: int) ->
 
 
 def states_that_do_not_fit() -> None:
-    plain, model = network(), network().to_global(flow.placement.all("cpu"), {"*.weight": S(0), "*": B})
+    plain, model = (
+        network(),
+        network().to_global(flow.placement.all("cpu"), {"*.weight": S(0), "*": B}),
+    )
     reference, optimizer = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(model))
     stepped(plain, reference)
     stepped(model, optimizer)
@@ -627,14 +732,27 @@ def states_that_do_not_fit() -> None:
         saved = copy.deepcopy(reference.state_dict())
         saved["state"][0]["exp_avg_sq"] = bad
         saved["param_groups"][0]["lr"] = 7.0
-        with pytest.raises(ShapeError, match=r"load_state_dict of Adam: 'exp_avg_sq' of parameter 0 of group 0 has shape .* the parameter \[5, 3\]"):
+        with pytest.raises(
+            ShapeError,
+            match=(
+                r"load_state_dict of Adam: 'exp_avg_sq' of parameter 0 of group 0 has shape .* "
+                r"the parameter \[5, 3\]"
+            ),
+        ):
             optimizer.load_state_dict(saved)
         after = optimizer.state_dict()
         assert after["param_groups"] == before["param_groups"]
-        assert all(torch.equal(whole(v), whole(after["state"][i][k])) for i, kept in before["state"].items() for k, v in kept.items() if k != "step")
+        assert all(
+            torch.equal(whole(v), whole(after["state"][i][k]))
+            for i, kept in before["state"].items()
+            for k, v in kept.items()
+            if k != "step"
+        )
     stepped(model, optimizer)
     plain.load_state_dict({name: whole(t) for name, t in model.state_dict().items()})
-    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # of parameters that each rank has for itself: whole, and plain
+    reference.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    )  # of parameters that each rank has for itself: whole, and plain
     assert not any(t.is_global for kept in reference.state.values() for t in kept.values())
     stepped(plain, reference)
     stepped(model, optimizer)
@@ -645,7 +763,10 @@ def states_that_do_not_fit() -> None:
 def shared_with_another() -> None:
     """On one device, too, what `state_dict` gives are the optimizer's own tensors."""
     plain, model = network(), network().to_global(flow.placement.all("cpu"), S(0))
-    reference, optimizer = torch.optim.Adam(plain.parameters()), torch.optim.Adam(model.parameters())
+    reference, optimizer = (
+        torch.optim.Adam(plain.parameters()),
+        torch.optim.Adam(model.parameters()),
+    )
     stepped(plain, reference)
     optimizer.load_state_dict(reference.state_dict())
     stepped(plain, reference, 3)
@@ -676,7 +797,10 @@ def after_a_step_that_failed() -> None:
     optimizer.zero_grad()
     (model[0].weight * 0).sum().backward()
     optimizer.step()
-    assert torch.equal(whole(optimizer.state[model[0].weight]["momentum_buffer"]), torch.full((5, 3), 2.7, dtype=torch.float64))
+    assert torch.equal(
+        whole(optimizer.state[model[0].weight]["momentum_buffer"]),
+        torch.full((5, 3), 2.7, dtype=torch.float64),
+    )
 
 
 def failing(*args: Any, **kwargs: Any) -> Any:

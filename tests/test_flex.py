@@ -1,4 +1,5 @@
-"""Torch's flex_attention on global tensors: functions of batch entry and head count as on one device."""
+"""Torch's flex_attention on global tensors: functions of batch entry and head count as on one
+device."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import KernelError
 
-pytestmark = [pytest.mark.filterwarnings("ignore:flex_attention called without"), pytest.mark.filterwarnings("ignore:return_lse is deprecated")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+    pytest.mark.filterwarnings("ignore:return_lse is deprecated"),
+]
 B, S = flow.sbp.broadcast, flow.sbp.split
 GRID = flow.placement("cpu", [[0, 1], [2, 3]])
 LAYOUTS = ([S(0), S(1)], [S(1), S(1)], [S(2), S(0)])
@@ -31,18 +35,35 @@ def same(wanted: Any, layouts: Any, **options: Any) -> None:
             parts: Any = [t.to_global(GRID, [B, B]).to_global(sbp=layout) for t in (Q, K, V)]  # type: ignore[attr-defined]
             got = flex_attention(*parts, enable_gqa=True, **options)
             for mine, one in zip(got if isinstance(got, tuple) else (got,), wanted, strict=True):
-                torch.testing.assert_close(full(mine), one, msg=lambda text, layout=layout: f"{layout}: {text}")
+                torch.testing.assert_close(
+                    full(mine), one, msg=lambda text, layout=layout: f"{layout}: {text}"
+                )
 
     simulate(4, on_ranks, timeout=120.0)
 
 
 def test_scores_see_their_batch_entry_and_head() -> None:
-    same(flex_attention(Q, K, V, score, enable_gqa=True, return_lse=True), LAYOUTS, score_mod=score, return_lse=True)
+    same(
+        flex_attention(Q, K, V, score, enable_gqa=True, return_lse=True),
+        LAYOUTS,
+        score_mod=score,
+        return_lse=True,
+    )
 
 
 def test_block_masks_are_cut_with_the_heads() -> None:
-    mask = create_block_mask(lambda b, h, q, k: (q >= k) & ((q + k + b + h) % 5 != 4), 2, 4, 6, 6, device="cpu", BLOCK_SIZE=4)
-    same((flex_attention(Q, K, V, block_mask=mask, enable_gqa=True),), LAYOUTS[::2], block_mask=mask)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & ((q + k + b + h) % 5 != 4),
+        2,
+        4,
+        6,
+        6,
+        device="cpu",
+        BLOCK_SIZE=4,
+    )
+    same(
+        (flex_attention(Q, K, V, block_mask=mask, enable_gqa=True),), LAYOUTS[::2], block_mask=mask
+    )
 
 
 def test_the_function_taken_before_says_so() -> None:

@@ -1,4 +1,5 @@
-"""Functions over lists in which plain tensors meet global ones: plain targets hold the whole result on every rank, as after ``plain.copy_(g)``."""
+"""Functions over lists in which plain tensors meet global ones: plain targets hold the whole result
+on every rank, as after ``plain.copy_(g)``."""
 
 from __future__ import annotations
 
@@ -24,12 +25,36 @@ Lists = list[list[Any]]
 
 def fused_adam(lists: Lists) -> None:
     params, grads, averages, squares = lists
-    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-8, "maximize": False, "amsgrad": False}
-    torch._fused_adam_(params, grads, averages, [s.abs_() for s in squares], [], [torch.tensor(1.0) for _ in params], **settings)
+    settings = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.01,
+        "eps": 1e-8,
+        "maximize": False,
+        "amsgrad": False,
+    }
+    torch._fused_adam_(
+        params,
+        grads,
+        averages,
+        [s.abs_() for s in squares],
+        [],
+        [torch.tensor(1.0) for _ in params],
+        **settings,
+    )
 
 
 def fused_sgd(lists: Lists) -> None:
-    settings = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    settings = {
+        "lr": 0.1,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "is_first_step": False,
+    }
     torch._fused_sgd_(*lists[:3], **settings)
 
 
@@ -46,8 +71,14 @@ WRITING: dict[str, tuple[int, Callable[[Lists], Any]]] = {
     "lerp by tensors": (3, lambda x: torch._foreach_lerp_(*x)),
     "addcmul": (3, lambda x: torch._foreach_addcmul_(*x, value=0.5)),
     "addcdiv": (3, lambda x: torch._foreach_addcdiv_(*x, 0.5)),
-    "addcdiv by numbers": (3, lambda x: torch._foreach_addcdiv_(*x, torch.arange(1.0, len(x[0]) + 1))),
-    "square root": (2, lambda x: torch._foreach_sqrt_([a for pair in zip(*x, strict=True) for a in pair])),
+    "addcdiv by numbers": (
+        3,
+        lambda x: torch._foreach_addcdiv_(*x, torch.arange(1.0, len(x[0]) + 1)),
+    ),
+    "square root": (
+        2,
+        lambda x: torch._foreach_sqrt_([a for pair in zip(*x, strict=True) for a in pair]),
+    ),
     "one factor": (2, lambda x: torch._foreach_mul_(x[0], x[1][0][0, 0])),
     "fewer dims": (2, lambda x: torch._foreach_add_(x[0], [y[0] for y in x[1]])),
     "fused adam": (4, fused_adam),
@@ -60,16 +91,27 @@ MAKING: dict[str, tuple[int, Callable[[Lists], Any]]] = {
     "lerp": (2, lambda x: torch._foreach_lerp(*x, 0.3)),
     "one factor": (2, lambda x: torch._foreach_mul(x[0], x[1][0].sum())),
     "norm": (2, lambda x: torch._foreach_norm([*x[0], *x[1]])),
-    "wide norm": (2, lambda x: torch._foreach_norm([t.float() for t in (*x[0], *x[1])], 1, torch.float64)),
+    "wide norm": (
+        2,
+        lambda x: torch._foreach_norm([t.float() for t in (*x[0], *x[1])], 1, torch.float64),
+    ),
     "max": (2, lambda x: torch._foreach_max([*x[0], *x[1]])),
 }
 
 
 def layouts(count: int, placement: Any) -> Iterator[list[Any]]:
     """How operands lie: each plain (None) or as one of some layouts, at least one of each kind."""
-    whole, split, partial = [B] * placement.axes, [S(0)] * placement.axes, [*[S(1)] * (placement.axes - 1), P]
+    whole, split, partial = (
+        [B] * placement.axes,
+        [S(0)] * placement.axes,
+        [*[S(1)] * (placement.axes - 1), P],
+    )
     if count == 2:
-        yield from (list(found) for found in itertools.product((None, whole, split, partial), repeat=2) if None in found and found != (None, None))
+        yield from (
+            list(found)
+            for found in itertools.product((None, whole, split, partial), repeat=2)
+            if None in found and found != (None, None)
+        )
     else:
         for other in (whole, split, partial):
             yield [None, *[other] * (count - 1)]
@@ -78,7 +120,11 @@ def layouts(count: int, placement: Any) -> Iterator[list[Any]]:
 
 
 def laid_out(value: Tensor, placement: Any, sbp: Any) -> Any:
-    return value.clone() if sbp is None else value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp).clone()  # type: ignore[attr-defined]
+    return (
+        value.clone()
+        if sbp is None
+        else value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp).clone()
+    )  # type: ignore[attr-defined]
 
 
 def whole(x: Any) -> Tensor:
@@ -87,11 +133,14 @@ def whole(x: Any) -> Tensor:
 
 def compare(got: Any, want: Any, what: str) -> None:
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        torch.testing.assert_close(whole(a), b, rtol=1e-12, atol=1e-13, msg=lambda text, i=i: f"{what}, {i}: {text}")
+        torch.testing.assert_close(
+            whole(a), b, rtol=1e-12, atol=1e-13, msg=lambda text, i=i: f"{what}, {i}: {text}"
+        )
 
 
 def as_plain(ranks: Any, beside: bool) -> None:
-    """Every kernel in every mix of layouts; ``beside`` each list has a second tensor that is global throughout."""
+    """Every kernel in every mix of layouts; ``beside`` each list has a second tensor that is global
+    throughout."""
     placement = flow.placement("cpu", ranks)
     data = [values(5, 3, seed=i).abs() + 0.5 for i in range(8)]
     for kernels in (WRITING, MAKING):
@@ -99,8 +148,17 @@ def as_plain(ranks: Any, beside: bool) -> None:
             for sbp in layouts(count, placement):
                 if name.startswith("fused") and sbp[0] is None and P in (sbp[1] or ()):
                     continue  # squares of partial sums must not be taken
-                plain = [[data[k].clone(), *([data[k + 4].clone()] if beside else [])] for k in range(count)]
-                ours = [[laid_out(t, placement, sbp[k] if i == 0 else [S(0)] * placement.axes) for i, t in enumerate(ts)] for k, ts in enumerate(plain)]
+                plain = [
+                    [data[k].clone(), *([data[k + 4].clone()] if beside else [])]
+                    for k in range(count)
+                ]
+                ours = [
+                    [
+                        laid_out(t, placement, sbp[k] if i == 0 else [S(0)] * placement.axes)
+                        for i, t in enumerate(ts)
+                    ]
+                    for k, ts in enumerate(plain)
+                ]
                 targets = list(ours[0])
                 want, got = kernel(plain), kernel(ours)
                 what = f"{name} {sbp}"
@@ -134,8 +192,14 @@ def averages() -> list[Tensor]:
 
     trained = flow.parallelize(model(), flow.placement.all("cpu"), "fsdp")
     alone = model()
-    ours, theirs = (AveragedModel(copy.deepcopy(alone), multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2))
-    steps: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.1), average) for m, average in ((trained, ours), (alone, theirs))]
+    ours, theirs = (
+        AveragedModel(copy.deepcopy(alone), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(2)
+    )
+    steps: list[Any] = [
+        (m, torch.optim.SGD(m.parameters(), lr=0.1), average)
+        for m, average in ((trained, ours), (alone, theirs))
+    ]
     for step in range(3):
         for m, optimizer, average in steps:
             optimizer.zero_grad()
@@ -165,7 +229,10 @@ def plain_parameters() -> list[Tensor]:
         for step in range(3):
             grad = values(4, 3, seed=step + 1)
             alone.grad, ours.grad = grad, laid_out(grad, placement, [sbp])
-            norms = [torch.nn.utils.clip_grad_norm_([p, q], 1.5) for p, q in ((ours, second(step)), (alone, second(step)))]
+            norms = [
+                torch.nn.utils.clip_grad_norm_([p, q], 1.5)
+                for p, q in ((ours, second(step)), (alone, second(step)))
+            ]
             compare(norms[:1], norms[1:], "norm")
             for optimizer in optimizers:
                 optimizer.step()

@@ -1,4 +1,5 @@
-"""Custom torch.autograd.Functions take global tensors as they take plain ones: the same values, gradients and second gradients, however the inputs lie."""
+"""Custom torch.autograd.Functions take global tensors as they take plain ones: the same values,
+gradients and second gradients, however the inputs lie."""
 
 from __future__ import annotations
 
@@ -140,7 +141,10 @@ TWICE = [name for name in USES if name not in ("once", "in place")]
 def run(use: Callable[[Tensor, Tensor], Tensor], twice: bool, plain_weight: bool) -> None:
     line = flow.placement("cpu", [0, 1])
     draw = torch.Generator().manual_seed(2)
-    x0, w0 = torch.randn(5, 4, dtype=torch.float64, generator=draw), torch.randn(4, dtype=torch.float64, generator=draw)
+    x0, w0 = (
+        torch.randn(5, 4, dtype=torch.float64, generator=draw),
+        torch.randn(4, dtype=torch.float64, generator=draw),
+    )
 
     def gradients(x: Tensor, w: Tensor) -> list[Tensor]:
         found = list(torch.autograd.grad((use(x, w) ** 2).sum(), [x, w], create_graph=twice))
@@ -182,7 +186,10 @@ def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Two steps of a program are two steps of a loop: what a Function saves is of the step."""
     line = flow.placement("cpu", [0, 1])
     draw = torch.Generator().manual_seed(2)
-    x0, w0 = torch.randn(2, 5, 4, dtype=torch.float64, generator=draw), torch.randn(4, dtype=torch.float64, generator=draw)
+    x0, w0 = (
+        torch.randn(2, 5, 4, dtype=torch.float64, generator=draw),
+        torch.randn(4, dtype=torch.float64, generator=draw),
+    )
     plain = Weighted(w0.clone())
     wanted = []
     for x in x0:
@@ -208,7 +215,12 @@ def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
         graph = Training(model, optimizer)
         got = [graph(x.to_global(line, B).to_global(sbp=sbp)).item() for x in x0]  # type: ignore[attr-defined]
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-10, atol=1e-11)
-        torch.testing.assert_close(torch.tensor(model.w.tolist(), dtype=torch.float64), plain.w.detach(), rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(
+            torch.tensor(model.w.tolist(), dtype=torch.float64),
+            plain.w.detach(),
+            rtol=1e-10,
+            atol=1e-11,
+        )
         alone = graph.on_one_device()
         with torch.no_grad():
             alone.get_parameter("model.w").copy_(w0)
@@ -227,7 +239,10 @@ def wrong() -> None:
             return grads[0], grads[0]
 
     x = torch.ones(3).to_global(flow.placement.all("cpu"), B).requires_grad_()  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"function Two returned an incorrect number of gradients \(expected 1, got 2\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"function Two returned an incorrect number of gradients \(expected 1, got 2\)",
+    ):
         Two.apply(x).sum().backward()
 
 
@@ -238,7 +253,10 @@ def test_a_wrong_number_of_gradients() -> None:
 def checkpointed(reentrant: bool) -> None:
     line = flow.placement.all("cpu")
     draw = torch.Generator().manual_seed(3)
-    x0, w0 = torch.randn(4, 3, dtype=torch.float64, generator=draw), torch.randn(3, 3, dtype=torch.float64, generator=draw)
+    x0, w0 = (
+        torch.randn(4, 3, dtype=torch.float64, generator=draw),
+        torch.randn(3, 3, dtype=torch.float64, generator=draw),
+    )
 
     def gradients(x: Tensor, *weights: Tensor) -> list[Any]:
         for w in weights:
@@ -249,10 +267,15 @@ def checkpointed(reentrant: bool) -> None:
     want = gradients(x0, *(w0.clone().requires_grad_() for _ in range(2)))
     for sbp in (S(0), B, S(1)):
         for held in (B, S(0)):
-            weights = [w0.to_global(line, B).to_global(sbp=held).detach().requires_grad_() for _ in range(2)]  # type: ignore[attr-defined]
+            weights = [
+                w0.to_global(line, B).to_global(sbp=held).detach().requires_grad_()
+                for _ in range(2)
+            ]  # type: ignore[attr-defined]
             got = gradients(x0.to_global(line, B).to_global(sbp=sbp), *weights)  # type: ignore[attr-defined]
             for g, value in zip(got, want, strict=True):
-                torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), value, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    torch.tensor(g.tolist(), dtype=torch.float64), value, rtol=1e-12, atol=1e-12
+                )
 
 
 def checkpointed_layers() -> None:
@@ -265,7 +288,10 @@ def checkpointed_layers() -> None:
         x.square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    line, plain = flow.placement.all("cpu"), torch.nn.Sequential(*[torch.nn.Linear(3, 3).double() for _ in range(3)])
+    line, plain = (
+        flow.placement.all("cpu"),
+        torch.nn.Sequential(*[torch.nn.Linear(3, 3).double() for _ in range(3)]),
+    )
     with torch.no_grad():
         for i, p in enumerate(plain.parameters()):
             p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape).roll(i))
@@ -276,9 +302,16 @@ def checkpointed_layers() -> None:
         for p in model.parameters():
             p.grad = None
         for times in (1, 2):
-            got = gradients(model, x.detach().to_global(line, B).to_global(sbp=S(0)).detach().requires_grad_())  # type: ignore[arg-type,attr-defined]
+            got = gradients(
+                model, x.detach().to_global(line, B).to_global(sbp=S(0)).detach().requires_grad_()
+            )  # type: ignore[arg-type,attr-defined]
             for g, value in zip(got, want, strict=True):
-                torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), times * value, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    torch.tensor(g.tolist(), dtype=torch.float64),
+                    times * value,
+                    rtol=1e-12,
+                    atol=1e-12,
+                )
 
 
 def test_reentrant_checkpoint_of_layers() -> None:
@@ -286,7 +319,8 @@ def test_reentrant_checkpoint_of_layers() -> None:
 
 
 def computed() -> None:
-    """As hooks say of embeddings, for reentrant checkpoints (`enable_input_require_grads` of Hugging Face models)."""
+    """As hooks say of embeddings, for reentrant checkpoints (`enable_input_require_grads` of
+    Hugging Face models)."""
     x0 = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
     for sbp in (S(0), B):
         x = x0.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp).detach().requires_grad_()  # type: ignore[attr-defined]
@@ -294,9 +328,13 @@ def computed() -> None:
         assert y.requires_grad_() is y
         y.square().sum().backward()
         torch.testing.assert_close(torch.tensor(x.grad.tolist(), dtype=torch.float64), 8 * x0)
-        with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf variables"):
+        with pytest.raises(
+            RuntimeError, match="you can only change requires_grad flags of leaf variables"
+        ):
             y.requires_grad_(False)
-        with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf variables"):
+        with pytest.raises(
+            RuntimeError, match="you can only change requires_grad flags of leaf variables"
+        ):
             y.requires_grad = True
 
 

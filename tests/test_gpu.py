@@ -1,5 +1,6 @@
-"""On GPUs: real processes that share one over gloo, each with its own over NCCL, and what differs there from the CPU. Beside these `make test-gpu` runs the
-tests of the CPU again with their placements on the GPU (support/device.py)."""
+"""On GPUs: real processes that share one over gloo, each with its own over NCCL, and what differs
+there from the CPU. Beside these `make test-gpu` runs the tests of the CPU again with their
+placements on the GPU (support/device.py)."""
 
 from __future__ import annotations
 
@@ -26,31 +27,47 @@ GPUS = torch.cuda.device_count()
 
 
 @pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch, fresh_pool: Callable[[int], Pool]) -> Callable[..., list[Any]]:
-    """``sharing(2, fn)``: on processes whose collectives go over gloo, so that they may share a GPU."""
+def sharing(
+    monkeypatch: pytest.MonkeyPatch, fresh_pool: Callable[[int], Pool]
+) -> Callable[..., list[Any]]:
+    """``sharing(2, fn)``: on processes whose collectives go over gloo, so that they may share a
+    GPU."""
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "gloo")
     return lambda n, fn, *args: fresh_pool(n).run(fn, *args, timeout=120.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_ring_attention_by_flash_kernels(kind: torch.dtype, heads: tuple[int, int], causal: bool) -> None:
-    """As near to float64 as torch's own kernel comes, forward and backward; 600 rows a rank, so that causal ones are dealt out in pairs."""
+def test_ring_attention_by_flash_kernels(
+    kind: torch.dtype, heads: tuple[int, int], causal: bool
+) -> None:
+    """As near to float64 as torch's own kernel comes, forward and backward; 600 rows a rank, so
+    that causal ones are dealt out in pairs."""
     shapes = [(2, h, 1200, 32) for h in (heads[0], heads[1], heads[1])]
-    whole = [torch.randn(s, generator=torch.Generator().manual_seed(i)).to("cuda", kind) for i, s in enumerate(shapes)]
+    whole = [
+        torch.randn(s, generator=torch.Generator().manual_seed(i)).to("cuda", kind)
+        for i, s in enumerate(shapes)
+    ]
     weight = torch.randn(shapes[0], generator=torch.Generator().manual_seed(9)).to("cuda", kind)
 
-    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads[0] != heads[1])
+    def attended(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor
+    ) -> list[torch.Tensor]:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=heads[0] != heads[1]
+        )
         return [out.detach(), *torch.autograd.grad((out * w).sum(), (q, k, v))]
 
     def split() -> list[torch.Tensor]:
         where = flow.placement("cuda", [0, 1])
-        given = [t.to_global(where, B).to_global(sbp=S(2)).detach().requires_grad_() for t in (*whole, weight)]  # type: ignore[call-arg]
+        given = [
+            t.to_global(where, B).to_global(sbp=S(2)).detach().requires_grad_()
+            for t in (*whole, weight)
+        ]  # type: ignore[call-arg]
         with flow.context_parallel("ring"):
             return [t.to_global(sbp=B).to_local() for t in attended(*given)]
 
@@ -62,17 +79,25 @@ def test_ring_attention_by_flash_kernels(kind: torch.dtype, heads: tuple[int, in
             assert worst <= 3 * usual + 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------------- processes that share a GPU
+# ----------------------------------------------------------------------- processes that share a GPU
 
 
-def test_the_example_trains_as_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_trains_as_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "gloo")
-    compare(tmp_path, 2, [*MODES, *STAGES, *GRAPHS[:3]], [*SMALL, "--device", "cuda"], seconds=240.0)
+    compare(
+        tmp_path, 2, [*MODES, *STAGES, *GRAPHS[:3]], [*SMALL, "--device", "cuda"], seconds=240.0
+    )
 
 
 def _moved() -> None:
     x = torch.arange(35.0, dtype=torch.float64).view(5, 7)
-    both, first, second = flow.placement("cuda", [0, 1]), flow.placement("cuda", [0]), flow.placement("cuda", [1])
+    both, first, second = (
+        flow.placement("cuda", [0, 1]),
+        flow.placement("cuda", [0]),
+        flow.placement("cuda", [1]),
+    )
     host = flow.placement("cpu", [1])
     for source in (both, first, host):
         for target in (both, first, second, host, flow.placement("cpu", [1, 0])):
@@ -103,7 +128,11 @@ def test_tensors_move_between_devices(sharing: Callable[..., list[Any]]) -> None
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.rnn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GRU(8, 6, batch_first=True)
+        self.conv, self.norm, self.rnn = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.GRU(8, 6, batch_first=True),
+        )
         self.out = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,18 +141,25 @@ class Net(nn.Module):
 
 
 def _trained(sbp: str | None, autocast: bool) -> list[float]:
-    """Losses of four steps of a loop as people write it; ``sbp``: of the batch, None on one device."""
+    """Losses of four steps of a loop as people write it; ``sbp``: of the batch, None on one
+    device."""
     torch.manual_seed(3)
     dtype = torch.float32 if autocast else torch.float64
     net, place = Net().to("cuda", dtype), flow.placement("cuda", [0, 1])
-    xs, ys = torch.randn(4, 6, 3, 8, 8, dtype=dtype, device="cuda"), torch.randint(0, 4, (4, 6), device="cuda")
+    xs, ys = (
+        torch.randn(4, 6, 3, 8, 8, dtype=dtype, device="cuda"),
+        torch.randint(0, 4, (4, 6), device="cuda"),
+    )
     if sbp is not None:
         net.to_global(place, B)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scaler, losses = torch.amp.GradScaler("cuda", enabled=autocast, init_scale=256.0), []
     for x, y in zip(xs, ys, strict=True):
         if sbp is not None:
-            x, y = (t.to_global(placement=place, sbp=B).to_global(sbp=S(0) if sbp == "split" else B) for t in (x, y))
+            x, y = (
+                t.to_global(placement=place, sbp=B).to_global(sbp=S(0) if sbp == "split" else B)
+                for t in (x, y)
+            )
         with torch.autocast("cuda", dtype=torch.float16, enabled=autocast):
             loss = F.cross_entropy(net(x), y)
         optimizer.zero_grad()
@@ -146,7 +182,7 @@ def test_a_loop_trains_as_on_one_device(sharing: Callable[..., list[Any]], autoc
             assert got == pytest.approx(want, rel=2e-2 if autocast else 1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the thread of the backward pass
+# ------------------------------------------------------------------ the thread of the backward pass
 
 
 def _in_the_same_thread() -> None:
@@ -173,11 +209,12 @@ def test_backward_runs_in_the_thread_that_asks_of_simulated_ranks() -> None:
     simulate(3, _in_the_same_thread)
 
 
-# ---------------------------------------------------------------------------------------------------------------- NCCL
+# --------------------------------------------------------------------------------------------- NCCL
 
 
 def test_the_example_over_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank for each GPU, four at most; where there is but one, NCCL carries collectives of one."""
+    """A rank for each GPU, four at most; where there is but one, NCCL carries collectives of
+    one."""
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "cpu:gloo,cuda:nccl")
     modes = [*MODES[:4], "data --graph", *(STAGES if GPUS > 1 else [])]
     compare(tmp_path, min(GPUS, 4), modes, [*SMALL, "--device", "cuda"], seconds=240.0)
@@ -191,7 +228,9 @@ def _second_has_none() -> str:
     return str(caught.value)
 
 
-def test_nccl_wants_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, fresh_pool: Callable[[int], Pool]) -> None:
+def test_nccl_wants_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, fresh_pool: Callable[[int], Pool]
+) -> None:
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "cpu:gloo,cuda:nccl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
@@ -200,7 +239,7 @@ def test_nccl_wants_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, fresh_p
     assert "share it with the backend gloo" in said[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------- compiled graphs
+# ---------------------------------------------------------------------------------- compiled graphs
 
 
 def _compiled(sbp: str | None) -> list[float]:

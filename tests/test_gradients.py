@@ -1,4 +1,5 @@
-"""Autograd around global tensors: hooks, accumulation, checkpoints, derivatives of derivatives, and every optimizer, beside plain torch."""
+"""Autograd around global tensors: hooks, accumulation, checkpoints, derivatives of derivatives, and
+every optimizer, beside plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def leaf(t: torch.Tensor, sbp: Any) -> torch.Tensor:
 
 def same(got: Any, want: Any) -> None:
     assert got is not None
-    torch.testing.assert_close(full(got) if got.is_global else got, want.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        full(got) if got.is_global else got, want.detach(), rtol=1e-9, atol=1e-12
+    )
 
 
 def pairs(*shapes: tuple[int, ...]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -41,7 +44,15 @@ def pairs(*shapes: tuple[int, ...]) -> list[tuple[list[torch.Tensor], list[torch
     found = []
     for sbps in ((S(0),) * 4, (S(1),) * 4, (B,) * 4, (S(0), B, S(1), S(0)), (S(1), S(0), B, B)):
         plain = [values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
-        found.append((plain, [leaf(p.detach(), e if not e.is_split or e.dim < p.dim() else B) for p, e in zip(plain, sbps, strict=False)]))
+        found.append(
+            (
+                plain,
+                [
+                    leaf(p.detach(), e if not e.is_split or e.dim < p.dim() else B)
+                    for p, e in zip(plain, sbps, strict=False)
+                ],
+            )
+        )
     return found
 
 
@@ -54,7 +65,7 @@ TABLES = {"data": {"*": B}, "fsdp": {"*": S(0)}, "tensor": {"0.*": S(0), "3.weig
 START = network()
 
 
-# ---------------------------------------------------------------------------------------------------------------- backward and grad
+# -------------------------------------------------------------------------------- backward and grad
 
 
 @on(3)
@@ -91,7 +102,9 @@ def test_several_outputs_and_inputs() -> None:
             torch.autograd.backward([z.sum(), (z * z).sum()], inputs=[x])
             assert y.grad is None
         same(ours[0].grad, plain[0].grad)
-        got, want = (torch.autograd.grad([(x * y).sum(), (x / 2).sum()], [x, y]) for x, y in (ours, plain))
+        got, want = (
+            torch.autograd.grad([(x * y).sum(), (x / 2).sum()], [x, y]) for x, y in (ours, plain)
+        )
         for a, b in zip(got, want, strict=True):
             same(a, b)
         assert [a.sbp for a in got] == [x.sbp for x in ours]
@@ -108,7 +121,9 @@ def test_second_and_third_derivatives() -> None:
         for x, w in (plain, ours):
             y = torch.sigmoid(x @ w).sum() + (x**3).mean()
             first = torch.autograd.grad(y, [x, w], create_graph=True)
-            second = torch.autograd.grad(sum((g * g).sum() for g in first), [x, w], create_graph=True)
+            second = torch.autograd.grad(
+                sum((g * g).sum() for g in first), [x, w], create_graph=True
+            )
             sum((g**2).sum() for g in second).backward()  # type: ignore[union-attr]
             found.append([*first, *second, x.grad, w.grad])
         for b, a in zip(*found, strict=True):
@@ -173,7 +188,12 @@ def test_what_has_no_gradient() -> None:
 
 @on(2)
 def test_leaves_made_of_reductions() -> None:
-    reductions = (lambda x: x.norm(dim=0), lambda x: x.amax(0), lambda x: x.amin(0), lambda x: x.sum(0))
+    reductions = (
+        lambda x: x.norm(dim=0),
+        lambda x: x.amax(0),
+        lambda x: x.amin(0),
+        lambda x: x.sum(0),
+    )
     for reduce in reductions:
         made = [reduce(t.detach()) for t in (values(5, 3), leaf(values(5, 3), S(0)))]
         for make in (lambda t: t.clone().requires_grad_(), lambda t: nn.Parameter(t.clone())):
@@ -197,7 +217,11 @@ def test_told_again_to_require_grad() -> None:
         x.requires_grad = True
         (x * 3).sum().backward()
         same(x.grad, torch.full((4, 3), 5.0).double())
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double().to_global(x.placement, B)
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        .double()
+        .to_global(x.placement, B)
+    )
     for trained in ([1], [0, 1], [0]):
         model.requires_grad_(False).zero_grad()
         for i in trained:
@@ -220,7 +244,7 @@ def test_retain_grad() -> None:
         same(kept[1], kept[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------- hooks
+# -------------------------------------------------------------------------------------------- hooks
 
 
 @on(2)
@@ -268,7 +292,9 @@ def test_hooks_of_modules() -> None:
     twin = copy.deepcopy(START).to_global(flow.placement.all("cpu"), B)
     seen: list[list[Any]] = [[], []]
     for i, (m, x) in enumerate(((model, values(6, 4)), (twin, leaf(values(6, 4), S(0)).detach()))):
-        m[0].register_forward_hook(lambda module, inputs, output, i=i: seen[i].append(output.detach()))
+        m[0].register_forward_hook(
+            lambda module, inputs, output, i=i: seen[i].append(output.detach())
+        )
         m[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
         m(x).sum().backward()
     same(seen[1][0], seen[0][0])
@@ -278,12 +304,18 @@ def test_hooks_of_modules() -> None:
 
 def _which_results_have_a_gradient() -> list[list[bool]]:
     x = leaf(values(3, 5, 5), S(0))  # the fourth rank has none of the matrices
-    return [[t.requires_grad for t in f(x)] for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)]
+    return [
+        [t.requires_grad for t in f(x)]
+        for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)
+    ]
 
 
 def test_an_empty_part_has_the_gradients_of_the_others() -> None:
     plain = values(3, 5, 5).requires_grad_()
-    want = [[t.requires_grad for t in f(plain)] for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)]
+    want = [
+        [t.requires_grad for t in f(plain)]
+        for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)
+    ]
     assert simulate(4, _which_results_have_a_gradient) == [want] * 4
 
 
@@ -305,8 +337,12 @@ def test_full_backward_hooks() -> None:
         seen: list[list[Any]] = [[], []]
         model = copy.deepcopy(START)
         twin = copy.deepcopy(START).to_global(flow.placement.all("cpu"), B)
-        for i, (m, x) in enumerate(((model, values(6, 4)), (twin, leaf(values(6, 4), S(0)).detach()))):
-            m[1].register_full_backward_hook(lambda module, gi, go, i=i: seen[i].extend([gi[0], go[0]]))
+        for i, (m, x) in enumerate(
+            ((model, values(6, 4)), (twin, leaf(values(6, 4), S(0)).detach()))
+        ):
+            m[1].register_full_backward_hook(
+                lambda module, gi, go, i=i: seen[i].extend([gi[0], go[0]])
+            )
             m(x).sum().backward()
         for a, b in zip(seen[1], seen[0], strict=True):
             same(a, b)
@@ -314,14 +350,17 @@ def test_full_backward_hooks() -> None:
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- accumulation and checkpoints
+# --------------------------------------------------------------------- accumulation and checkpoints
 
 
 @pytest.mark.parametrize("mode", list(TABLES))
 @pytest.mark.parametrize("quiet", [True, False])
 def test_accumulation(mode: str, quiet: bool) -> None:
     def run() -> None:
-        plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode])
+        plain, ours = (
+            copy.deepcopy(START),
+            copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]),
+        )
         for i in range(3):
             t = values(6, 4, seed=i)
             plain(t).square().mean().backward()
@@ -350,7 +389,10 @@ def test_reading_a_gradient_under_no_sync() -> None:
 @pytest.mark.parametrize("mode", list(TABLES))
 def test_checkpointed(mode: str) -> None:
     def run() -> None:
-        plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode])
+        plain, ours = (
+            copy.deepcopy(START),
+            copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]),
+        )
         plain(values(6, 4)).square().mean().backward()
         x = leaf(values(6, 4), S(0))
         checkpoint(ours, x, use_reentrant=False).square().mean().backward()
@@ -358,7 +400,9 @@ def test_checkpointed(mode: str) -> None:
             same(a.grad, b.grad)
             a.grad = None
         checkpoint_sequential(ours, 2, x, use_reentrant=False).square().mean().backward()
-        checkpoint(lambda m, t: m(t), ours, x, use_reentrant=False, preserve_rng_state=False).square().mean().mul(0).backward()
+        checkpoint(
+            lambda m, t: m(t), ours, x, use_reentrant=False, preserve_rng_state=False
+        ).square().mean().mul(0).backward()
         for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
             same(a.grad, b.grad)
 
@@ -374,17 +418,28 @@ def test_checkpointed_dropout_draws_the_same_again() -> None:
     assert 0.2 < float((full(y) == 0).double().mean()) < 0.8
 
 
-# ---------------------------------------------------------------------------------------------------------------- optimizers
+# --------------------------------------------------------------------------------------- optimizers
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{
-        f"{name} {how}": functools.partial(getattr(torch.optim, name), **{how: True} if how != "loop" else {"foreach": False}, **options)
-        for name, options in (("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.1}), ("AdamW", {"lr": 0.1, "amsgrad": True}), ("Adagrad", {"lr": 0.1}))
+        f"{name} {how}": functools.partial(
+            getattr(torch.optim, name),
+            **{how: True} if how != "loop" else {"foreach": False},
+            **options,
+        )
+        for name, options in (
+            ("SGD", {"lr": 0.1, "momentum": 0.9}),
+            ("Adam", {"lr": 0.1}),
+            ("AdamW", {"lr": 0.1, "amsgrad": True}),
+            ("Adagrad", {"lr": 0.1}),
+        )
         for how in ("loop", "foreach", "fused")
     },
     **{
-        f"{name} {how}": functools.partial(getattr(torch.optim, name), foreach=how == "foreach", lr=0.05)
+        f"{name} {how}": functools.partial(
+            getattr(torch.optim, name), foreach=how == "foreach", lr=0.05
+        )
         for name in ("RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
         for how in ("loop", "foreach")
     },
@@ -393,12 +448,17 @@ SCHEDULES: list[Callable[[Any], Any]] = [
     lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
     lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
     lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)),
-    lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.StepLR(o, 2)], [2]),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.StepLR(o, 2)], [2]
+    ),
 ]
 
 
 def optimised(make: Any, schedule: Any, mode: str, clip: float = 0.5) -> None:
-    plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode])
+    plain, ours = (
+        copy.deepcopy(START),
+        copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]),
+    )
     for model, feed in ((plain, lambda t: t), (ours, lambda t: leaf(t, S(0)).detach())):
         optimizer = make(model.parameters())
         scheduler = schedule(optimizer)
@@ -445,7 +505,9 @@ def test_the_state_of_an_optimizer() -> None:
     for a, b in zip(twin.parameters(), ours.parameters(), strict=True):
         same(a, full(b))
         assert a.sbp == b.sbp
-    added = torch.optim.SGD([{"params": ours[0].parameters(), "lr": 0.1}, {"params": ours[3].parameters()}], lr=0.2)
+    added = torch.optim.SGD(
+        [{"params": ours[0].parameters(), "lr": 0.1}, {"params": ours[3].parameters()}], lr=0.2
+    )
     added.step()
 
 
@@ -468,13 +530,18 @@ def test_a_closure() -> None:
 
 @on(2)
 def test_clip_grad_value_and_ema() -> None:
-    plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES["tensor"])
+    plain, ours = (
+        copy.deepcopy(START),
+        copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES["tensor"]),
+    )
     for model, x in ((plain, values(6, 4)), (ours, leaf(values(6, 4), B).detach())):
         model(x).square().sum().backward()
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         same(a.grad, b.grad)
-    average = torch.optim.swa_utils.AveragedModel(ours, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        ours, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     average.update_parameters(ours)
     average.update_parameters(ours)
     for a, b in zip(average.module.parameters(), ours.parameters(), strict=True):

@@ -1,4 +1,5 @@
-"""A rank whose graph, settings, seed or stages differ is named by every rank before the first step, and nobody waits for ever."""
+"""A rank whose graph, settings, seed or stages differ is named by every rank before the first step,
+and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ ODD = 1  # the rank that differs
 class Model(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.drop, self.second = nn.Linear(4, 4).double(), nn.Dropout(dropout), nn.Linear(4, 4).double()
+        self.first, self.drop, self.second = (
+            nn.Linear(4, 4).double(),
+            nn.Dropout(dropout),
+            nn.Linear(4, 4).double(),
+        )
         with torch.no_grad():
             for p in self.parameters():
                 p.fill_(0.1)
@@ -32,7 +37,13 @@ class Model(nn.Module):
 
 
 class Training(flow.nn.Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, more: bool = False, lr_sch: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        more: bool = False,
+        lr_sch: Any = None,
+    ) -> None:
         super().__init__()
         self.model, self.more = model, more
         self.add_optimizer(optimizer, lr_sch=lr_sch)
@@ -90,17 +101,25 @@ def said(case: str, odd: int) -> str:
     parameters = list(model.parameters())
     if case == "parameters" and differs:
         parameters = parameters[2:]
-    optimizer: Any = torch.optim.SGD(parameters, lr=0.5 if case == "rate" and differs else 0.1, weight_decay=0.25 if case == "decay" and differs else 0.0)
+    optimizer: Any = torch.optim.SGD(
+        parameters,
+        lr=0.5 if case == "rate" and differs else 0.1,
+        weight_decay=0.25 if case == "decay" and differs else 0.0,
+    )
     if case == "optimizer" and differs:
         optimizer = torch.optim.Adam(parameters, lr=0.1)
-    lr_sch = torch.optim.lr_scheduler.StepLR(optimizer, 1) if case == "scheduler" and differs else None
+    lr_sch = (
+        torch.optim.lr_scheduler.StepLR(optimizer, 1) if case == "scheduler" and differs else None
+    )
     graph = Training(model, optimizer, case == "code" and differs, lr_sch)
     if case in SETTINGS and differs:
         SETTINGS[case](graph)
     if case in ("placement", "order") or (case == "stages" and differs):
         other = {"placement": [0], "order": [1, 0], "stages": [0, 1]}[case]
         graph.model.first.to(flow.nn.graph.GraphModule).set_stage(0, where)
-        graph.model.drop.to(flow.nn.graph.GraphModule).set_stage(1, flow.placement("cpu", other) if differs else where)
+        graph.model.drop.to(flow.nn.graph.GraphModule).set_stage(
+            1, flow.placement("cpu", other) if differs else where
+        )
         if case == "order":
             graph.model.second.to(flow.nn.graph.GraphModule).set_stage(2, where)
     if case == "error" and differs:
@@ -121,7 +140,9 @@ def _fails(x: Any) -> Any:
 def _check(case: str, texts: list[str], odd: int) -> None:
     for rank, text in enumerate(texts):
         if case in ("error", "placement") and rank == odd:
-            assert text.startswith("ValueError: of its own" if case == "error" else "PlacementError: ")
+            assert text.startswith(
+                "ValueError: of its own" if case == "error" else "PlacementError: "
+            )
             continue
         assert text.startswith("GraphError"), f"rank {rank}: {text}"
         assert f"rank {odd} " in text, text
@@ -162,10 +183,14 @@ def test_on_processes(case: str) -> None:
 
 
 def test_another_seed_on_processes() -> None:
-    """Ranks that drop out by different seeds would train different models; data drawn before by each rank for itself does no harm."""
+    """Ranks that drop out by different seeds would train different models; data drawn before by
+    each rank for itself does no harm."""
     for text in run_on(2, said, "seed", ODD):
         assert "GraphError" in text
-        assert "rank 1 draws random numbers from another seed than rank 0 (8, 7): call torch.manual_seed" in text
+        assert (
+            "rank 1 draws random numbers from another seed than rank 0 (8, 7): call "
+            "torch.manual_seed" in text
+        )
     assert run_on(2, said, "seed", -1) == ["trained", "trained"]
 
 
@@ -179,7 +204,9 @@ def test_a_rank_that_has_failed_while_programs_are_made() -> None:
         if flow.env.get_rank() == ODD:
             made = graph._programs
             graph.__dict__["_programs"] = lambda *args: made(*args) and _fails(None)
-        with pytest.raises(ValueError if flow.env.get_rank() == ODD else GraphError, match="of its own"):
+        with pytest.raises(
+            ValueError if flow.env.get_rank() == ODD else GraphError, match="of its own"
+        ):
             graph(torch.ones(4, 4, dtype=torch.float64).to_global(where, B))  # type: ignore[attr-defined]
 
     simulate(2, run, timeout=20.0)

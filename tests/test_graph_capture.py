@@ -1,6 +1,8 @@
-"""Capture: what build() is on one device, on split data and on split models; what it must not keep, run or take; what it refuses, and where.
+"""Capture: what build() is on one device, on split data and on split models; what it must not keep,
+run or take; what it refuses, and where.
 
-The first test of a captured graph is that it runs on one device (`Graph.on_one_device`) with the numbers of plain torch; then each rank's program does.
+The first test of a captured graph is that it runs on one device (`Graph.on_one_device`) with the
+numbers of plain torch; then each rank's program does.
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 
 def whole(x: Any) -> Tensor:
-    return x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()  # type: ignore[no-any-return]
+    return (
+        x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()
+    )  # type: ignore[no-any-return]
 
 
 def same(got: Any, want: Tensor, what: str = "", within: float = 1e-9) -> None:
-    torch.testing.assert_close(whole(got), want.detach(), rtol=within, atol=within, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        whole(got), want.detach(), rtol=within, atol=within, msg=lambda m: f"{what}: {m}"
+    )
 
 
-def graph_of(module: nn.Module, build: Callable[..., Any], *optimizers: torch.optim.Optimizer) -> flow.nn.Graph:
+def graph_of(
+    module: nn.Module, build: Callable[..., Any], *optimizers: torch.optim.Optimizer
+) -> flow.nn.Graph:
     class Built(flow.nn.Graph):
         def __init__(self) -> None:
             super().__init__()
@@ -66,7 +74,7 @@ def trained(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
     return loss
 
 
-# ---------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 
 
 class Recurrent(nn.Module):
@@ -84,16 +92,23 @@ class Seq2Seq(nn.Module):
         self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype))  # type: ignore[no-any-return]
+        return self.body(
+            x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        )  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
-    """As a ResNet: convolutions, batch norms with running statistics, in-place activations and sums."""
+    """As a ResNet: convolutions, batch norms with running statistics, in-place activations and
+    sums."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.conv2, self.norm2, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None), nn.Linear(4, 2)
+        self.conv2, self.norm2, self.head = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4, momentum=None),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)
@@ -103,7 +118,8 @@ class Residual(nn.Module):
 
 
 class Writes(nn.Module):
-    """In-place ops, views that are written into, buffers in several ways, parts without gradients, constants."""
+    """In-place ops, views that are written into, buffers in several ways, parts without gradients,
+    constants."""
 
     seen: Tensor
     steps: Tensor
@@ -130,7 +146,12 @@ class Writes(nn.Module):
         mask = torch.tril(torch.ones(4, 4, dtype=torch.bool))
         if not mask.all() and mask[0, 0]:  # follows from the code alone
             y = y.masked_fill(~mask[2], 0.5)
-        return y * self.seen.detach() * gate + torch.full((4,), 3.0) * torch.arange(4) + y.new_ones(4) + self.average
+        return (
+            y * self.seen.detach() * gate
+            + torch.full((4,), 3.0) * torch.arange(4)
+            + y.new_ones(4)
+            + self.average
+        )
 
 
 class Tied(nn.Module):
@@ -182,8 +203,15 @@ def made(name: str) -> nn.Module:
     return model if name == "mixed" else model.double()
 
 
-def check(model: nn.Module, plain: nn.Module, given: Callable[[Tensor], Tensor], batches: list[dict[str, Tensor] | tuple[Tensor, ...]], within: float) -> None:
-    """Train ``model`` in a graph and ``plain`` without: the losses, all states, and what the captured graph does on one device."""
+def check(
+    model: nn.Module,
+    plain: nn.Module,
+    given: Callable[[Tensor], Tensor],
+    batches: list[dict[str, Tensor] | tuple[Tensor, ...]],
+    within: float,
+) -> None:
+    """Train ``model`` in a graph and ``plain`` without: the losses, all states, and what the
+    captured graph does on one device."""
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     names = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
@@ -209,23 +237,44 @@ def check(model: nn.Module, plain: nn.Module, given: Callable[[Tensor], Tensor],
                 same(got, wanted, f"gradient of {name} on one device", within)
             for name, t in single.named_buffers():
                 if name.startswith("model."):
-                    same(t, plain.get_buffer(name.removeprefix("model.")), f"{name} on one device", within)
+                    same(
+                        t,
+                        plain.get_buffer(name.removeprefix("model.")),
+                        f"{name} on one device",
+                        within,
+                    )
         optimizer.step()
-        for (name, t), wanted in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        for (name, t), wanted in zip(
+            model.state_dict().items(), plain.state_dict().values(), strict=True
+        ):
             same(t, wanted, f"{name} after step {step}", within)
-    assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == names, "parameters and buffers are no longer the same tensors"
+    assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == names, (
+        "parameters and buffers are no longer the same tensors"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_torch_on_one_device(name: str) -> None:
-    check(made(name), made(name), lambda t: t, [MODELS[name][1](seed) for seed in range(3)], 1e-6 if name == "mixed" else 1e-10)
+    check(
+        made(name),
+        made(name),
+        lambda t: t,
+        [MODELS[name][1](seed) for seed in range(3)],
+        1e-6 if name == "mixed" else 1e-10,
+    )
 
 
 def on_ranks(name: str, ranks: Any, plan: str, sbp: list[Any]) -> None:
     placement = flow.placement("cpu", ranks)
     model = flow.parallelize(made(name), placement, plan)
     spread = lambda t: t.to_global(placement, [B] * placement.axes).to_global(sbp=sbp)  # noqa: E731
-    check(model, made(name), spread, [MODELS[name][1](seed) for seed in range(3)], 1e-2 if name == "mixed" else 1e-9)
+    check(
+        model,
+        made(name),
+        spread,
+        [MODELS[name][1](seed) for seed in range(3)],
+        1e-2 if name == "mixed" else 1e-9,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -238,7 +287,7 @@ def test_models_of_torch_on_a_grid(name: str) -> None:
     simulate(4, on_ranks, name, [[0, 1], [2, 3]], "data", [S(0), B], timeout=60.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- models of transformers
+# --------------------------------------------------------------------------- models of transformers
 
 
 def batches_of(name: str) -> list[Any]:
@@ -248,9 +297,14 @@ def batches_of(name: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _one_form_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtral's plain form loops over the experts that data has hit, which no static graph can; `parallelize` puts its own in place of either."""
+    """Mixtral's plain form loops over the experts that data has hit, which no static graph can;
+    `parallelize` puts its own in place of either."""
     model, config, settings, batch = FAMILIES["mixtral"]
-    monkeypatch.setitem(FAMILIES, "mixtral", (model, config, {**settings, "experts_implementation": "batched_mm"}, batch))
+    monkeypatch.setitem(
+        FAMILIES,
+        "mixtral",
+        (model, config, {**settings, "experts_implementation": "batched_mm"}, batch),
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -258,33 +312,72 @@ def test_models_of_transformers_on_one_device(name: str) -> None:
     check(family(name), family(name), lambda t: t, batches_of(name), 1e-6)
 
 
-def family_on_ranks(base: nn.Module, batches: list[Any], ranks: Any, plan: Any, sbp: list[Any]) -> None:
+def family_on_ranks(
+    base: nn.Module, batches: list[Any], ranks: Any, plan: Any, sbp: list[Any]
+) -> None:
     placement = flow.placement("cpu", ranks)
     model = flow.parallelize(copy.deepcopy(base), placement, plan)
-    check(model, copy.deepcopy(base), lambda t: t.to_global(placement, [B] * placement.axes).to_global(sbp=sbp), batches, 1e-5)
+    check(
+        model,
+        copy.deepcopy(base),
+        lambda t: t.to_global(placement, [B] * placement.axes).to_global(sbp=sbp),
+        batches,
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize("plan", ["data", "tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_transformers_on_two_ranks(name: str, plan: str) -> None:
-    simulate(2, family_on_ranks, family(name), batches_of(name), [0, 1], plan, [S(0) if plan == "data" else B], timeout=60.0)
+    simulate(
+        2,
+        family_on_ranks,
+        family(name),
+        batches_of(name),
+        [0, 1],
+        plan,
+        [S(0) if plan == "data" else B],
+        timeout=60.0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_transformers_on_a_grid(name: str) -> None:
-    simulate(4, family_on_ranks, family(name), batches_of(name), [[0, 1], [2, 3]], "hybrid", [S(0), B], timeout=90.0)
+    simulate(
+        4,
+        family_on_ranks,
+        family(name),
+        batches_of(name),
+        [[0, 1], [2, 3]],
+        "hybrid",
+        [S(0), B],
+        timeout=90.0,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- random numbers
+# ----------------------------------------------------------------------------------- random numbers
 
 
 def test_random_numbers_are_those_of_the_loop() -> None:
     """The generator ends where it would, from the first call on."""
 
     def drawn(model: nn.Module, x: Tensor) -> Any:
-        x = F.dropout(model(x), 0.5) + torch.rand(4) + torch.randn_like(x) + torch.empty(4).uniform_() + torch.randint(0, 5, (4,))
-        return x + torch.bernoulli(torch.full((4,), 0.5)) + torch.randperm(4) + torch.normal(0.0, 1.0, (4,)) + F.gumbel_softmax(x) + x.clone().exponential_()
+        x = (
+            F.dropout(model(x), 0.5)
+            + torch.rand(4)
+            + torch.randn_like(x)
+            + torch.empty(4).uniform_()
+            + torch.randint(0, 5, (4,))
+        )
+        return (
+            x
+            + torch.bernoulli(torch.full((4,), 0.5))
+            + torch.randperm(4)
+            + torch.normal(0.0, 1.0, (4,))
+            + F.gumbel_softmax(x)
+            + x.clone().exponential_()
+        )
 
     model, x = nn.Linear(4, 4).double(), values(3, 4)
     graph = graph_of(model, drawn)
@@ -298,7 +391,10 @@ def test_random_numbers_are_those_of_the_loop() -> None:
 
 def dropout_on_ranks(base: nn.Module) -> None:
     placement = flow.placement("cpu", [0, 1])
-    model, x = copy.deepcopy(base).to_global(placement, B), values(4, 4).to_global(placement, B).to_global(sbp=S(0))  # type: ignore[operator]
+    model, x = (
+        copy.deepcopy(base).to_global(placement, B),
+        values(4, 4).to_global(placement, B).to_global(sbp=S(0)),
+    )  # type: ignore[operator]
     graph = graph_of(model, lambda m, x: m(x))
     for seed in range(2):
         outs = []
@@ -316,10 +412,12 @@ def barrier() -> None:
 
 
 def test_dropout_of_global_tensors_is_that_of_the_loop() -> None:
-    simulate(2, dropout_on_ranks, nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double(), timeout=30.0)
+    simulate(
+        2, dropout_on_ranks, nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double(), timeout=30.0
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- what comes in and goes out
+# ----------------------------------------------------------------------- what comes in and goes out
 
 
 @dataclasses.dataclass
@@ -338,7 +436,13 @@ def test_nests_of_all_kinds_go_in_and_out() -> None:
     def nested(model: nn.Module, data: Any) -> Any:
         y = model(data.x) * len(data.more)
         out = BaseModelOutput(y, (y, y * 2))
-        return {"pair": Pair(y, "out", [y + 1, None]), "named": Named(y, (data.more[0], 3)), "output": out, "none": None, "size": y.shape}
+        return {
+            "pair": Pair(y, "out", [y + 1, None]),
+            "named": Named(y, (data.more[0], 3)),
+            "output": out,
+            "none": None,
+            "size": y.shape,
+        }
 
     model = nn.Linear(4, 4).double()
     graph = graph_of(model, nested)
@@ -346,17 +450,31 @@ def test_nests_of_all_kinds_go_in_and_out() -> None:
         data = Pair(values(3, 4, seed=seed), "in", [values(2, seed=seed), 1.0])
         got, want = graph(data), nested(model, data)
         assert list(got) == list(want)
-        assert (got["none"], got["size"], got["pair"].note, got["pair"].more[1], got["named"].y[1]) == (None, want["size"], "out", None, 3)
+        assert (
+            got["none"],
+            got["size"],
+            got["pair"].note,
+            got["pair"].more[1],
+            got["named"].y[1],
+        ) == (None, want["size"], "out", None, 3)
         assert type(got["named"]) is Named
         assert type(got["output"]) is BaseModelOutput
-        pairs = [(got["pair"].x, want["pair"].x), (got["pair"].more[0], want["pair"].more[0]), (got["named"].y[0], want["named"].y[0])]
-        for ours, theirs in [*pairs, (got["output"].hidden_states[1], want["output"].hidden_states[1]), (got["output"]["last_hidden_state"], want["pair"].x)]:
+        pairs = [
+            (got["pair"].x, want["pair"].x),
+            (got["pair"].more[0], want["pair"].more[0]),
+            (got["named"].y[0], want["named"].y[0]),
+        ]
+        for ours, theirs in [
+            *pairs,
+            (got["output"].hidden_states[1], want["output"].hidden_states[1]),
+            (got["output"]["last_hidden_state"], want["pair"].x),
+        ]:
             same(ours, theirs)
             assert not ours.requires_grad
     assert graph._captures == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- no kernels, no memory
+# ---------------------------------------------------------------------------- no kernels, no memory
 
 
 class Allocated(TorchDispatchMode):
@@ -369,7 +487,14 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, Tensor) and not torch_private.is_fake(t) and not t.is_meta and t.numel() > 64 and t._base is None and "detach" not in str(func):
+            if (
+                isinstance(t, Tensor)
+                and not torch_private.is_fake(t)
+                and not t.is_meta
+                and t.numel() > 64
+                and t._base is None
+                and "detach" not in str(func)
+            ):
                 self.large.append(f"{func} {list(t.shape)}")
         return out
 
@@ -377,7 +502,9 @@ class Allocated(TorchDispatchMode):
 @pytest.mark.parametrize("sbp", [B, S(0)])
 def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None:
     def spectrum(x: Any) -> Any:
-        return torch.stft(x, 4, window=torch.hann_window(4, dtype=x.dtype), return_complex=True).abs()
+        return torch.stft(
+            x, 4, window=torch.hann_window(4, dtype=x.dtype), return_complex=True
+        ).abs()
 
     def body() -> None:
         x: Any = values(5, 9)
@@ -389,7 +516,9 @@ def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None
     simulate(2, body)
 
 
-@pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt, operator.ge], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "compare", [operator.eq, operator.ne, operator.lt, operator.ge], ids=lambda f: f.__name__
+)
 def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) -> None:
     """A one-hot mask, ``torch.arange(5) == labels[:, None]``."""
 
@@ -440,7 +569,10 @@ def test_operands_of_einsum_in_a_list() -> None:
 
 
 def test_capture_runs_no_kernel() -> None:
-    model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
+    model, x = (
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        torch.randn(2, 9, 16),
+    )
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
     with Allocated() as allocated, torch.enable_grad():
         graph._for((x,), {}, 1)
@@ -458,7 +590,7 @@ def test_a_model_larger_than_memory_is_captured() -> None:
     assert "linear" in str(graph.program())
 
 
-# ---------------------------------------------------------------------------------------------------------------- values and errors
+# -------------------------------------------------------------------------------- values and errors
 
 K = torch.tensor(3.0)
 ASKING: dict[str, Callable[[nn.Module, Tensor], Any]] = {
@@ -494,7 +626,10 @@ def test_asking_for_values_names_the_line(what: str) -> None:
 
 def asked_on_ranks() -> None:
     placement = flow.placement("cpu", [0, 1])
-    model, x = nn.Linear(4, 4).to_global(placement, B), values(4, 4).float().to_global(placement, B).to_global(sbp=S(0))
+    model, x = (
+        nn.Linear(4, 4).to_global(placement, B),
+        values(4, 4).float().to_global(placement, B).to_global(sbp=S(0)),
+    )
     for what, function in ASKING.items():
         if what not in ("tensor of tensors", "constant from outside"):
             with pytest.raises(GraphError, match=rf"{FILE}:{function.__code__.co_firstlineno}"):
@@ -511,10 +646,20 @@ READ: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "data": lambda m, x: x * m.bias.data,
     "elements": lambda m, x: x * sum(v for v in m.bias),
     "stack": lambda m, x: x * torch.stack([m.bias[0]] * 4),
-    "list of numbers": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.as_tensor([1, 2, 3, 4]),
-    "functional_call": lambda m, x: torch.func.functional_call(m.to(nn.Module), {"weight": m.weight * 2}, (x,)),  # type: ignore[attr-defined]
-    "numbers of NumPy": lambda m, x: x * np.sqrt(4) + np.float32(2) * x + F.dropout(x, np.float64(0)).reshape(np.int64(3), -1) * np.array([2.0, 3.0])[1],
-    "enumerations": lambda m, x: x * Size.TWO + torch.einsum(Formula.ROWS, x, x).sum(Size.ONE, keepdim=True),
+    "list of numbers": lambda m, x: (
+        x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.as_tensor([1, 2, 3, 4])
+    ),
+    "functional_call": lambda m, x: torch.func.functional_call(
+        m.to(nn.Module), {"weight": m.weight * 2}, (x,)
+    ),  # type: ignore[attr-defined]
+    "numbers of NumPy": lambda m, x: (
+        x * np.sqrt(4)
+        + np.float32(2) * x
+        + F.dropout(x, np.float64(0)).reshape(np.int64(3), -1) * np.array([2.0, 3.0])[1]
+    ),
+    "enumerations": lambda m, x: (
+        x * Size.TWO + torch.einsum(Formula.ROWS, x, x).sum(Size.ONE, keepdim=True)
+    ),
     "out": lambda m, x: torch.add(m(x), 1, out=torch.empty(3, 4)),
     "foreach": lambda m, x: torch._foreach_add([x, m(x)], 1)[1],
     "custom function": lambda m, x: Square.apply(m(x)),
@@ -550,7 +695,13 @@ def test_states_are_read_at_each_call(what: str) -> None:
             model.weight.add_(1.0)
             model.bias.mul_(-1.5)
             x = values(3, 4, seed=step).float()
-            want = model(x) + 1 if what == "out" else model(x).square() if what == "custom function" else None
+            want = (
+                model(x) + 1
+                if what == "out"
+                else model(x).square()
+                if what == "custom function"
+                else None
+            )
         got = graph(x)
         with torch.no_grad():
             wanted = function(graph.model, x) if want is None else want
@@ -584,7 +735,10 @@ class Hashed(torch.autograd.Function):
 
 
 def test_a_custom_function_may_seed_in_each_step() -> None:
-    graph, x = graph_of(nn.Linear(4, 4), lambda m, x: Hashed.apply(x) + torch.rand(4)), torch.randn(3, 4)
+    graph, x = (
+        graph_of(nn.Linear(4, 4), lambda m, x: Hashed.apply(x) + torch.rand(4)),
+        torch.randn(3, 4),
+    )
     torch.manual_seed(7)
     noise = torch.rand(4) + torch.rand(4)
     torch.manual_seed(11)
@@ -593,7 +747,7 @@ def test_a_custom_function_may_seed_in_each_step() -> None:
         torch.rand(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- functions of ours
+# -------------------------------------------------------------------------------- functions of ours
 
 
 def ours_on_ranks() -> None:
@@ -601,24 +755,48 @@ def ours_on_ranks() -> None:
     model, x = nn.Linear(4, 4).double(), values(4, 4)
     nn.init.constant_(model.weight, 0.5), nn.init.constant_(model.bias, 0.25)
     model.to_global(placement, B)
-    mapped = flow.local_map(lambda t: (t * 2).sum(0, keepdim=True), out_sbp=flow.sbp.partial_sum, in_sbp=S(0))
+    mapped = flow.local_map(
+        lambda t: (t * 2).sum(0, keepdim=True), out_sbp=flow.sbp.partial_sum, in_sbp=S(0)
+    )
 
     def build(m: nn.Module, x: Tensor) -> Any:
-        y = m(x) + flow.zeros(4, 4, placement=placement, sbp=S(0)) + flow.arange(4, placement=placement, sbp=S(0))
+        y = (
+            m(x)
+            + flow.zeros(4, 4, placement=placement, sbp=S(0))
+            + flow.arange(4, placement=placement, sbp=S(0))
+        )
         y = y + flow.full((4,), 2.0, placement=placement, sbp=B)
-        y = y + x.new_ones(4, 4) + torch.ones_like(x) + flow.eye(4, placement=placement, sbp=S(1)) + flow.tensor([1.0, 2, 3, 4], placement=placement, sbp=B)
+        y = (
+            y
+            + x.new_ones(4, 4)
+            + torch.ones_like(x)
+            + flow.eye(4, placement=placement, sbp=S(1))
+            + flow.tensor([1.0, 2, 3, 4], placement=placement, sbp=B)
+        )
         y = y + torch.arange(4.0).to_global(placement, B)
-        return y + mapped(x) + torch.ones(2, 4).to_global(placement, S(0), check_meta=False) + torch.ones(2, 4).to_global(placement, S(0))
+        return (
+            y
+            + mapped(x)
+            + torch.ones(2, 4).to_global(placement, S(0), check_meta=False)
+            + torch.ones(2, 4).to_global(placement, S(0))
+        )
 
     given = x.to_global(placement, B).to_global(sbp=S(0))
     graph = graph_of(model, build)
     for _ in range(2):
         same(graph(given), whole(build(model, given)))
-    with pytest.raises(RuntimeError, match=r"shape|size"):  # there its parts of two rows are all there is
+    with pytest.raises(
+        RuntimeError, match=r"shape|size"
+    ):  # there its parts of two rows are all there is
         graph.on_one_device()(x)
 
     def random_numbers(m: nn.Module, x: Tensor) -> Any:
-        return x + flow.randn(4, 4, placement=placement, sbp=S(0)) + flow.rand(300, 300, placement=placement, sbp=S(1)).mean() + torch.randn_like(x)
+        return (
+            x
+            + flow.randn(4, 4, placement=placement, sbp=S(0))
+            + flow.rand(300, 300, placement=placement, sbp=S(1)).mean()
+            + torch.randn_like(x)
+        )
 
     drawing = graph_of(model, random_numbers)
     drawing(given)
@@ -661,11 +839,16 @@ def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "another", "plain"])
 def test_a_mask_of_torchs_transformers(mask: str) -> None:
-    """They look whether a mask is the causal one, to take a shorter way: a graph takes the long one, with the same numbers."""
+    """They look whether a mask is the causal one, to take a shorter way: a graph takes the long
+    one, with the same numbers."""
     torch.manual_seed(0)
     model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True).double().eval()
     x, y = values(4, 3, 8), values(4, 3, 8, seed=1)
-    hidden = nn.Transformer.generate_square_subsequent_mask(3).double() if mask != "another" else values(3, 3, seed=2)
+    hidden = (
+        nn.Transformer.generate_square_subsequent_mask(3).double()
+        if mask != "another"
+        else values(3, 3, seed=2)
+    )
     want = model(x, y, hidden, hidden)
 
     def body() -> None:
@@ -679,7 +862,8 @@ def test_a_mask_of_torchs_transformers(mask: str) -> None:
 
 
 def test_gaussian_likelihoods() -> None:
-    """Of variances of every admitted shape; one below zero is told where the program has values to look at."""
+    """Of variances of every admitted shape; one below zero is told where the program has values to
+    look at."""
     x, y = values(5, 3), values(5, 3, seed=1)
 
     def body() -> None:
@@ -689,7 +873,9 @@ def test_gaussian_likelihoods() -> None:
                 var = values(*shape, seed=2).square()
                 var[0] = 0.0
                 put = [t.to_global(line, B).to_global(sbp=S(0)) for t in (x, y, var)]
-                graph = graph_of(nn.Identity(), lambda m, *args, kind=kind: F.gaussian_nll_loss(*args, **kind))
+                graph = graph_of(
+                    nn.Identity(), lambda m, *args, kind=kind: F.gaussian_nll_loss(*args, **kind)
+                )
                 same(graph(*put), F.gaussian_nll_loss(x, y, var, **kind))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="var has negative"):
             graph(put[0], put[1], -(put[2] + 1))
@@ -700,8 +886,15 @@ def test_gaussian_likelihoods() -> None:
 
 
 UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "ctc_loss": lambda x: F.ctc_loss(x.log_softmax(-1)[:, None], torch.tensor([[1, 2]]), (x[:1, 0] > 9).long() + 5, (x[:1, 0] > 9).long() + 1),
-    "istft": lambda x: torch.istft(torch.fft.rfft(x, dim=0), 4, 2, window=torch.hann_window(4, dtype=x.dtype)),
+    "ctc_loss": lambda x: F.ctc_loss(
+        x.log_softmax(-1)[:, None],
+        torch.tensor([[1, 2]]),
+        (x[:1, 0] > 9).long() + 5,
+        (x[:1, 0] > 9).long() + 1,
+    ),
+    "istft": lambda x: torch.istft(
+        torch.fft.rfft(x, dim=0), 4, 2, window=torch.hann_window(4, dtype=x.dtype)
+    ),
     "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x.sin(), x.exp()),
 }
 
@@ -731,7 +924,8 @@ def test_what_torch_looks_into_first(name: str) -> None:
 
 
 def parts_on_ranks(n: int) -> None:
-    """A step on the part that a rank has, of which some have more and some none, by way of plain tensors."""
+    """A step on the part that a rank has, of which some have more and some none, by way of plain
+    tensors."""
     line = flow.placement("cpu", list(range(world().size)))
     model, plain = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
     with torch.no_grad():
@@ -741,12 +935,18 @@ def parts_on_ranks(n: int) -> None:
 
     def build(m: nn.Module, x: Tensor) -> Tensor:
         mine = m(x).to_local()
-        rows = mine.reshape(mine.shape[0], 2) * torch.arange(1.0, mine.shape[0] + 1.0, dtype=mine.dtype).clamp(max=1.0)[:, None]
+        rows = (
+            mine.reshape(mine.shape[0], 2)
+            * torch.arange(1.0, mine.shape[0] + 1.0, dtype=mine.dtype).clamp(max=1.0)[:, None]
+        )
         loss: Tensor = rows[: len(rows)].to_global(line, S(0)).square().sum()
         loss.backward()
         return loss
 
-    graph, optimizer = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
+    graph, optimizer = (
+        graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.1)),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
     for step in range(2):
         x = values(n, 3, seed=step)
         optimizer.zero_grad()
@@ -756,7 +956,14 @@ def parts_on_ranks(n: int) -> None:
         same(graph(x.to_global(line, B).to_global(sbp=S(0))), want)  # type: ignore[attr-defined]
     same(model.weight, plain.weight)
     with pytest.raises(GraphError, match="captured another graph"):
-        graph_of(model, lambda m, x: m(x) + (x.to_local() + world().rank).sum() if world().rank else m(x) + x.to_local().sum())(
+        graph_of(
+            model,
+            lambda m, x: (
+                m(x) + (x.to_local() + world().rank).sum()
+                if world().rank
+                else m(x) + x.to_local().sum()
+            ),
+        )(
             x.to_global(line, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
         )
 
@@ -784,7 +991,7 @@ def test_masks_that_follow_from_the_code_pick_places(what: str, spread: bool) ->
     def body() -> None:
         line = flow.placement("cpu", [0, 1])
         model, alone, x = copy.deepcopy(plain), copy.deepcopy(plain), values(4, 4, seed=1)
-        build = lambda m, x: trained(lambda x: PICKED[what](m(x)), x)  # type: ignore[arg-type] # noqa: E731
+        build = lambda m, x: trained(lambda x: PICKED[what](m(x)), x)  # type: ignore[arg-type]  # noqa: E731
         if spread:
             model.to_global(line, B)  # type: ignore[operator]
         graph = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -822,7 +1029,10 @@ def test_what_a_rule_has_made_before_it_runs(what: str) -> None:
     def body() -> None:
         line = flow.placement("cpu", [0, 1])
         model, alone = copy.deepcopy(plain).to_global(line, S(1)), copy.deepcopy(plain)  # type: ignore[operator]
-        graph, optimizer = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.01)), torch.optim.SGD(alone.parameters(), lr=0.01)
+        graph, optimizer = (
+            graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.01)),
+            torch.optim.SGD(alone.parameters(), lr=0.01),
+        )
         for step in range(2):
             x = values(3, 5, seed=step)
             optimizer.zero_grad()
@@ -862,7 +1072,10 @@ def test_modes_around_an_op_that_is_kept_whole(dtype: torch.dtype) -> None:
             for i, (p, q) in enumerate(zip(plain.parameters(), model.parameters(), strict=True)):
                 q.copy_(p.copy_(values(*p.shape, seed=i)))
         model.to_global(line, B)
-        graph, optimizer = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
+        graph, optimizer = (
+            graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1)),
+            torch.optim.SGD(plain.parameters(), lr=0.1),
+        )
         for step in range(2):
             x = values(4, 4, seed=step).to(dtype)
             optimizer.zero_grad()
@@ -871,7 +1084,11 @@ def test_modes_around_an_op_that_is_kept_whole(dtype: torch.dtype) -> None:
             same(graph(x.to_global(line, B)), want, within=within)  # type: ignore[attr-defined]
         for name, p in plain.named_parameters():
             same(model.get_parameter(name), p, name, within)
-        assert [n.args[0][1] for n in graph.program().graph.nodes if getattr(n.target, "__name__", "") == "autocast"] == [True, False][: 2 * (within > 1e-3)]
+        assert [
+            n.args[0][1]
+            for n in graph.program().graph.nodes
+            if getattr(n.target, "__name__", "") == "autocast"
+        ] == [True, False][: 2 * (within > 1e-3)]
 
     simulate(2, body, timeout=20.0)
 
@@ -893,12 +1110,17 @@ class LayerDrop(nn.Module):
 @pytest.mark.parametrize(
     ("drop", "dropped"),
     [
-        (lambda p: p < 0.0, False), (lambda p: p < -0.5, False), (lambda p: p >= 0, True), (lambda p: p < 1, True), (lambda p: p <= 1.0, True),
-        (lambda p: p > 1, False), (lambda p: torch.lt(p, 0.0), False), (lambda p: p.gt(1.5), False), (lambda p: p > 0, True), (lambda p: p <= 0.0, False),
-        (lambda p: p < 0.5, None), (lambda p: p + 1 < 0, None), (lambda p: p < p, None), (lambda p: torch.rand([], dtype=torch.half) > 0, None),
+        (lambda p: p < 0.0, False), (lambda p: p < -0.5, False), (lambda p: p >= 0, True),
+        (lambda p: p < 1, True), (lambda p: p <= 1.0, True),
+        (lambda p: p > 1, False), (lambda p: torch.lt(p, 0.0), False), (lambda p: p.gt(1.5), False),
+        (lambda p: p > 0, True), (lambda p: p <= 0.0, False),
+        (lambda p: p < 0.5, None), (lambda p: p + 1 < 0, None), (lambda p: p < p, None),
+        (lambda p: torch.rand([], dtype=torch.half) > 0, None),
     ],
 )  # fmt: skip
-def test_a_drawn_number_that_decides_nothing(drop: Callable[[Tensor], Any], dropped: bool | None) -> None:
+def test_a_drawn_number_that_decides_nothing(
+    drop: Callable[[Tensor], Any], dropped: bool | None
+) -> None:
     torch.manual_seed(0)
     module, x = LayerDrop(drop), values(2, 3)
     asked = LayerDrop.forward.__code__.co_firstlineno + 1
@@ -908,9 +1130,14 @@ def test_a_drawn_number_that_decides_nothing(drop: Callable[[Tensor], Any], drop
         graph = flow.nn.Graph.trace(copy.deepcopy(module).to_global(place, B))
         shared = x.to_global(place, B).to_global(sbp=S(0))
         if dropped is None:
-            with pytest.raises(GraphError, match=rf"chooses by a random number(.|\n)*{FILE}:{asked}(.|\n)*layerdrop"):
+            with pytest.raises(
+                GraphError,
+                match=rf"chooses by a random number(.|\n)*{FILE}:{asked}(.|\n)*layerdrop",
+            ):
                 graph(shared)
             return
-        torch.testing.assert_close(graph(shared).to_global(sbp=B).to_local(), x if dropped else module(x).detach())
+        torch.testing.assert_close(
+            graph(shared).to_global(sbp=B).to_local(), x if dropped else module(x).detach()
+        )
 
     simulate(2, body)

@@ -1,4 +1,5 @@
-"""Compiled graphs: pure parts go to torch.compile, steps of ours stay between them, layers that are alike are compiled once; the numbers stay."""
+"""Compiled graphs: pure parts go to torch.compile, steps of ours stay between them, layers that are
+alike are compiled once; the numbers stay."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def parts(graph: Any, kind: type = Compiled) -> list[Any]:
 
 def quietly(graph: Any, x: torch.Tensor, steps: int = 3) -> list[float]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's compiler, about itself
+        warnings.filterwarnings(
+            "ignore", category=DeprecationWarning
+        )  # of torch's compiler, about itself
         return [graph(x).item() for _ in range(steps)]
 
 
@@ -79,7 +82,9 @@ def calls(graph: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_layers_are_compiled_once_and_numbers_stay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_once_and_numbers_stay(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compile, "_TOGETHER_CALLS", 1)
     graph = Language(gpt(), backend)
     assert quietly(graph, rows()) == pytest.approx(reference(), rel=1e-12)
@@ -91,7 +96,9 @@ def test_layers_are_compiled_once_and_numbers_stay(backend: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("together", "times"), [(10_000, 1), (50, 2), (30, 3)])
-def test_several_layers_are_compiled_together(together: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_layers_are_compiled_together(
+    together: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What compiling costs at each call is paid once for as many layers as compile quickly."""
     monkeypatch.setattr(compile, "_TOGETHER_CALLS", together)
     torch.manual_seed(0)
@@ -124,7 +131,9 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
             block.to(flow.nn.graph.GraphModule).activation_checkpointing = True
     x = rows().to_global(everyone, B, check_meta=False).to_global(sbp=PARALLEL[kind].batch)
     losses = quietly(graph, x)
-    inside = sum(isinstance(n.target, ProgramCall) for m in parts(graph) for n in m.body.graph.nodes)
+    inside = sum(
+        isinstance(n.target, ProgramCall) for m in parts(graph) for n in m.body.graph.nodes
+    )
     return losses, len(parts(graph)), inside, len(parts(graph, Recomputed))
 
 
@@ -170,7 +179,10 @@ class Training(flow.nn.Graph):
 
 
 def trained(backend: str | None) -> tuple[list[float], nn.Module, Any]:
-    model, x = Mixed(), torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, x = (
+        Mixed(),
+        torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+    )
     graph = Training(model, backend)
     torch.manual_seed(5)
     return quietly(graph, x), model, graph

@@ -1,4 +1,5 @@
-"""What a graph trains with and what may change between its calls: optimizers, schedules, gradients read in build(), scalers, precision, state, errors."""
+"""What a graph trains with and what may change between its calls: optimizers, schedules, gradients
+read in build(), scalers, precision, state, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +52,14 @@ def backward(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Training(flow.nn.Graph):
-    def __init__(self, model: nn.Module, *optimizers: Any, step: Callable[..., Any] = backward, schedule: Any = None, scaler: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: Any,
+        step: Callable[..., Any] = backward,
+        schedule: Any = None,
+        scaler: Any = None,
+    ) -> None:
         super().__init__()
         self.model, self.step = model, step
         for optimizer in optimizers:
@@ -73,11 +81,15 @@ class Evaluation(flow.nn.Graph):
 
 
 def whole(x: Any) -> Tensor:
-    return x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()  # type: ignore[no-any-return]
+    return (
+        x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()
+    )  # type: ignore[no-any-return]
 
 
 def same(got: Any, want: Tensor, what: str = "") -> None:
-    torch.testing.assert_close(whole(got), want.detach(), rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        whole(got), want.detach(), rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def same_parameters(model: nn.Module, plain: nn.Module) -> None:
@@ -85,7 +97,12 @@ def same_parameters(model: nn.Module, plain: nn.Module) -> None:
         same(p, q, name)
 
 
-def looped(make: Callable[[nn.Module], optim.Optimizer], schedule: Any = None, step: Callable[..., Any] = backward, split: bool = False) -> None:
+def looped(
+    make: Callable[[nn.Module], optim.Optimizer],
+    schedule: Any = None,
+    step: Callable[..., Any] = backward,
+    split: bool = False,
+) -> None:
     """A graph beside the plain loop, five steps; ``split``: on two ranks with data split."""
     plain, model = model_of(), model_of()
     placement = flow.placement("cpu", [0, 1]) if split else None
@@ -100,22 +117,42 @@ def looped(make: Callable[[nn.Module], optim.Optimizer], schedule: Any = None, s
         theirs.step()
         if their_schedule is not None:
             their_schedule.step()
-        given = batch(i) if placement is None else batch(i).to_global(placement, B).to_global(sbp=S(0))
+        given = (
+            batch(i) if placement is None else batch(i).to_global(placement, B).to_global(sbp=S(0))
+        )
         same(graph(given), want, f"loss of step {i}")
     same_parameters(model, plain)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     name: lambda m, name=name: getattr(optim, name)(m.parameters(), lr=0.01)  # type: ignore[misc]
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+        "Adafactor",
+    )
 } | {
     "amsgrad": lambda m: optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
-    "groups": lambda m: optim.SGD([{"params": m[0].parameters(), "lr": 0.5}, {"params": m[2].parameters(), "momentum": 0.9}], lr=0.1),  # type: ignore[index]
+    "groups": lambda m: optim.SGD(
+        [{"params": m[0].parameters(), "lr": 0.5}, {"params": m[2].parameters(), "momentum": 0.9}],
+        lr=0.1,
+    ),  # type: ignore[index]
 }
 if hasattr(optim, "Muon"):
     OPTIMIZERS["Muon"] = lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01)
 SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
-    "ChainedScheduler": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.1, 2), lr.ExponentialLR(o, 0.9)]),
+    "ChainedScheduler": lambda o: lr.ChainedScheduler(
+        [lr.ConstantLR(o, 0.1, 2), lr.ExponentialLR(o, 0.9)]
+    ),
     "ConstantLR": lambda o: lr.ConstantLR(o, 0.5, 2),
     "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 4),
     "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 2),
@@ -127,7 +164,9 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
     "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda step: 0.9),
     "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, total_steps=8),
     "PolynomialLR": lambda o: lr.PolynomialLR(o, 4),
-    "SequentialLR": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, 1.0, 2), lr.ExponentialLR(o, 0.5)], [2]),
+    "SequentialLR": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, 1.0, 2), lr.ExponentialLR(o, 0.5)], [2]
+    ),
     "StepLR": lambda o: lr.StepLR(o, 2, 0.1),
 }
 
@@ -144,7 +183,7 @@ def test_every_schedule(name: str) -> None:
     looped(OPTIMIZERS["SGD"], SCHEDULES[name])
 
 
-# ---------------------------------------------------------------------------------------------------------------- gradients in build()
+# ----------------------------------------------------------------------------- gradients in build()
 
 
 def clipped_norm(model: nn.Module, x: Tensor) -> Tensor:
@@ -202,7 +241,9 @@ def test_gradients_in_build(step: Callable[..., Any]) -> None:
 def test_gradients_that_are_not_complete_are_not_read() -> None:
     for scaler, micros in ((flow.amp.StaticGradScaler(8.0), 1), (None, 2)):
         model = model_of()
-        graph = Training(model, optim.SGD(model.parameters(), lr=0.1), step=clipped_norm, scaler=scaler)
+        graph = Training(
+            model, optim.SGD(model.parameters(), lr=0.1), step=clipped_norm, scaler=scaler
+        )
         graph.config.set_gradient_accumulation_steps(micros)
         with pytest.raises(GraphError, match="register_step_pre_hook"):
             graph(batch(0))
@@ -212,7 +253,9 @@ def test_hooks_of_the_optimizer_see_complete_gradients() -> None:
     plain, model = model_of(), model_of()
     theirs, ours = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     for optimizer, m in ((theirs, plain), (ours, model)):
-        optimizer.register_step_pre_hook(lambda *_, m=m: nn.utils.clip_grad_norm_(m.parameters(), 0.01) and None)
+        optimizer.register_step_pre_hook(
+            lambda *_, m=m: nn.utils.clip_grad_norm_(m.parameters(), 0.01) and None
+        )
     graph = Training(model, ours)
     graph.config.set_gradient_accumulation_steps(2)
     for i in range(3):
@@ -223,10 +266,16 @@ def test_hooks_of_the_optimizer_see_complete_gradients() -> None:
     same_parameters(model, plain)
 
 
-# ---------------------------------------------------------------------------------------------------------------- scalers and precision
+# ---------------------------------------------------------------------------- scalers and precision
 
 
-@pytest.mark.parametrize("make", [lambda: flow.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2), lambda: flow.amp.StaticGradScaler(128.0, "cpu")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flow.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2),
+        lambda: flow.amp.StaticGradScaler(128.0, "cpu"),
+    ],
+)
 def test_scalers(make: Callable[[], Any]) -> None:
     plain, model, theirs, ours = model_of(), model_of(), make(), make()
     one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
@@ -269,13 +318,17 @@ def test_mixed_precision_is_autocast(dtype: torch.dtype) -> None:
     assert evaluation(batch(0).float()).dtype is dtype
 
 
-# ---------------------------------------------------------------------------------------------------------------- between calls
+# ------------------------------------------------------------------------------------ between calls
 
 
 def test_what_changes_between_calls_is_seen() -> None:
     plain, model = model_of(), model_of()
     one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
-    graph, evaluation, saved = Training(model, two), Evaluation(model), copy.deepcopy(plain.state_dict())
+    graph, evaluation, saved = (
+        Training(model, two),
+        Evaluation(model),
+        copy.deepcopy(plain.state_dict()),
+    )
 
     def step(i: int) -> None:
         one.zero_grad()
@@ -329,7 +382,12 @@ def test_names_count_the_graphs_of_a_class() -> None:
     class AlsoCounted(Counted):
         pass
 
-    assert [graph().name for graph in (Counted, Counted, AlsoCounted, Counted)] == ["Counted_0", "Counted_1", "AlsoCounted_0", "Counted_2"]
+    assert [graph().name for graph in (Counted, Counted, AlsoCounted, Counted)] == [
+        "Counted_0",
+        "Counted_1",
+        "AlsoCounted_0",
+        "Counted_2",
+    ]
 
 
 def test_attributes_of_the_graph() -> None:
@@ -402,7 +460,11 @@ def uneven_micro_batches() -> None:
             one.zero_grad()
             want = backward(plain, batch(i, n))
             one.step()
-            same(graph(batch(i, n).to_global(placement, B).to_global(sbp=S(0))), want, f"{n} in {micros}")
+            same(
+                graph(batch(i, n).to_global(placement, B).to_global(sbp=S(0))),
+                want,
+                f"{n} in {micros}",
+            )
         same_parameters(model, plain)
 
 
@@ -513,18 +575,25 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("level", range(-1, 4))
-def test_debug_goes_through_logging(level: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_goes_through_logging(
+    level: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     graph = Evaluation(model_of())
     graph.debug(level, op_repr_with_py_stack=True)
     with caplog.at_level(logging.DEBUG):
         graph(batch(0))
     text = caplog.text
-    assert ["captured" in text, "MODULE" in text, "tanh" in text, "def forward" in text] == [level >= 0, level >= 1, level >= 1, level >= 3]
+    assert ["captured" in text, "MODULE" in text, "tanh" in text, "def forward" in text] == [
+        level >= 0,
+        level >= 1,
+        level >= 1,
+        level >= 3,
+    ]
     assert capsys.readouterr().out == ""
     assert "(MODULE:model:Sequential)" in repr(graph)
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def again(model: nn.Module, x: Tensor) -> Tensor:
@@ -605,7 +674,11 @@ def test_what_a_graph_must_not_be_given() -> None:
 
 def test_outputs_are_detached() -> None:
     model = model_of()
-    graph = Training(model, optim.SGD(model.parameters(), lr=0.1), step=lambda m, x: (backward(m, x), m(x), m[0].weight))
+    graph = Training(
+        model,
+        optim.SGD(model.parameters(), lr=0.1),
+        step=lambda m, x: (backward(m, x), m(x), m[0].weight),
+    )
     assert not any(t.requires_grad for t in graph(batch(0)))
 
 
@@ -618,12 +691,18 @@ def test_on_real_processes() -> None:
 
 
 def test_settings_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's own test helpers, which other tests import, forbid such settings for the rest of the process.
-    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
+    # torch's own test helpers, which other tests import, forbid such settings for the rest of the
+    # process.
+    monkeypatch.setitem(
+        torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True
+    )
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     graph, plain = Training(model, optimizer), model_of()
-    one, before = optim.AdamW(plain.parameters(), lr=0.1, fused=False), torch.backends.cudnn.benchmark
+    one, before = (
+        optim.AdamW(plain.parameters(), lr=0.1, fused=False),
+        torch.backends.cudnn.benchmark,
+    )
     for fused in (False, True):
         graph.config.allow_fuse_model_update_ops(fused)
         graph.config.enable_cudnn_conv_heuristic_search_algo(fused)
@@ -643,21 +722,62 @@ def sgd_of(model: nn.Module) -> optim.SGD:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda g: setattr(g.config, "enable_amp", True), r"config.enable_amp cannot be set: call config.enable_amp\(...\)"),
-        (lambda g: setattr(g.config, "enable_aMP", True), "config.enable_aMP cannot be set: there are .*enable_amp, .*set_schedule"),
-        (lambda g: g.config.follow("plan.json"), r"follow takes a plan, of flow.auto.plan.* got 'plan.json'"),
-        (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=0.5), "lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got 0.5"),
-        (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=lr.StepLR(sgd_of(g.model), 1)), "lr_sch, a StepLR, was made for another optimizer"),
-        (lambda g: g.add_optimizer(g._optimizers[0].optimizer), "this SGD is added already: it would step twice"),
+        (
+            lambda g: setattr(g.config, "enable_amp", True),
+            r"config.enable_amp cannot be set: call config.enable_amp\(...\)",
+        ),
+        (
+            lambda g: setattr(g.config, "enable_aMP", True),
+            "config.enable_aMP cannot be set: there are .*enable_amp, .*set_schedule",
+        ),
+        (
+            lambda g: g.config.follow("plan.json"),
+            r"follow takes a plan, of flow.auto.plan.* got 'plan.json'",
+        ),
+        (
+            lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=0.5),
+            "lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got 0.5",
+        ),
+        (
+            lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=lr.StepLR(sgd_of(g.model), 1)),
+            "lr_sch, a StepLR, was made for another optimizer",
+        ),
+        (
+            lambda g: g.add_optimizer(g._optimizers[0].optimizer),
+            "this SGD is added already: it would step twice",
+        ),
         (lambda g: g.debug(4), r"v_level is -1 \(nothing\), 0, 1, 2 or 3 \(all\), got 4"),
-        (lambda g: g.debug(1, ranks="0"), "ranks is a rank, a list of them, -1 for all or None for rank 0, got '0'"),
-        (lambda g: g.set_grad_scaler(128.0), r"flow.amp.GradScaler\(...\), StaticGradScaler\(scale\) or None, got 128.0"),
+        (
+            lambda g: g.debug(1, ranks="0"),
+            "ranks is a rank, a list of them, -1 for all or None for rank 0, got '0'",
+        ),
+        (
+            lambda g: g.set_grad_scaler(128.0),
+            r"flow.amp.GradScaler\(...\), StaticGradScaler\(scale\) or None, got 128.0",
+        ),
         (lambda g: flow.nn.Graph.trace(5), "a function or a module .* got 5"),  # type: ignore[arg-type]
-        (lambda g: flow.nn.Graph.with_dynamic_input_shape(size=0), "size is a number of shapes, at least 1, got 0"),
+        (
+            lambda g: flow.nn.Graph.with_dynamic_input_shape(size=0),
+            "size is a number of shapes, at least 1, got 0",
+        ),
     ],
-    ids=["method set", "no setting", "no plan", "no scheduler", "another's scheduler", "twice", "no level", "no rank", "no scaler", "no function", "no size"],
+    ids=[
+        "method set",
+        "no setting",
+        "no plan",
+        "no scheduler",
+        "another's scheduler",
+        "twice",
+        "no level",
+        "no rank",
+        "no scaler",
+        "no function",
+        "no size",
+    ],
 )
-def test_settings_that_would_be_lost_are_told(wrong: Callable[[Training], object], says: str) -> None:
+def test_settings_that_would_be_lost_are_told(
+    wrong: Callable[[Training], object], says: str
+) -> None:
     model = model_of()
     graph = Training(model, sgd_of(model))
     with pytest.raises(GraphError, match=says):
@@ -679,7 +799,9 @@ def test_a_misspelt_setting_of_a_module_is_told() -> None:
 def test_modules_of_a_module_are_found_as_they_are_of_any_module() -> None:
     """By walking it, by name or by index: what is said of one so counts."""
     kind = flow.nn.graph.GraphModule
-    parts = nn.ModuleDict({"first": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "second": nn.Linear(4, 2)})
+    parts = nn.ModuleDict(
+        {"first": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "second": nn.Linear(4, 2)}
+    )
     for walk in (
         lambda m: m.children(),
         lambda m: dict(m.named_children()).values(),
@@ -702,7 +824,9 @@ def test_modules_of_a_module_are_found_as_they_are_of_any_module() -> None:
             return 3
 
     assert Evaluation(Own()).model.values() == 3
-    with pytest.raises(flow.errors.RenamedError, match=r"\.to\(nn.graph.GraphModule\) has set_stage"):
+    with pytest.raises(
+        flow.errors.RenamedError, match=r"\.to\(nn.graph.GraphModule\) has set_stage"
+    ):
         Evaluation(parts).model["first"].config.stage_id = 0  # as OneFlow had it
 
 
@@ -730,7 +854,13 @@ def test_modules_of_a_graph_make_another() -> None:
 def test_a_graph_is_saved_by_its_state() -> None:
     graph = Evaluation(model_of())
     for copied in (copy.deepcopy, lambda g: torch.save(g, io.BytesIO())):
-        with pytest.raises(GraphError, match=r"Evaluation_\d+ cannot be saved, pickled or copied: .* Save graph.state_dict\(\)"):
+        with pytest.raises(
+            GraphError,
+            match=(
+                r"Evaluation_\d+ cannot be saved, pickled or copied: .* Save "
+                r"graph.state_dict\(\)"
+            ),
+        ):
             copied(graph)
 
 
@@ -746,22 +876,45 @@ def test_a_state_of_another_graph_is_told_before_any_of_it_is_taken() -> None:
         return graph
 
     evaluation = Evaluation(model_of())
-    states = {"evaluation": evaluation.state_dict(), "none": training("head").state_dict(), "more": training(schedules=2).state_dict()}
+    states = {
+        "evaluation": evaluation.state_dict(),
+        "none": training("head").state_dict(),
+        "more": training(schedules=2).state_dict(),
+    }
     for graph, state, says in (
-        (training(), "evaluation", r"the state has nothing for optimizers, lr_schedulers \(it has model, rng\): pass strict=False"),
+        (
+            training(),
+            "evaluation",
+            (
+                r"the state has nothing for optimizers, lr_schedulers \(it has model, rng\): pass "
+                r"strict=False"
+            ),
+        ),
         (training("head", "tail"), "none", "the state has nothing for tail"),
         (training(), "none", "the state has head, which the graph does not: pass strict=False"),
-        (training(schedules=1), "more", r"the state is of 1 optimizers with \[2\] schedulers, the graph has 1 with \[1\]"),
-        (training(schedules=2, optimizers=2), "more", r"the state is of 1 optimizers with \[2\] schedulers, the graph has 2 with \[2, 2\]"),
+        (
+            training(schedules=1),
+            "more",
+            r"the state is of 1 optimizers with \[2\] schedulers, the graph has 1 with \[1\]",
+        ),
+        (
+            training(schedules=2, optimizers=2),
+            "more",
+            r"the state is of 1 optimizers with \[2\] schedulers, the graph has 2 with \[2, 2\]",
+        ),
     ):
         before = copy.deepcopy(graph.model.state_dict())
         with pytest.raises(RuntimeError, match=says):
             graph.load_state_dict(states[state])
         assert all(torch.equal(v, before[k]) for k, v in graph.model.state_dict().items())
         graph.load_state_dict(states[state], strict=False)
-        assert all(torch.equal(v, states[state]["model"][k]) for k, v in graph.model.state_dict().items())
+        assert all(
+            torch.equal(v, states[state]["model"][k]) for k, v in graph.model.state_dict().items()
+        )
     evaluation.load_state_dict(states["more"])  # what it does not train is left
-    assert all(torch.equal(v, states["more"]["model"][k]) for k, v in evaluation.model.state_dict().items())
+    assert all(
+        torch.equal(v, states["more"]["model"][k]) for k, v in evaluation.model.state_dict().items()
+    )
 
 
 def test_lines_of_code_in_the_graph_that_is_printed() -> None:

@@ -1,4 +1,5 @@
-"""Writing by index tensors into split dims, in graphs: which indices are this rank's is known only when the program runs."""
+"""Writing by index tensors into split dims, in graphs: which indices are this rank's is known only
+when the program runs."""
 
 from __future__ import annotations
 
@@ -55,7 +56,17 @@ def one_row(x: Any, v: Any, i: Any, j: Any) -> Any:
 
 
 @pytest.mark.parametrize("write", [rows, corner, put, number, one_row])
-@pytest.mark.parametrize(("where", "sbp"), [(LINE, [S(0)]), (LINE, [S(2)]), (LINE, [P]), (GRID, [S(0), S(2)]), (GRID, [S(2), S(0)]), (GRID, [S(0), S(0)])])
+@pytest.mark.parametrize(
+    ("where", "sbp"),
+    [
+        (LINE, [S(0)]),
+        (LINE, [S(2)]),
+        (LINE, [P]),
+        (GRID, [S(0), S(2)]),
+        (GRID, [S(2), S(0)]),
+        (GRID, [S(0), S(0)]),
+    ],
+)
 def test_writing_into_split_dims(write: Callable[..., Any], where: Any, sbp: Any) -> None:
     def step(x: Any, v: Any, i: Any, j: Any) -> Any:
         with torch.enable_grad():
@@ -69,7 +80,11 @@ def test_writing_into_split_dims(write: Callable[..., Any], where: Any, sbp: Any
     def on_ranks() -> None:
         whole = [B] * where.ranks.ndim
         brought: list[Any] = [t.to_global(where, whole) for t in (x, v, ROWS, COLUMNS)]  # type: ignore[attr-defined]
-        for got, want in zip(Graph(step)(brought[0].to_global(sbp=sbp), *brought[1:]), step(x, v, ROWS, COLUMNS), strict=True):
+        for got, want in zip(
+            Graph(step)(brought[0].to_global(sbp=sbp), *brought[1:]),
+            step(x, v, ROWS, COLUMNS),
+            strict=True,
+        ):
             torch.testing.assert_close(torch.from_numpy(got.detach().numpy()), want.detach())
 
     simulate(where.ranks.size, on_ranks)
@@ -92,12 +107,17 @@ def test_an_index_that_is_nowhere_is_told() -> None:
     simulate(2, on_ranks)
 
 
-@pytest.mark.parametrize(("where", "sbp"), [(LINE, [S(0)]), (LINE, [S(1)]), (GRID, [S(0), S(1)]), (GRID, [P, S(0)])])
+@pytest.mark.parametrize(
+    ("where", "sbp"), [(LINE, [S(0)]), (LINE, [S(1)]), (GRID, [S(0), S(1)]), (GRID, [P, S(0)])]
+)
 def test_the_place_of_the_largest_of_all(where: Any, sbp: Any) -> None:
     x = values(5, 4)
 
     def on_ranks() -> None:
         given: Any = x.to_global(where, [B] * where.ranks.ndim).to_global(sbp=sbp)  # type: ignore[attr-defined]
-        assert [t.item() for t in Graph(lambda x: (x.argmax(), x.argmin()))(given)] == [x.argmax().item(), x.argmin().item()]
+        assert [t.item() for t in Graph(lambda x: (x.argmax(), x.argmin()))(given)] == [
+            x.argmax().item(),
+            x.argmin().item(),
+        ]
 
     simulate(where.ranks.size, on_ranks)

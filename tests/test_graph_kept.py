@@ -1,4 +1,5 @@
-"""What build() leaves in modules and in the graph, and what others put there between calls (graph/capture/side_effects.py)."""
+"""What build() leaves in modules and in the graph, and what others put there between calls
+(graph/capture/side_effects.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ class Keeps(nn.Module):
 def test_what_a_program_could_not_repeat_is_refused(how: str) -> None:
     model = Keeps()
     before = dict(model.named_parameters()) | dict(model.named_buffers())
-    with pytest.raises(GraphError, match={"python": "Python's", "numpy": "NumPy"}.get(how, r"model\.(linear\.weight|late|mask)")):
+    with pytest.raises(
+        GraphError,
+        match={"python": "Python's", "numpy": "NumPy"}.get(
+            how, r"model\.(linear\.weight|late|mask)"
+        ),
+    ):
         graph_of(model, lambda m, x: m(x, how))(torch.randn(3, 4))
     after = dict(model.named_parameters()) | dict(model.named_buffers())
     assert before.keys() == after.keys()
@@ -73,7 +79,10 @@ class Runs(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4).double()
         self.linear.load_state_dict({"weight": values(4, 4, seed=4), "bias": values(4, seed=5)})
-        self.mean, self.seen = values(4, seed=1), [values(4, seed=2), {"last": values(3, 4, seed=3)}]
+        self.mean, self.seen = (
+            values(4, seed=1),
+            [values(4, seed=2), {"last": values(3, 4, seed=3)}],
+        )
         self.table = torch.zeros(4, dtype=torch.float64)
         self.notes = Notes()
         self.left, self.right = values(4, 4, seed=8), values(4, 4, seed=9)
@@ -87,7 +96,15 @@ class Runs(nn.Module):
         self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
         self.seen[0] = self.seen[0] * 2
         self.notes.pair = self.notes.pair[1] + x.sum(0), self.notes.pair[0]
-        y = self.linear(x) + self.mean + self.seen[0] + self.table + self.notes.pair[1] + self.left[0] + self.up
+        y = (
+            self.linear(x)
+            + self.mean
+            + self.seen[0]
+            + self.table
+            + self.notes.pair[1]
+            + self.left[0]
+            + self.up
+        )
         self.seen[1]["last"] = y
         return y
 
@@ -108,10 +125,21 @@ def states_in_attributes() -> None:
     want, mine, alone = Runs(), Runs(), Runs()
     mine.linear.to_global(placement, B)
     there = lambda t: t.to_global(placement, B)  # noqa: E731
-    mine.mean, mine.seen, mine.table = there(mine.mean), [there(mine.seen[0]), {"last": there(mine.seen[1]["last"])}], there(mine.table)
-    mine.notes.pair, mine.left, mine.right = (there(mine.notes.pair[0]), there(mine.notes.pair[1])), there(mine.left), there(mine.right)
+    mine.mean, mine.seen, mine.table = (
+        there(mine.mean),
+        [there(mine.seen[0]), {"last": there(mine.seen[1]["last"])}],
+        there(mine.table),
+    )
+    mine.notes.pair, mine.left, mine.right = (
+        (there(mine.notes.pair[0]), there(mine.notes.pair[1])),
+        there(mine.left),
+        there(mine.right),
+    )
     mine.up, mine.down = there(mine.up), there(mine.down)
-    graphs = Counts(mine, there(torch.zeros((), dtype=torch.float64))), Counts(alone, torch.zeros((), dtype=torch.float64))
+    graphs = (
+        Counts(mine, there(torch.zeros((), dtype=torch.float64))),
+        Counts(alone, torch.zeros((), dtype=torch.float64)),
+    )
     total, table = torch.zeros((), dtype=torch.float64), alone.table
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -122,8 +150,17 @@ def states_in_attributes() -> None:
             same(graphs[0](there(x).to_global(sbp=S(0))), y * total)
             same(graphs[1](x), y * total)
             for model in (mine, alone):
-                pairs = zip([*model.notes.pair, model.left, model.right], [*want.notes.pair, want.left, want.right], strict=True)
-                for got, told in (*pairs, (model.mean, want.mean), (model.seen[0], want.seen[0]), (model.seen[1]["last"], want.seen[1]["last"])):
+                pairs = zip(
+                    [*model.notes.pair, model.left, model.right],
+                    [*want.notes.pair, want.left, want.right],
+                    strict=True,
+                )
+                for got, told in (
+                    *pairs,
+                    (model.mean, want.mean),
+                    (model.seen[0], want.seen[0]),
+                    (model.seen[1]["last"], want.seen[1]["last"]),
+                ):
                     same(got, told)
     assert [g._captures for g in graphs] == [1, 1]
     assert alone.table is table
@@ -138,7 +175,10 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.tables = torch.tensor(2.0, dtype=torch.float64), {"all": [torch.ones(4, dtype=torch.float64)]}
+        self.scale, self.tables = (
+            torch.tensor(2.0, dtype=torch.float64),
+            {"all": [torch.ones(4, dtype=torch.float64)]},
+        )
         self.unread = torch.zeros(2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +215,10 @@ class Remembers(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        self.state: Any = torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(1, 2, 3, dtype=torch.float64)
+        self.state: Any = (
+            torch.zeros(1, 2, 3, dtype=torch.float64),
+            torch.zeros(1, 2, 3, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out, state = self.layer(x, self.state)
@@ -237,7 +280,9 @@ def test_tensors_left_in_lists_and_dicts_are_told() -> None:
             self.outs.append(x * 2)
             self.notes.pair = x, x  # type: ignore[assignment]
             self.shown["more"] = x * 3
-            self.one = self.one + x[0, :2]  # written into the tensor it would change the other name's too
+            self.one = (
+                self.one + x[0, :2]
+            )  # written into the tensor it would change the other name's too
             return x * 4
 
     model = Leaves()
@@ -261,7 +306,10 @@ def tensors_made_others() -> None:
         free.data = free.to_global(sbp=S(0))
         return m(x) + free.float()
 
-    for what, named in (((lambda m, x: m.double()(x.double())), r"model\.weight"), (freed, "a tensor from outside")):
+    for what, named in (
+        ((lambda m, x: m.double()(x.double())), r"model\.weight"),
+        (freed, "a tensor from outside"),
+    ):
         with pytest.raises(GraphError, match=rf"build\(\) makes {named} another tensor"):
             graph_of(model, what)(x)
         assert model.weight.dtype is torch.float32

@@ -1,4 +1,5 @@
-"""What graphs keep in memory, measured: ZeRO's shares of parameters, gradients and optimizer state; activations of stages by the schedule."""
+"""What graphs keep in memory, measured: ZeRO's shares of parameters, gradients and optimizer state;
+activations of stages by the schedule."""
 
 from __future__ import annotations
 
@@ -48,7 +49,14 @@ def _peak(stage: int, micros: int) -> int:
     graph(x)
     live = Live()
     live.look([p._local for p in model.parameters()])
-    live.look([v._local for s in graph._optimizers[0].optimizer.state.values() for v in s.values() if getattr(v, "is_global", False)])
+    live.look(
+        [
+            v._local
+            for s in graph._optimizers[0].optimizer.state.values()
+            for v in s.values()
+            if getattr(v, "is_global", False)
+        ]
+    )
     with live:
         for _ in range(2):
             graph(x)
@@ -64,8 +72,12 @@ def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
 
 def _after_a_large_one() -> tuple[int, int]:
     place, before = flow.placement.all("cpu"), _peak(3, 1)
-    large = nn.Parameter(torch.ones(16 * LAYER // WIDTH, WIDTH).to_global(place, B).to_global(sbp=S(0)))  # type: ignore[attr-defined]
-    parameter_gather.gather_param(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
+    large = nn.Parameter(
+        torch.ones(16 * LAYER // WIDTH, WIDTH).to_global(place, B).to_global(sbp=S(0))
+    )  # type: ignore[attr-defined]
+    parameter_gather.gather_param(
+        large, large._spec, large._spec.replace(layout=(B,)), "a test"
+    ).sum().backward()  # type: ignore[attr-defined, no-untyped-call]
     return before, _peak(3, 1)
 
 
@@ -75,7 +87,8 @@ def test_what_another_model_gathered_makes_no_buckets_larger() -> None:
 
 
 def _peak_with_small_buckets(stage: int) -> int:
-    """With buckets for gathered parameters that are small beside this model, as they are beside a large one."""
+    """With buckets for gathered parameters that are small beside this model, as they are beside a
+    large one."""
     kept, local_step.BUCKET_BYTES = local_step.BUCKET_BYTES, LAYER
     try:
         return _peak(stage, 1)
@@ -84,14 +97,17 @@ def _peak_with_small_buckets(stage: int) -> int:
 
 
 def test_the_measure_sees_what_is_not_shared() -> None:
-    whole, states, gradients = (min(run_on(2, _peak_with_small_buckets, stage)) for stage in (0, 1, 2))
+    whole, states, gradients = (
+        min(run_on(2, _peak_with_small_buckets, stage)) for stage in (0, 1, 2)
+    )
     assert whole >= 4 * MODEL
-    # A collective's thread may let go of a bucket only after the next one is there (seen in one of ten runs, on one of the ranks): a layer more.
+    # A collective's thread may let go of a bucket only after the next one is there (seen in one of
+    # ten runs, on one of the ranks): a layer more.
     assert 3 * MODEL <= states < whole - MODEL / 2 + LAYER
     assert gradients <= states + LAYER
 
 
-# ---------------------------------------------------------------------------------------------------------------- activations
+# -------------------------------------------------------------------------------------- activations
 
 
 class _Saved:
@@ -104,7 +120,8 @@ class _Saved:
 
 
 class Activations:
-    """Bytes that autograd keeps in this thread, weights and the batch aside, of which micro-batches are views."""
+    """Bytes that autograd keeps in this thread, weights and the batch aside, of which micro-batches
+    are views."""
 
     def __init__(self, weights: nn.Module, batch: Any) -> None:
         self.weights = {torch_private.storage_key(t._local) for t in (*weights.parameters(), batch)}
@@ -133,7 +150,9 @@ class Activations:
             yield self
 
 
-STACK = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]).double()
+STACK = nn.Sequential(
+    *[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+).double()
 
 
 def _activations(name: str, stages: list[list[int]], micros: int) -> int:
@@ -151,8 +170,12 @@ def _activations(name: str, stages: list[list[int]], micros: int) -> int:
     return kept.peak
 
 
-@pytest.mark.parametrize(("name", "promised"), [("gpipe", (6, 6, 6, 6)), ("1f1b", (4, 3, 2, 1)), ("zb-h1", None)])
-def test_stages_keep_what_the_schedule_promises(name: str, promised: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "promised"), [("gpipe", (6, 6, 6, 6)), ("1f1b", (4, 3, 2, 1)), ("zb-h1", None)]
+)
+def test_stages_keep_what_the_schedule_promises(
+    name: str, promised: tuple[int, ...] | None
+) -> None:
     """In micro-batches: GPipe all of them, 1F1B on stage k of p no more than p - k."""
     found: dict[str, list[int]] = {"one": [0] * 4, "all": [0] * 4}
 

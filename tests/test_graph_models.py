@@ -18,7 +18,8 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 class Contrastive(nn.Module):
-    """Two encoders, whose pairs are found in both directions (Radford et al. 2021): the targets follow from the code alone."""
+    """Two encoders, whose pairs are found in both directions (Radford et al. 2021): the targets
+    follow from the code alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +33,14 @@ class Contrastive(nn.Module):
 
 
 class Residual(nn.Module):
-    """The derivative of a network by its inputs is what learns (Raissi et al. 2019): a leaf that is made in the step."""
+    """The derivative of a network by its inputs is what learns (Raissi et al. 2019): a leaf that is
+    made in the step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.net = nn.Sequential(
+            nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -46,7 +50,8 @@ class Residual(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """A step on inputs that a gradient has made worse (Goodfellow et al. 2015), which is read from the leaf."""
+    """A step on inputs that a gradient has made worse (Goodfellow et al. 2015), which is read from
+    the leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +76,19 @@ class Variational(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = torch.distributions.Normal(self.mean(x), F.softplus(self.width(x)))
-        prior = torch.distributions.Normal(torch.zeros_like(found.loc), torch.ones_like(found.scale))
+        prior = torch.distributions.Normal(
+            torch.zeros_like(found.loc), torch.ones_like(found.scale)
+        )
         bits = torch.distributions.Bernoulli(logits=self.back(found.loc))
-        return (torch.distributions.kl_divergence(found, prior).sum(-1) - bits.log_prob((x > 0).to(x.dtype)).sum(-1)).mean()  # type: ignore[no-any-return,no-untyped-call]
+        return (
+            torch.distributions.kl_divergence(found, prior).sum(-1)
+            - bits.log_prob((x > 0).to(x.dtype)).sum(-1)
+        ).mean()  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Transcribing(nn.Module):
-    """Sequences of several lengths, aligned with their texts (Graves et al. 2006): the kernel reads the lengths."""
+    """Sequences of several lengths, aligned with their texts (Graves et al. 2006): the kernel reads
+    the lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +101,8 @@ class Transcribing(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """A filter between a transform of sound and its inverse, which looks whether the windows overlap."""
+    """A filter between a transform of sound and its inverse, which looks whether the windows
+    overlap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +112,16 @@ class Vocoder(nn.Module):
         window = torch.hann_window(8, dtype=x.dtype)
         heard = torch.stft(x, 8, 2, window=window, return_complex=True)
         gain = self.gain(heard.abs().transpose(1, 2)).transpose(1, 2).sigmoid()
-        return (torch.istft(heard * gain, 8, 2, window=window, length=x.shape[1]) - x.abs()).square().mean()
+        return (
+            (torch.istft(heard * gain, 8, 2, window=window, length=x.shape[1]) - x.abs())
+            .square()
+            .mean()
+        )
 
 
 class StateSpace(nn.Module):
-    """A recurrence whose steps are found together where a compiler looks on (Gu & Dao 2023), by torch's scan; step by step elsewhere."""
+    """A recurrence whose steps are found together where a compiler looks on (Gu & Dao 2023), by
+    torch's scan; step by step elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +144,8 @@ def _after(left: Any, right: Any) -> Any:
 
 
 class Uncached(torch.autograd.Function):
-    """A layer that is run again on the way back (Gomez et al. 2017), whose parameters no argument names: they get their gradients in its backward."""
+    """A layer that is run again on the way back (Gomez et al. 2017), whose parameters no argument
+    names: they get their gradients in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -162,9 +180,10 @@ class Case(NamedTuple):
 
 
 PLANS = {"columns": lambda path, t: S(t.dim() - 1) if t.dim() else B}
-CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational),
+CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual),
+    "adversarial": Case(Adversarial), "variational": Case(Variational),
          "transcribing": Case(Transcribing, (4, 6, 3)), "vocoder": Case(Vocoder, (4, 24)),
-         "state space": Case(StateSpace, (4, 5, 3)), "reversible": Case(Reversible, clip=0.05)}  # fmt: skip
+         "state space": Case(StateSpace, (4, 5, 3)), "reversible": Case(Reversible, clip=0.05)}  # fmt: skip  # noqa: E501
 
 
 def made(name: str) -> nn.Module:
@@ -178,7 +197,10 @@ def made(name: str) -> nn.Module:
 def steps(model: nn.Module, batches: list[Tensor], step: Callable[[Tensor], Tensor]) -> list[Any]:
     """The losses, then the parameters."""
     losses = [step(x).item() for x in batches]
-    return [torch.tensor(losses, dtype=torch.float64), *(torch.tensor(p.tolist(), dtype=torch.float64) for p in model.parameters())]
+    return [
+        torch.tensor(losses, dtype=torch.float64),
+        *(torch.tensor(p.tolist(), dtype=torch.float64) for p in model.parameters()),
+    ]
 
 
 def clipped(name: str, model: nn.Module) -> None:
@@ -204,7 +226,10 @@ def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
             clipped(name, self.model)
             return loss
 
-    batches = [values(*CASES[name].shape, seed=20 + i).to_global(line, B).to_global(sbp=sbp) for i in range(2)]  # type: ignore[attr-defined]
+    batches = [
+        values(*CASES[name].shape, seed=20 + i).to_global(line, B).to_global(sbp=sbp)
+        for i in range(2)
+    ]  # type: ignore[attr-defined]
     for got, wanted in zip(steps(model, batches, Training()), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
 

@@ -1,6 +1,8 @@
-"""Passes over programs: each on small programs, which give the same numbers with it as eager code does, with fewer or earlier collectives; then whole blocks.
+"""Passes over programs: each on small programs, which give the same numbers with it as eager code
+does, with fewer or earlier collectives; then whole blocks.
 
-`both` trains one step eagerly and one as a graph, on each simulated rank, and compares results, gradients and what moved.
+`both` trains one step eagerly and one as a graph, on each simulated rank, and compares results,
+gradients and what moved.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.passes import pass_manager
-from globaltensor.graph.program.coalesced import CoalescedCollective, StartCollective, WaitCollective, move_of
+from globaltensor.graph.program.coalesced import (
+    CoalescedCollective,
+    StartCollective,
+    WaitCollective,
+    move_of,
+)
 from globaltensor.graph.program.nodes import BoxingCall, GatherCall
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import partial_sum as P
@@ -44,7 +51,8 @@ def spread(value: Tensor, sbp: Any) -> Any:
 
 
 class Weights(nn.Module):
-    """Two pairs of factors whose product over the split dim is a partial sum: ``x @ u`` and ``x @ v``, with x split along its columns."""
+    """Two pairs of factors whose product over the split dim is a partial sum: ``x @ u`` and ``x @
+    v``, with x split along its columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +68,16 @@ class Seen(NamedTuple):
 
 
 def whole(x: Any) -> Tensor:
-    return (x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()).clone()  # type: ignore[no-any-return]
+    return (
+        x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()
+    ).clone()  # type: ignore[no-any-return]
 
 
-def both(make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float = 1e-11) -> tuple[Counter[str], Seen]:
-    """One step of eager training and one of a graph -> what moved in each. Raises where a loss or a gradient differs."""
+def both(
+    make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float = 1e-11
+) -> tuple[Counter[str], Seen]:
+    """One step of eager training and one of a graph -> what moved in each. Raises where a loss or a
+    gradient differs."""
     model = make()
     with record_collectives() as eager:
         out = loss(model, *inputs)
@@ -89,11 +102,19 @@ def both(make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float 
     torch.testing.assert_close(got, whole(out), rtol=within, atol=within)
     for name, p in again.named_parameters():
         want = grads.get(name, torch.zeros_like(start[name]))
-        torch.testing.assert_close(start[name] - whole(p), want, rtol=within, atol=within, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            start[name] - whole(p),
+            want,
+            rtol=within,
+            atol=within,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
     with record_collectives() as log:
         graph(*inputs)
     program = graph.program().graph
-    return Counter(t.kind for t in eager), Seen(Counter(t.kind for t in log), program, [n.name for n in program.nodes])
+    return Counter(t.kind for t in eager), Seen(
+        Counter(t.kind for t in log), program, [n.name for n in program.nodes]
+    )
 
 
 def column(*shape: int, sbp: Any = None, seed: int = 9) -> Any:
@@ -101,10 +122,14 @@ def column(*shape: int, sbp: Any = None, seed: int = 9) -> Any:
 
 
 def boxings(graph: fx.Graph) -> list[str]:
-    return [n.target.__name__ for n in graph.nodes if isinstance(n.target, (BoxingCall, CoalescedCollective, StartCollective))]
+    return [
+        n.target.__name__
+        for n in graph.nodes
+        if isinstance(n.target, (BoxingCall, CoalescedCollective, StartCollective))
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- shared
+# ------------------------------------------------------------------------------------------- shared
 
 
 def twice(m: Any, x: Any) -> Any:
@@ -124,7 +149,8 @@ def test_a_common_boxing_is_shared_and_so_is_that_of_its_gradient(ranks: int) ->
 
 
 class Tied(nn.Module):
-    """A split matrix that two calls want whole, as the table of a language model with tied embeddings."""
+    """A split matrix that two calls want whole, as the table of a language model with tied
+    embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +164,9 @@ class Tied(nn.Module):
 def test_a_split_parameter_that_two_calls_want_is_gathered_once(ranks: int) -> None:
     def body() -> None:
         _, graph = both(Tied, lambda m, x: m(x).square().sum(), column(12, 8, sbp=S(0)))
-        assert [n.target.__name__ for n in graph.graph.nodes if isinstance(n.target, GatherCall)] == ["gathered"]
+        assert [
+            n.target.__name__ for n in graph.graph.nodes if isinstance(n.target, GatherCall)
+        ] == ["gathered"]
         assert (graph.moved["all_gather"], graph.moved["reduce_scatter"]) == (1, 1)
 
     simulate(ranks, body)
@@ -183,7 +211,7 @@ def test_a_boxing_told_how_its_gradient_passes_is_not_shared_with_another() -> N
     simulate(2, body)
 
 
-# ---------------------------------------------------------------------------------------------------------------- redundant
+# ---------------------------------------------------------------------------------------- redundant
 
 
 @pytest.mark.parametrize(
@@ -217,7 +245,9 @@ def test_a_tensor_that_both_ends_of_a_chain_need_is_boxed_once() -> None:
     def body() -> None:
         eager, graph = both(Weights, loss, column(4, 6))
         assert graph.moved["all_reduce"] <= eager["all_reduce"]
-        assert boxings(graph.graph).count("reduce_scatter") == 0  # the slice of what is there anyway costs nothing
+        assert (
+            boxings(graph.graph).count("reduce_scatter") == 0
+        )  # the slice of what is there anyway costs nothing
 
     simulate(2, body)
 
@@ -239,7 +269,7 @@ def test_boxing_along_an_axis_of_one_rank_goes() -> None:
     simulate(2, body)
 
 
-# ---------------------------------------------------------------------------------------------------------------- folded
+# ------------------------------------------------------------------------------------------- folded
 
 
 def sums(kind: str) -> Loss:
@@ -250,7 +280,9 @@ def sums(kind: str) -> Loss:
             "difference": lambda: a - b,
             "scaled": lambda: -a * 3 + b / 2,
             "shapes": lambda: a.reshape(20).view(4, 5).transpose(0, 1) + b.t(),
-            "views": lambda: (x @ m.u).t().to_global(sbp=B).view(-1) + (x @ m.v).t().to_global(sbp=B).view(-1),
+            "views": lambda: (
+                (x @ m.u).t().to_global(sbp=B).view(-1) + (x @ m.v).t().to_global(sbp=B).view(-1)
+            ),
             "zero": lambda: sum([a, b, a * 2]),
             "alpha": lambda: torch.add(a, b, alpha=0.25),
             "three": lambda: a + b + (x @ (m.u * m.v)).to_global(sbp=B),
@@ -260,7 +292,9 @@ def sums(kind: str) -> Loss:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["plain", "difference", "scaled", "shapes", "views", "alpha", "three"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "difference", "scaled", "shapes", "views", "alpha", "three"]
+)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_of_what_is_boxed_alike_are_boxed_once(kind: str, ranks: int) -> None:
     def body() -> None:
@@ -291,7 +325,7 @@ def test_losses_of_several_parts_are_reduced_together() -> None:
     simulate(2, body)
 
 
-# ---------------------------------------------------------------------------------------------------------------- merged
+# ------------------------------------------------------------------------------------------- merged
 
 
 def apart(sbp: Any) -> Loss:
@@ -304,10 +338,17 @@ def apart(sbp: Any) -> Loss:
 
 
 @pytest.mark.parametrize(
-    ("sbp", "kind", "back"), [(B, "all_reduce", "all_reduce"), (S(0), "reduce_scatter", "all_gather"), (S(1), "reduce_scatter", "all_gather")]
+    ("sbp", "kind", "back"),
+    [
+        (B, "all_reduce", "all_reduce"),
+        (S(0), "reduce_scatter", "all_gather"),
+        (S(1), "reduce_scatter", "all_gather"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_boxings_that_wait_for_none_of_each_other_go_as_one(sbp: Any, kind: str, back: str, ranks: int) -> None:
+def test_boxings_that_wait_for_none_of_each_other_go_as_one(
+    sbp: Any, kind: str, back: str, ranks: int
+) -> None:
     def body() -> None:
         _, graph = both(Weights, apart(sbp), column(4, 6))
         joints = [n.target for n in graph.graph.nodes if isinstance(n.target, CoalescedCollective)]
@@ -332,9 +373,15 @@ def test_gathers_of_uneven_and_empty_parts_go_as_one(shape: tuple[int, int], ran
         return (a.tanh().sum() * b.exp().sum()).sum()
 
     def body() -> None:
-        _, graph = both(make, loss, column(*shape, sbp=S(0), seed=4), column(4, 5, sbp=S(1), seed=5))
+        _, graph = both(
+            make, loss, column(*shape, sbp=S(0), seed=4), column(4, 5, sbp=S(1), seed=5)
+        )
         if shape[1]:
-            assert [n.target.kind for n in graph.graph.nodes if isinstance(n.target, CoalescedCollective)] == ["all_gather"]
+            assert [
+                n.target.kind
+                for n in graph.graph.nodes
+                if isinstance(n.target, CoalescedCollective)
+            ] == ["all_gather"]
 
     simulate(ranks, body)
 
@@ -377,20 +424,29 @@ def test_what_is_large_is_not_copied_to_be_joined() -> None:
 @pytest.mark.parametrize("sbp", [(P, B), (S(0), B), (S(1), B), (P, S(0)), (P, S(1))])
 @pytest.mark.parametrize("grid", [[0, 1, 2], [[0, 1], [2, 3]]])
 def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) -> None:
-    """Values and gradients of `CoalescedCollective`, and of its start and wait apart, against one boxing at a time."""
+    """Values and gradients of `CoalescedCollective`, and of its start and wait apart, against one
+    boxing at a time."""
 
     def body() -> None:
         where = Placement("cpu", grid)
         rest = [B] * (where.axes - 1)
         shapes = [(5, 3), (2, 6), (1, 1)]
         ends = [tuple(Spec.make(s, F64, where, [*rest, e]) for e in sbp) for s in shapes]
-        locals_ = [values(*a.local_shape(world().rank), seed=10 * i + world().rank * (a.layout[-1] is not B)).requires_grad_() for i, (a, _) in enumerate(ends)]
+        locals_ = [
+            values(
+                *a.local_shape(world().rank), seed=10 * i + world().rank * (a.layout[-1] is not B)
+            ).requires_grad_()
+            for i, (a, _) in enumerate(ends)
+        ]
         joint = CoalescedCollective([(a, b, "test") for a, b in ends])
         assert all(move_of(a, b) is not None for a, b in ends)
         found = []
         for way in ("apart", "joint", "begun"):
             if way == "apart":
-                outs = [BoxingCall(a, b, None, "test", True)(t) for t, (a, b) in zip(locals_, ends, strict=True)]
+                outs = [
+                    BoxingCall(a, b, None, "test", True)(t)
+                    for t, (a, b) in zip(locals_, ends, strict=True)
+                ]
             elif way == "joint":
                 outs = list(joint(*locals_))
             else:
@@ -403,7 +459,7 @@ def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) ->
     simulate(3 if grid == [0, 1, 2] else 4, body)
 
 
-# ---------------------------------------------------------------------------------------------------------------- early
+# -------------------------------------------------------------------------------------------- early
 
 
 def branches(m: Any, x: Any, y: Any) -> Any:
@@ -414,7 +470,9 @@ def branches(m: Any, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_collective_begins_when_its_operand_is_there_and_is_awaited_when_it_is_wanted(ranks: int) -> None:
+def test_a_collective_begins_when_its_operand_is_there_and_is_awaited_when_it_is_wanted(
+    ranks: int,
+) -> None:
     def body() -> None:
         _, graph = both(Weights, branches, column(4, 6), column(4, 5, sbp=B))
         nodes = list(graph.graph.nodes)
@@ -422,7 +480,9 @@ def test_a_collective_begins_when_its_operand_is_there_and_is_awaited_when_it_is
         end = next(n for n in nodes if isinstance(n.target, WaitCollective))
         between = nodes[nodes.index(begin) + 1 : nodes.index(end)]
         assert begin.prev is begin.args[0]
-        assert {"tanh", "matmul"} <= {n.target if isinstance(n.target, str) else n.target.__name__ for n in between}
+        assert {"tanh", "matmul"} <= {
+            n.target if isinstance(n.target, str) else n.target.__name__ for n in between
+        }
         assert end.next in end.users
 
     simulate(ranks, body)
@@ -449,7 +509,11 @@ def mean_loss(m: Any, x: Any, y: Any) -> Any:
 def calls(loss: Loss) -> list[str]:
     """The calls of the program of a step with this loss, some targets ignored, in order."""
     _, graph = both(Words, loss, ids(5, 3, sbp=S(0)), ids(5, 3, sbp=S(0), seed=4))
-    return [n.target.__name__ if not isinstance(n.target, str) else n.target for n in graph.graph.nodes if n.op.startswith("call")]
+    return [
+        n.target.__name__ if not isinstance(n.target, str) else n.target
+        for n in graph.graph.nodes
+        if n.op.startswith("call")
+    ]
 
 
 def test_the_count_of_a_split_batch_is_on_its_way_from_the_start() -> None:
@@ -494,7 +558,12 @@ def test_hooks_from_now_on_see_whole_gradients() -> None:
     """The count rode with the gradients until somebody looked at those."""
 
     def body() -> None:
-        model, plain = Words(), nn.ParameterList([nn.Parameter(values(11, 6, seed=1)), nn.Parameter(values(6, 11, seed=2))])
+        model, plain = (
+            Words(),
+            nn.ParameterList(
+                [nn.Parameter(values(11, 6, seed=1)), nn.Parameter(values(6, 11, seed=2))]
+            ),
+        )
         graph, optimizer, seen = Once(model), torch.optim.SGD(plain.parameters(), lr=0.5), []
         x, y = ids(5, 3, sbp=B), ids(5, 3, sbp=B, seed=4)
         sent = []
@@ -504,7 +573,9 @@ def test_hooks_from_now_on_see_whole_gradients() -> None:
             sent.append([t.kind for t in log if t.kind == "all_reduce"])
             optimizer.zero_grad()
             logits = F.embedding(x.to_local().clamp(min=0), plain[0]).tanh() @ plain[1]
-            expected = F.cross_entropy(logits.flatten(0, 1), y.to_local().flatten(), ignore_index=-1)
+            expected = F.cross_entropy(
+                logits.flatten(0, 1), y.to_local().flatten(), ignore_index=-1
+            )
             expected.backward()
             assert plain[1].grad is not None
             if i == 1:
@@ -527,7 +598,12 @@ def _hooked(m: Any, x: Any, y: Any) -> Any:
 
 
 def _weighed(m: Any, x: Any, y: Any) -> Any:
-    return F.cross_entropy(m(x.clamp(min=0)).flatten(0, 1), y.flatten(), torch.arange(1, 12, dtype=F64), ignore_index=-1)
+    return F.cross_entropy(
+        m(x.clamp(min=0)).flatten(0, 1),
+        y.flatten(),
+        torch.arange(1, 12, dtype=F64),
+        ignore_index=-1,
+    )
 
 
 @pytest.mark.parametrize("loss", [_hooked, _weighed], ids=["hook", "weights"])
@@ -548,7 +624,9 @@ def test_micro_batches_each_have_their_own_count() -> None:
     def body() -> None:
         model, eager = Words(), Words()
         x, y = ids(8, 3, sbp=B), ids(8, 3, sbp=B, seed=4)
-        y = torch.where(spread(torch.arange(8)[:, None] < 3, B), -1, y)  # more of them in the first micro-batch
+        y = torch.where(
+            spread(torch.arange(8)[:, None] < 3, B), -1, y
+        )  # more of them in the first micro-batch
         graph, optimizer = Accumulating(model), torch.optim.SGD(eager.parameters(), lr=0.5)
         for _ in range(3):
             told = graph(x.to_global(sbp=S(0)), y.to_global(sbp=S(0)))
@@ -559,7 +637,12 @@ def test_micro_batches_each_have_their_own_count() -> None:
             optimizer.step()
             torch.testing.assert_close(told.item(), sum(losses).item(), rtol=1e-12, atol=0)
         for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(torch.tensor(a.tolist(), dtype=F64), torch.tensor(b.tolist(), dtype=F64), rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(
+                torch.tensor(a.tolist(), dtype=F64),
+                torch.tensor(b.tolist(), dtype=F64),
+                rtol=1e-11,
+                atol=1e-13,
+            )
 
     simulate(2, body)
 
@@ -576,7 +659,9 @@ def test_nothing_begins_before_what_is_written_to_its_operand() -> None:
         _, graph = both(Weights, loss, column(4, 6), column(4, 5, sbp=B))
         nodes = list(graph.graph.nodes)
         begin = next(n for n in nodes if isinstance(n.target, StartCollective))
-        assert nodes.index(begin) > max(i for i, n in enumerate(nodes) if n.target in ("mul_", operator.imul))
+        assert nodes.index(begin) > max(
+            i for i, n in enumerate(nodes) if n.target in ("mul_", operator.imul)
+        )
 
     simulate(2, body)
 
@@ -591,7 +676,9 @@ def test_what_somebody_writes_into_is_neither_joined_nor_begun() -> None:
         return (p.sin() * q.exp() * aside).sum()
 
     def body() -> None:
-        _, graph = both(Weights, loss, column(5, 6), column(6, 5, sbp=S(0)), column(6, 5, sbp=S(0), seed=11))
+        _, graph = both(
+            Weights, loss, column(5, 6), column(6, 5, sbp=S(0)), column(6, 5, sbp=S(0), seed=11)
+        )
         assert boxings(graph.graph) == ["all_reduce"] * 2
 
     simulate(2, body)
@@ -613,13 +700,23 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
     assert "all_reduce_of_3" in first[0]
 
 
-@pytest.mark.parametrize(("kind", "sbp"), [(CoalescedCollective, B), (CoalescedCollective, S(0)), (CoalescedCollective, S(1)), (StartCollective, B)])
+@pytest.mark.parametrize(
+    ("kind", "sbp"),
+    [
+        (CoalescedCollective, B),
+        (CoalescedCollective, S(0)),
+        (CoalescedCollective, S(1)),
+        (StartCollective, B),
+    ],
+)
 def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -> None:
     """A penalty on gradients: the gradients' collectives are differentiated in turn."""
 
     def loss(m: Any, x: Any, y: Any) -> Any:
         once = apart(sbp)(m, x) if kind is CoalescedCollective else branches(m, x, y)
-        slopes = torch.autograd.grad(once, (m.u, m.w) if kind is StartCollective else (m.u, m.v), create_graph=True)
+        slopes = torch.autograd.grad(
+            once, (m.u, m.w) if kind is StartCollective else (m.u, m.v), create_graph=True
+        )
         return once + sum(s.square().sum() for s in slopes)
 
     def body() -> None:
@@ -629,11 +726,12 @@ def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -
     simulate(2, body)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the order in which ranks meet
+# -------------------------------------------------------------------- the order in which ranks meet
 
 
 def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that does something else on one rank would leave the others waiting: none of its work is taken."""
+    """A pass that does something else on one rank would leave the others waiting: none of its work
+    is taken."""
 
     def odd(graph: fx.Graph) -> None:
         if world().rank == 1:
@@ -656,7 +754,12 @@ def test_a_pass_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pass_manager, "PASSES", (*pass_manager.PLAIN, odd))
 
     def body() -> None:
-        with pytest.raises(GraphError, match="cannot" if world().rank == 1 else "program of rank 1 has failed: this rank cannot"):
+        with pytest.raises(
+            GraphError,
+            match="cannot"
+            if world().rank == 1
+            else "program of rank 1 has failed: this rank cannot",
+        ):
             both(Weights, twice, column(4, 6))
 
     simulate(2, body)
@@ -668,16 +771,22 @@ def row(x: Any, v: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("step", [row, lambda x, v: x.cumsum(0), lambda x, v: x.cummax(0)[0], lambda x, v: (x + 1, v.sum(0))[0]])
+@pytest.mark.parametrize(
+    "step",
+    [row, lambda x, v: x.cumsum(0), lambda x, v: x.cummax(0)[0], lambda x, v: (x + 1, v.sum(0))[0]],
+)
 def test_what_one_rank_has_no_use_for_it_takes_part_in(step: Any) -> None:
-    """The row is written where it lies; the first part is summed on from nothing. What nobody has a use for does not move."""
+    """The row is written where it lies; the first part is summed on from nothing. What nobody has a
+    use for does not move."""
 
     class Graph(flow.nn.Graph):
         def build(self, x: Any, v: Any) -> Any:
             return step(x, v)
 
     def body() -> int:
-        whole = [torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (5, 4)]
+        whole = [
+            torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (5, 4)
+        ]
         line = Placement("cpu", [0, 1])
         given = [t.to_global(line, B).to_global(sbp=S(0)) for t in whole]  # type: ignore[attr-defined]
         graph: Any = Graph()
@@ -701,13 +810,15 @@ def test_a_pass_that_breaks_a_program_is_named() -> None:
     begun = fx.Graph()
     y = begun.placeholder("y")
     parts = Placement("cpu", [0, 1])
-    joint = CoalescedCollective([(Spec.make((4,), F64, parts, P), Spec.make((4,), F64, parts, B), "")])
+    joint = CoalescedCollective(
+        [(Spec.make((4,), F64, parts, P), Spec.make((4,), F64, parts, B), "")]
+    )
     begun.output((begun.call_function(StartCollective(joint), (y,)),))
     with pytest.raises(GraphError, match="not awaited once"):
         pass_manager.verify(begun, "mine")
 
 
-# ---------------------------------------------------------------------------------------------------------------- whole blocks
+# ------------------------------------------------------------------------------------- whole blocks
 
 
 class Block(nn.Module):
@@ -719,8 +830,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
-        q, k, v = (project(h).unflatten(-1, (4, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            project(h).unflatten(-1, (4, -1)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
@@ -729,7 +845,10 @@ class Parallel(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.gate, self.out = nn.LayerNorm(width), *(nn.Linear(a, b, bias=False) for a, b in ((width, 16), (16, width)) * 2)
+        self.norm, self.up, self.down, self.gate, self.out = (
+            nn.LayerNorm(width),
+            *(nn.Linear(a, b, bias=False) for a, b in ((width, 16), (16, width)) * 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -740,7 +859,11 @@ class Decoder(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(11, 8), nn.Embedding(6, 8)
-        self.blocks, self.norm, self.head = nn.ModuleList([block(), block()]), nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.blocks, self.norm, self.head = (
+            nn.ModuleList([block(), block()]),
+            nn.LayerNorm(8),
+            nn.Linear(8, 11, bias=False),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
@@ -749,20 +872,25 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-SPLIT = {"*up.weight": S(0), "*up.bias": S(0), "*down.weight": S(1), "*q.weight": S(0), "*k.weight": S(0), "*v.weight": S(0), "*o.weight": S(1),
+SPLIT = {"*up.weight": S(0), "*up.bias": S(0), "*down.weight": S(1), "*q.weight": S(0),
+    "*k.weight": S(0), "*v.weight": S(0), "*o.weight": S(1),
          "*gate.weight": S(0), "*out.weight": S(1), "*": B}  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", ["data", "tensor", "sequence", "fsdp", "by hand"])
 @pytest.mark.parametrize("block", [Block, Parallel])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_decoders_train_as_they_do_eagerly(plan: str, block: Callable[[], nn.Module], ranks: int) -> None:
+def test_decoders_train_as_they_do_eagerly(
+    plan: str, block: Callable[[], nn.Module], ranks: int
+) -> None:
     def make() -> nn.Module:
         model = Decoder(block).double()
         with torch.no_grad():
             for i, p in enumerate(model.parameters()):
                 p.copy_(values(*p.shape, seed=i))
-        return flow.parallelize(model, flow.placement.all("cpu"), SPLIT if plan == "by hand" else plan)
+        return flow.parallelize(
+            model, flow.placement.all("cpu"), SPLIT if plan == "by hand" else plan
+        )
 
     def loss(m: Any, x: Any, y: Any) -> Any:
         return F.cross_entropy(m(x).flatten(0, 1), y.flatten(), ignore_index=-1)
@@ -779,7 +907,8 @@ def test_decoders_train_as_they_do_eagerly(plan: str, block: Callable[[], nn.Mod
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
 def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) -> None:
-    """What is begun in a part that is computed again is awaited in it, and no compiler sees a collective."""
+    """What is begun in a part that is computed again is awaited in it, and no compiler sees a
+    collective."""
 
     def body() -> None:
         models = []
@@ -788,7 +917,11 @@ def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) ->
             with torch.no_grad():
                 for i, p in enumerate(model.parameters()):
                     p.copy_(values(*p.shape, seed=i))
-            models.append(flow.parallelize(model, flow.placement.all("cpu"), SPLIT if plan == "by hand" else plan))
+            models.append(
+                flow.parallelize(
+                    model, flow.placement.all("cpu"), SPLIT if plan == "by hand" else plan
+                )
+            )
 
         class Trained(flow.nn.Graph):
             def __init__(self, model: Any, how: str) -> None:

@@ -1,4 +1,5 @@
-"""Pipelines in graphs: what `flow.pipeline.cut` and `set_stage` make of a model, what crosses between stages, what is refused, and what ranks agree on."""
+"""Pipelines in graphs: what `flow.pipeline.cut` and `set_stage` make of a model, what crosses
+between stages, what is refused, and what ranks agree on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ def initialised(model: nn.Module) -> nn.Module:
 
 
 class Graph(flow.nn.Graph):
-    def __init__(self, model: nn.Module, build: Callable[..., Any], *, micros: int = 2, trains: bool = True, name: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        build: Callable[..., Any],
+        *,
+        micros: int = 2,
+        trains: bool = True,
+        name: str | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.function = model, build
         if trains:
@@ -78,7 +87,9 @@ def as_one_device(
         optimizer.zero_grad()
         got = graph(rows(step).to_global(stages[0], B))  # type: ignore[attr-defined]
         _close(got, want, f"step {step}")
-    for (path, ours_), theirs in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (path, ours_), theirs in zip(
+        ours.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         _close(ours_, theirs, path)
 
 
@@ -107,7 +118,7 @@ def _close(got: Any, want: Tensor, what: str) -> None:
         torch.testing.assert_close(here, want, rtol=1e-9, atol=1e-9, msg=lambda m: f"{what}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- models that cross
+# -------------------------------------------------------------------------------- models that cross
 
 
 class Tied(nn.Module):
@@ -132,7 +143,9 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.linspace(0, 1, WIDTH, dtype=torch.float64), persistent=False)
+        self.register_buffer(
+            "table", torch.linspace(0, 1, WIDTH, dtype=torch.float64), persistent=False
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         angles = self.table * torch.arange(x.shape[0], dtype=torch.float64)[:, None]
@@ -149,7 +162,8 @@ class Rotated(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Rotary tables and a mask that is written to, made once, used by all layers; the input is added again at the end."""
+    """Rotary tables and a mask that is written to, made once, used by all layers; the input is
+    added again at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,14 +183,21 @@ class Decoder(nn.Module):
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(inplace=True),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)  # type: ignore[no-any-return]
 
 
 class Nested(nn.Module):
-    """Stages begin deep inside, one of them with an op that writes to what it is given; statistics in several stages."""
+    """Stages begin deep inside, one of them with an op that writes to what it is given; statistics
+    in several stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,11 +209,15 @@ class Nested(nn.Module):
 
 
 class Branches(nn.Module):
-    """Encoder and decoder: the second stage reads what the first has made of one input, and another input."""
+    """Encoder and decoder: the second stage reads what the first has made of one input, and another
+    input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.encoder, self.decoder = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+            nn.Bilinear(WIDTH, WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x), x.flip(0))  # type: ignore[no-any-return]
@@ -214,11 +239,15 @@ class Again(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks as ResNets have them, which write in place, on inputs of three dims; and a mask of two stages."""
+    """Blocks as ResNets have them, which write in place, on inputs of three dims; and a mask of two
+    stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, WIDTH)) for _ in range(4))
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, WIDTH))
+            for _ in range(4)
+        )
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,7 +283,9 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_cut_models_are_one_device(name: str) -> None:
     make, at, stages = CUTS[name]
-    simulate(1 + max(r for s in stages for r in s), lambda: as_one_device(make, places(*stages), at))
+    simulate(
+        1 + max(r for s in stages for r in s), lambda: as_one_device(make, places(*stages), at)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2"])
@@ -275,14 +306,26 @@ def test_sbp_patterns_see_paths_of_the_whole_model() -> None:
     def run() -> None:
         seen: list[str] = []
         stages = places([0, 1], [2, 3])
-        model = flow.pipeline.cut(initialised(Nested()), stages, ["body.blocks.2"], lambda path, t: seen.append(path) or B)
+        model = flow.pipeline.cut(
+            initialised(Nested()), stages, ["body.blocks.2"], lambda path, t: seen.append(path) or B
+        )
         assert {"stem.weight", "body.blocks.2.bias", "norm.running_mean"} <= set(seen)
         assert [t.placement for t in (model.stem.weight, model.norm.running_mean)] == stages
-        split = flow.pipeline.cut(initialised(Nested()), stages, ["body.blocks.2"], {"body.blocks.2.weight": S(0), "*": B})
+        split = flow.pipeline.cut(
+            initialised(Nested()), stages, ["body.blocks.2"], {"body.blocks.2.weight": S(0), "*": B}
+        )
         assert [w.sbp for w in (split.body.blocks[2].weight, split.stem.weight)] == [(S(0),), (B,)]
 
     simulate(4, run)
-    simulate(4, lambda: as_one_device(Nested, places([0, 1], [2, 3]), ["body.blocks.2"], sbp={"stem.weight": S(0), "body.blocks.2.weight": S(1), "*": B}))
+    simulate(
+        4,
+        lambda: as_one_device(
+            Nested,
+            places([0, 1], [2, 3]),
+            ["body.blocks.2"],
+            sbp={"stem.weight": S(0), "body.blocks.2.weight": S(1), "*": B},
+        ),
+    )
 
 
 def test_stages_set_by_hand() -> None:
@@ -295,13 +338,18 @@ def test_stages_set_by_hand() -> None:
         graph.model.encoder.to(flow.nn.graph.GraphModule).set_stage(0, stages[0])
         graph.model.decoder.to(flow.nn.graph.GraphModule).set_stage(1, stages[1])
         x = rows(0, 8)
-        _close(graph(x.to_global(stages[0], B)), torch.stack([plain(part).square().mean() for part in x.tensor_split(2)]).mean(), "loss")  # type: ignore[attr-defined]
+        _close(
+            graph(x.to_global(stages[0], B)),
+            torch.stack([plain(part).square().mean() for part in x.tensor_split(2)]).mean(),
+            "loss",
+        )  # type: ignore[attr-defined]
 
     simulate(2, run)
 
 
 def test_a_tensor_begins_a_stage() -> None:
-    """`tensor.to(GraphTensor).set_stage`: what is computed from it lies in the next stage; ops that belong to no module."""
+    """`tensor.to(GraphTensor).set_stage`: what is computed from it lies in the next stage; ops that
+    belong to no module."""
 
     class Weights(nn.Module):
         def __init__(self) -> None:
@@ -337,7 +385,10 @@ def test_evaluation_with_several_outputs() -> None:
 
     def run() -> None:
         stages = places()
-        model, plain = flow.pipeline.cut(initialised(Branches()), stages, ["decoder"]), initialised(Branches())
+        model, plain = (
+            flow.pipeline.cut(initialised(Branches()), stages, ["decoder"]),
+            initialised(Branches()),
+        )
 
         def build(model: Any, x: Any) -> Any:
             h = model.encoder(x)
@@ -357,7 +408,10 @@ def test_evaluation_with_several_outputs() -> None:
 def test_outputs_and_a_loss_that_is_used_after_backward() -> None:
     def run() -> None:
         stages = places()
-        model, plain = flow.pipeline.cut(initialised(Branches()), stages, ["decoder"]), initialised(Branches())
+        model, plain = (
+            flow.pipeline.cut(initialised(Branches()), stages, ["decoder"]),
+            initialised(Branches()),
+        )
 
         def build(model: Any, x: Any) -> Any:
             out = model(x)
@@ -373,10 +427,15 @@ def test_outputs_and_a_loss_that_is_used_after_backward() -> None:
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
-def refused(build: Callable[..., Any], match: str, error: type[Exception] = GraphError, prepare: Callable[[Any, Any], None] | None = None) -> None:
+def refused(
+    build: Callable[..., Any],
+    match: str,
+    error: type[Exception] = GraphError,
+    prepare: Callable[[Any, Any], None] | None = None,
+) -> None:
     """All ranks say so, and none waits for another."""
 
     def run() -> None:
@@ -430,7 +489,8 @@ def test_a_plain_output() -> None:
 
 
 def test_an_op_that_mixes_stages_set_by_hand() -> None:
-    """In a model that `cut` has cut it runs in the latest of them (`Decoder`, `Nested`); what was placed by hand stays where it is."""
+    """In a model that `cut` has cut it runs in the latest of them (`Decoder`, `Nested`); what was
+    placed by hand stays where it is."""
 
     def run() -> None:
         stages = places()
@@ -470,7 +530,9 @@ def test_a_module_that_lies_elsewhere() -> None:
         graph.model.decoder.to_global(stages[0], B)
         graph.model.decoder.to(flow.nn.graph.GraphModule).set_stage(1, stages[1])
 
-    refused(squared, r"model.decoder.weight lies on .*bring it there with to_global", prepare=prepare)
+    refused(
+        squared, r"model.decoder.weight lies on .*bring it there with to_global", prepare=prepare
+    )
 
 
 def test_a_local_tensor_of_another_stage() -> None:
@@ -503,7 +565,11 @@ def test_stages_that_run_backwards() -> None:
 
 @pytest.mark.parametrize(
     ("at", "match"),
-    [(["nowhere"], "no submodule 'nowhere'"), (["decoder", "encoder"], "at= names 2"), ([], "at= names 0")],
+    [
+        (["nowhere"], "no submodule 'nowhere'"),
+        (["decoder", "encoder"], "at= names 2"),
+        ([], "at= names 0"),
+    ],
 )
 def test_cut_says_what_is_wrong(at: list[str], match: str) -> None:
     with pytest.raises(GlobalTensorError, match=match):
@@ -520,7 +586,8 @@ def test_cut_wants_the_models_order() -> None:
 
 
 def test_a_model_whose_order_is_not_that_of_its_forward() -> None:
-    """The head is declared before the blocks, and so it would lie in the first stage, but runs last."""
+    """The head is declared before the blocks, and so it would lie in the first stage, but runs
+    last."""
 
     class Early(Tied):
         def __init__(self) -> None:
@@ -530,7 +597,13 @@ def test_a_model_whose_order_is_not_that_of_its_forward() -> None:
     def run() -> None:
         stages = places()
         graph = Graph(flow.pipeline.cut(initialised(Early()), stages, ["h.1"]), squared)
-        with pytest.raises(GraphError, match=r"needs a value .*test_graph_pipeline.py:\d+.* of stage 1, which does not come before it"):
+        with pytest.raises(
+            GraphError,
+            match=(
+                r"needs a value .*test_graph_pipeline.py:\d+.* of stage 1, which does not come "
+                r"before it"
+            ),
+        ):
             graph(rows().to_global(stages[0], B))  # type: ignore[attr-defined]
 
     simulate(2, run)

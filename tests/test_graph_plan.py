@@ -1,4 +1,5 @@
-"""Plans: what they say, that they come back from a file as they were, and that an edited one is followed or refused by name."""
+"""Plans: what they say, that they come back from a file as they were, and that an edited one is
+followed or refused by name."""
 
 from __future__ import annotations
 
@@ -60,9 +61,19 @@ def test_a_plan_says_how_each_op_takes_its_operands() -> None:
         graph = trained(Pair(), step)
         graph(given())
         plan = graph.plan()
-        assert [op.function for op in plan] == ["matmul", "relu", "matmul", "pow", "mean", "backward"]
+        assert [op.function for op in plan] == [
+            "matmul",
+            "relu",
+            "matmul",
+            "pow",
+            "mean",
+            "backward",
+        ]
         first, second = plan.ops[0], plan.ops[2]
-        assert [(o.of, o.came, o.wanted) for o in first.operands] == [("input_0", ("B",), ("B",)), ("model_up", ("S(1)",), ("S(1)",))]
+        assert [(o.of, o.came, o.wanted) for o in first.operands] == [
+            ("input_0", ("B",), ("B",)),
+            ("model_up", ("S(1)",), ("S(1)",)),
+        ]
         assert first.results == (("S(1)",),)
         assert second.results == (("P",),)
         assert plan["pow_1"].operands[0].came == ("P",)
@@ -89,13 +100,21 @@ def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
         plan.save(file)
         assert ShardingPlan.load(file) == plan
         assert plan.diff(ShardingPlan.load(file)) == ""
-        assert {op["name"] for op in json.loads(file.read_text())["ops"]} == {op.name for op in plan}
+        assert {op["name"] for op in json.loads(file.read_text())["ops"]} == {
+            op.name for op in plan
+        }
 
     simulate(2, body)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("no json", "no plan"), ('{"version": 1}', "no plan"), ('{"version": 99, "ops": []}', "version 99"), ("[]", "no plan")]
+    ("text", "said"),
+    [
+        ("no json", "no plan"),
+        ('{"version": 1}', "no plan"),
+        ('{"version": 99, "ops": []}', "version 99"),
+        ("[]", "no plan"),
+    ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "p.json").write_text(text)
@@ -129,7 +148,13 @@ def test_an_edited_plan_is_followed_with_the_same_numbers(ranks: int) -> None:
         assert (whole(edited(given())) - want[0]).abs().max() < 1e-12
         before = edited.plan()
         # Data parallel instead: the batch split, the parameters gathered.
-        plan = before.wanting("matmul", 0, S(0)).wanting("matmul", 1, B).wanting("relu", 0, S(0)).wanting("matmul_1", 0, S(0)).wanting("matmul_1", 1, B)
+        plan = (
+            before.wanting("matmul", 0, S(0))
+            .wanting("matmul", 1, B)
+            .wanting("relu", 0, S(0))
+            .wanting("matmul_1", 0, S(0))
+            .wanting("matmul_1", 1, B)
+        )
         plan = plan.wanting("pow_1", 0, S(0)).wanting("mean", 0, S(0))
         edited.use_plan(plan)
         for expected in want[1:]:
@@ -141,7 +166,12 @@ def test_an_edited_plan_is_followed_with_the_same_numbers(ranks: int) -> None:
         assert "matmul: operand 0 is taken as B -> S(0)" in told
         assert "forward traffic" in told
         for name in ("up", "down"):
-            torch.testing.assert_close(whole(getattr(edited._modules["model"], name)), whole(getattr(plain._modules["model"], name)), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                whole(getattr(edited._modules["model"], name)),
+                whole(getattr(plain._modules["model"], name)),
+                rtol=1e-12,
+                atol=1e-12,
+            )
         edited.use_plan(None)
         edited(given())
         assert edited.plan().diff(before) == ""
@@ -149,12 +179,21 @@ def test_an_edited_plan_is_followed_with_the_same_numbers(ranks: int) -> None:
     simulate(ranks, body)
 
 
-def test_a_parameter_is_gathered_where_the_plan_says_so_though_taking_it_as_it_lies_costs_less() -> None:
+def test_a_parameter_is_gathered_where_the_plan_says_so_though_taking_it_as_it_lies_costs_less() -> (  # noqa: E501
+    None
+):
     def body() -> None:
         plain, edited = trained(Pair(), step), trained(Pair(), step)
         want = [whole(plain(given())) for _ in range(3)]
         assert (whole(edited(given())) - want[0]).abs().max() < 1e-12
-        plan = edited.plan().wanting("matmul", 1, B).wanting("relu", 0, B).wanting("matmul_1", 0, B).wanting("matmul_1", 1, B).wanting("pow_1", 0, B)
+        plan = (
+            edited.plan()
+            .wanting("matmul", 1, B)
+            .wanting("relu", 0, B)
+            .wanting("matmul_1", 0, B)
+            .wanting("matmul_1", 1, B)
+            .wanting("pow_1", 0, B)
+        )
         edited.use_plan(plan)
         for expected in want[1:]:
             torch.testing.assert_close(whole(edited(given())), expected, rtol=1e-12, atol=1e-12)
@@ -162,7 +201,12 @@ def test_a_parameter_is_gathered_where_the_plan_says_so_though_taking_it_as_it_l
             op = edited.plan()[name]
             assert (op.operands[1].wanted, op.results) == (("B",), (("B",),))
         for name in ("up", "down"):
-            torch.testing.assert_close(whole(getattr(edited._modules["model"], name)), whole(getattr(plain._modules["model"], name)), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                whole(getattr(edited._modules["model"], name)),
+                whole(getattr(plain._modules["model"], name)),
+                rtol=1e-12,
+                atol=1e-12,
+            )
 
     simulate(2, body)
 
@@ -171,9 +215,16 @@ def test_what_an_op_cannot_do_is_refused_with_what_it_can() -> None:
     def body() -> None:
         graph = trained(Pair(), step)
         graph(given())
-        # Split along its contracted dim while the other operand is split along its columns: no signature of matmul.
+        # Split along its contracted dim while the other operand is split along its columns: no
+        # signature of matmul.
         graph.use_plan(graph.plan().wanting("matmul", 0, S(1)))
-        with pytest.raises(GraphError, match=r"(?s)matmul = matmul .*plan wants operand \d .*its rule admits.*axis 0.*\(S\(1\), S\(0\)\)"):
+        with pytest.raises(
+            GraphError,
+            match=(
+                r"(?s)matmul = matmul .*plan wants operand \d .*its rule admits.*axis "
+                r"0.*\(S\(1\), S\(0\)\)"
+            ),
+        ):
             graph(given())
         graph.use_plan(None)
         graph(given())
@@ -228,7 +279,11 @@ def test_plans_of_whole_models_are_followed(kind: str) -> None:
             with torch.no_grad():
                 for i, p in enumerate(model.parameters()):
                     p.copy_(values(*p.shape, seed=i))
-            where = flow.placement("cpu", [[0, 1], [2, 3]]) if kind == "hybrid" else flow.placement.all("cpu")
+            where = (
+                flow.placement("cpu", [[0, 1], [2, 3]])
+                if kind == "hybrid"
+                else flow.placement.all("cpu")
+            )
             return flow.parallelize(model, where, kind)
 
         def loss(m: Any, x: Any, y: Any) -> Any:
@@ -239,7 +294,10 @@ def test_plans_of_whole_models_are_followed(kind: str) -> None:
         sbp = S(0) if kind in ("data", "fsdp") else B
         x, y = ids(4, 6, sbp=sbp).clamp(min=0), ids(4, 6, sbp=sbp, seed=4).clamp(min=0)
         if kind == "hybrid":
-            x, y = (t.to_global(placement=flow.placement("cpu", [[0, 1], [2, 3]]), sbp=[S(0), B]) for t in (x, y))
+            x, y = (
+                t.to_global(placement=flow.placement("cpu", [[0, 1], [2, 3]]), sbp=[S(0), B])
+                for t in (x, y)
+            )
         graph, again = trained(make(), loss), trained(make(), loss)
         want = [whole(graph(x, y)) for _ in range(2)]
         again(x, y)

@@ -1,4 +1,5 @@
-"""Recomputation in graphs: what is marked, what models mark themselves, what a memory limit chooses; the numbers stay, the bytes fall."""
+"""Recomputation in graphs: what is marked, what models mark themselves, what a memory limit
+chooses; the numbers stay, the bytes fall."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def recompute(*names: str) -> Prepare:
     return prepare
 
 
-def train(model: nn.Module, x: torch.Tensor, prepare: Prepare | None, steps: int = 3) -> tuple[list[float], list[torch.Tensor], Training]:
+def train(
+    model: nn.Module, x: torch.Tensor, prepare: Prepare | None, steps: int = 3
+) -> tuple[list[float], list[torch.Tensor], Training]:
     """Losses, and parameters and buffers after the steps."""
     graph = Training(model)
     if prepare is not None:
@@ -127,7 +130,7 @@ def peak_of(graph: Any, x: torch.Tensor, free: list[torch.Tensor]) -> int:
     return Held.peak
 
 
-# ---------------------------------------------------------------------------------------------------------------- regions
+# ------------------------------------------------------------------------------------------ regions
 
 
 def test_a_marked_module_is_recomputed_and_shown() -> None:
@@ -159,7 +162,8 @@ def test_running_statistics_move_once() -> None:
 
 
 class Moving(nn.Module):
-    """Scales by a state, then moves the state: run again, it must scale by what the state was. ``copied``: as autograd wants it where nothing runs again."""
+    """Scales by a state, then moves the state: run again, it must scale by what the state was.
+    ``copied``: as autograd wants it where nothing runs again."""
 
     def __init__(self, copied: bool) -> None:
         super().__init__()
@@ -180,7 +184,9 @@ def test_a_state_that_values_depend_on_is_as_it_was() -> None:
     assert got[0] == want[0]
     for a, b in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    torch.testing.assert_close(got[2].model.body.scale, torch.full((8,), 1.5**3, dtype=torch.float64))
+    torch.testing.assert_close(
+        got[2].model.body.scale, torch.full((8,), 1.5**3, dtype=torch.float64)
+    )
 
 
 class Shifted(Net):
@@ -304,7 +310,7 @@ def test_without_gradients_nothing_is_in_the_way() -> None:
     torch.testing.assert_close(graph(data()), model(data()).detach())
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoints of the model's own
+# ------------------------------------------------------------------- checkpoints of the model's own
 
 
 class Checkpointed(Net):
@@ -343,7 +349,7 @@ def test_checkpoints_outside_of_graphs_are_torchs(monkeypatch: pytest.MonkeyPatc
     assert len(runs) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------------- several ranks
+# ------------------------------------------------------------------------------------ several ranks
 
 
 @functools.cache
@@ -374,7 +380,8 @@ class Language(flow.nn.Graph):
 
 
 def gpt(kind: str, batch: int, limit: int | None) -> tuple[list[float], list[str]]:
-    """Losses of three steps; blocks recomputed, or what the limit chooses. And which calls were chosen."""
+    """Losses of three steps; blocks recomputed, or what the limit chooses. And which calls were
+    chosen."""
     model, everyone = small(), flow.placement.all("cpu")
     spread(model, PARALLEL[kind], everyone)
     graph = Language(model)
@@ -418,7 +425,11 @@ def test_ranks_with_parts_of_unlike_size_choose_alike() -> None:
 
 def dropped(marked: bool) -> list[float]:
     everyone = flow.placement.all("cpu")
-    model = Net(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.3))).to_global(everyone, B)
+    model = Net(
+        nn.Sequential(
+            nn.Linear(8, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.3)
+        )
+    ).to_global(everyone, B)
     x = data(5).to_global(everyone, B, check_meta=False).to_global(sbp=flow.sbp.split(0))
     return train(model, x, recompute("body") if marked else None, steps=4)[0]
 
@@ -429,7 +440,7 @@ def test_dropout_draws_the_same_numbers_again() -> None:
         assert len(set(plain)) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory limits
+# ------------------------------------------------------------------------------------ memory limits
 
 
 def big(limit: int | None) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
@@ -445,7 +456,9 @@ def test_the_estimate_is_what_is_measured() -> None:
     graph, rows, free = big(None)
     graph(rows)
     measured = peak_of(graph, rows, free)
-    assert memory_budget.kept_bytes(graph._last.captured.program, graph._last.captured.constants) == pytest.approx(measured, rel=0.1)
+    assert memory_budget.kept_bytes(
+        graph._last.captured.program, graph._last.captured.constants
+    ) == pytest.approx(measured, rel=0.1)
 
 
 def test_limits_are_kept_and_numbers_stay() -> None:
@@ -480,11 +493,24 @@ def chain(seed: int, n: int) -> list[memory_budget.Call]:
     for i in range(n):
         crossing = draw.randint(1, 20)
         later = draw.randint(0, crossing)
-        calls.append(memory_budget.Call(i, 0, draw.randint(1, 100), draw.uniform(1, 10), False, crossing, later, draw.randint(0, crossing - later)))
+        calls.append(
+            memory_budget.Call(
+                i,
+                0,
+                draw.randint(1, 100),
+                draw.uniform(1, 10),
+                False,
+                crossing,
+                later,
+                draw.randint(0, crossing - later),
+            )
+        )
     return calls
 
 
-def bytes_of(calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tuple[bool, ...]) -> tuple[int, float]:
+def bytes_of(
+    calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tuple[bool, ...]
+) -> tuple[int, float]:
     """(peak, seconds) of segments between cuts, recomputed or not."""
     kept = peak = 0
     seconds = 0.0
@@ -492,7 +518,9 @@ def bytes_of(calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tupl
         before = again[k - 1] if k else False
         if i:
             at = calls[i - 1]
-            kept += (at.crossing if again[k] else at.later) if before else at.unsaved if again[k] else 0
+            kept += (
+                (at.crossing if again[k] else at.later) if before else at.unsaved if again[k] else 0
+            )
         saved = sum(c.saved for c in calls[i:j])
         if again[k]:
             peak = max(peak, saved)
@@ -504,20 +532,26 @@ def bytes_of(calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tupl
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
-    """Beside every way to cut and to choose. Bytes are rounded, so the limit may be a little lower than it says."""
+    """Beside every way to cut and to choose. Bytes are rounded, so the limit may be a little lower
+    than it says."""
     n = 6
     calls = chain(seed, n)
     ways = []
     for count in range(n):
         for inner in itertools.combinations(range(1, n), count):
             cuts = (0, *inner, n)
-            ways += [bytes_of(calls, cuts, again) for again in itertools.product((False, True), repeat=count + 1)]
+            ways += [
+                bytes_of(calls, cuts, again)
+                for again in itertools.product((False, True), repeat=count + 1)
+            ]
     total, least = sum(c.saved for c in calls), min(w[0] for w in ways)
     for share in (0.1, 0.4, 0.8):
         limit = int(least + share * (total - least))
         chosen = memory_budget.segments(calls, limit)
         cuts = tuple(sorted({0, n, *itertools.chain(*chosen)}))
-        peak, seconds = bytes_of(calls, cuts, tuple((i, j) in chosen for i, j in itertools.pairwise(cuts)))
+        peak, seconds = bytes_of(
+            calls, cuts, tuple((i, j) in chosen for i, j in itertools.pairwise(cuts))
+        )
         assert peak <= limit
         assert seconds <= min(s for b, s in ways if b <= limit * 0.99) + 1e-9
     with pytest.raises(GraphError, match="cannot be kept"):

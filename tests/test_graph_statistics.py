@@ -1,4 +1,5 @@
-"""Running statistics that lie split, in graphs whose plan takes them whole: what a norm writes reaches the buffers of the module."""
+"""Running statistics that lie split, in graphs whose plan takes them whole: what a norm writes
+reaches the buffers of the module."""
 
 from __future__ import annotations
 
@@ -58,6 +59,10 @@ def test_statistics_are_kept(norm: Any) -> None:
         for step in range(3):
             graph(values(4, 3, 5, seed=step).to_global(LINE, B).to_global(sbp=S(0)))  # type: ignore[attr-defined]
         for name, want in plain.state_dict().items():
-            torch.testing.assert_close(torch.from_numpy(here.state_dict()[name].detach().numpy()), want, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                torch.from_numpy(here.state_dict()[name].detach().numpy()),
+                want,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
 
     simulate(2, on_ranks)

@@ -1,6 +1,8 @@
-"""Graphs train as one device does: four kinds of models, in every way of spreading them, over three steps, to 1e-9 in float64.
+"""Graphs train as one device does: four kinds of models, in every way of spreading them, over three
+steps, to 1e-9 in float64.
 
-One device takes the same micro-batches (batch norms see one at a time, running statistics go through them in turn), so that nothing is left to differ.
+One device takes the same micro-batches (batch norms see one at a time, running statistics go
+through them in turn), so that nothing is left to differ.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 WORDS, LENGTH, WIDTH, BATCH, STEPS = 13, 6, 8, 16, 3
 
 
-# ---------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 
 
 class Block(nn.Module):
@@ -36,8 +38,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         h = self.before(x)
-        q, k, v = (project(h).unflatten(-1, (4, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal).transpose(1, 2).flatten(2))
+        q, k, v = (
+            project(h).unflatten(-1, (4, -1)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
@@ -63,7 +72,11 @@ class BERT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.position, self.norm = nn.Embedding(WORDS, WIDTH, padding_idx=0), nn.Embedding(LENGTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.token, self.position, self.norm = (
+            nn.Embedding(WORDS, WIDTH, padding_idx=0),
+            nn.Embedding(LENGTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.layers = nn.ModuleList(Block(False) for _ in range(4))
         self.pooler, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
 
@@ -78,9 +91,19 @@ class BERT(nn.Module):
 class Residual(nn.Module):
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
-        self.conv2, self.norm2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False), nn.BatchNorm2d(outer)
-        self.short = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)) if stride > 1 else nn.Identity()
+        self.conv1, self.norm1 = (
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.conv2, self.norm2 = (
+            nn.Conv2d(outer, outer, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.short = (
+            nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+            if stride > 1
+            else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), inplace=True)))
@@ -91,7 +114,9 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        )
         self.body = nn.Sequential(Residual(4, 4, 1), Residual(4, 8, 2), Residual(8, 8, 1))
         self.head = nn.Linear(8, WORDS)
 
@@ -102,14 +127,18 @@ class ResNet(nn.Module):
 def t5() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=2, d_ff=2 * WIDTH, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
-        relative_attention_num_buckets=4, relative_attention_max_distance=8, decoder_start_token_id=0, attn_implementation="eager",
+        vocab_size=WORDS, d_model=WIDTH, d_kv=2, d_ff=2 * WIDTH, num_layers=2, num_decoder_layers=2,
+        num_heads=4, dropout_rate=0.0, use_cache=False,
+        relative_attention_num_buckets=4, relative_attention_max_distance=8,
+        decoder_start_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def words(step: int, seed: int = 0) -> Tensor:
-    return torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * step + seed))
+    return torch.randint(
+        1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * step + seed)
+    )
 
 
 def padded(step: int) -> Tensor:
@@ -119,7 +148,9 @@ def padded(step: int) -> Tensor:
 
 
 def pictures(step: int) -> Tensor:
-    return torch.randn(BATCH, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return torch.randn(
+        BATCH, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+    )
 
 
 def next_words(logits: Tensor, targets: Tensor) -> Tensor:
@@ -139,19 +170,27 @@ class Task(NamedTuple):
 HEADS = {"*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.o.weight": S(1)}
 ATTENTION = {**HEADS, "*.up.*": S(0), "*.down.weight": S(1)}
 TASKS = {
-    "gpt": Task(GPT, lambda s: (words(s), words(s, 1)), lambda m, x: m(x), next_words, {**ATTENTION, "token.weight": S(0), "*": B}, 1,
+    "gpt": Task(GPT, lambda s: (words(s), words(s, 1)), lambda m, x: m(x), next_words,
+        {**ATTENTION, "token.weight": S(0), "*": B}, 1,
                 {2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}),
-    "bert": Task(BERT, lambda s: (padded(s), words(s, 1)), lambda m, x: m(x), next_words, {**ATTENTION, "token.weight": S(1), "head.weight": S(0), "*": B}, 1,
+    "bert": Task(BERT, lambda s: (padded(s), words(s, 1)), lambda m, x: m(x), next_words,
+        {**ATTENTION, "token.weight": S(1), "head.weight": S(0), "*": B}, 1,
                  {2: ["layers.1"], 4: ["layers.0", "layers.2", "pooler"]}),
-    "resnet": Task(ResNet, lambda s: (pictures(s), words(s)[:, 0]), lambda m, x: m(x), F.cross_entropy,
-                   {"*conv*.weight": S(0), "*.short.*": B, "head.weight": S(1), "*": B}, 2, {2: ["body.1"], 4: ["body.0", "body.1", "body.2"]}),
-    "t5": Task(t5, lambda s: (words(s), words(s, 2), words(s, 1)), lambda m, x, y: m(input_ids=x, decoder_input_ids=y).logits, next_words,
-               {**HEADS, "*.wi.weight": S(0), "*.wo.weight": S(1), "shared.weight": S(0), "*": B}, 1,
+    "resnet": Task(ResNet, lambda s: (pictures(s), words(s)[:, 0]), lambda m, x: m(x),
+        F.cross_entropy,
+                   {"*conv*.weight": S(0), "*.short.*": B, "head.weight": S(1), "*": B}, 2,
+                   {2: ["body.1"], 4: ["body.0", "body.1", "body.2"]}),
+    "t5": Task(t5, lambda s: (words(s), words(s, 2), words(s, 1)), lambda m, x,
+        y: m(input_ids=x, decoder_input_ids=y).logits, next_words,
+               {**HEADS, "*.wi.weight": S(0), "*.wo.weight": S(1), "shared.weight": S(0), "*": B},
+               1,
                {2: ["decoder"], 4: ["encoder.block.1", "decoder", "decoder.block.1"]}),
 }  # fmt: skip
 
 
-_making = threading.Lock()  # ranks are threads that share torch's generator and its initializers, which transformers changes meanwhile: they copy one model
+# ranks are threads that share torch's generator and its initializers, which transformers changes
+# meanwhile: they copy one model
+_making = threading.Lock()
 
 
 @functools.cache
@@ -171,7 +210,9 @@ def initial(name: str) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1
+    )
 
 
 def part(t: Tensor, micros: int, blocks: int, i: int) -> Tensor:
@@ -180,14 +221,23 @@ def part(t: Tensor, micros: int, blocks: int, i: int) -> Tensor:
 
 
 @functools.cache
-def reference(name: str, micros: int = 1, blocks: int = 1, amp: bool = False, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], dict[str, Tensor]]:
+def reference(
+    name: str,
+    micros: int = 1,
+    blocks: int = 1,
+    amp: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and state of one device."""
     task, model = TASKS[name], copy.deepcopy(initial(name)).to(dtype)
     optimizer, losses = optimizer_of(model), []
     for step in range(STEPS):
         total = 0.0
         for i in range(micros):
-            *given, targets = (part(t.to(dtype) if t.is_floating_point() else t, micros, blocks, i) for t in task.batch(step))
+            *given, targets = (
+                part(t.to(dtype) if t.is_floating_point() else t, micros, blocks, i)
+                for t in task.batch(step)
+            )
             with torch.autocast("cpu", torch.bfloat16, enabled=amp):
                 loss = task.loss(task.run(model, *given), targets) / micros
             loss.backward()
@@ -198,15 +248,18 @@ def reference(name: str, micros: int = 1, blocks: int = 1, amp: bool = False, dt
     return losses, {k: v.detach() for k, v in model.state_dict().items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- spreading
+# ---------------------------------------------------------------------------------------- spreading
 
 
 class Spread(NamedTuple):
-    """How a case lies: the ranks of each stage (one: no pipeline), the parameters' and inputs' sbp on each axis of a stage."""
+    """How a case lies: the ranks of each stage (one: no pipeline), the parameters' and inputs' sbp
+    on each axis of a stage."""
 
     stages: list[Any]
     tensor: bool = False  # the last axis splits the parameters
-    entry: tuple[Any, ...] = ()  # () : split along the batch over the first axis, broadcast over the others
+    entry: tuple[
+        Any, ...
+    ] = ()  # () : split along the batch over the first axis, broadcast over the others
     zero: int = 0
     micros: int = 1
     schedule: str | None = None
@@ -250,7 +303,9 @@ class Training(flow.nn.Graph):
         return loss
 
 
-def placed(name: str, spread: Spread, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[flow.placement]]:
+def placed(
+    name: str, spread: Spread, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, list[flow.placement]]:
     places = [flow.placement("cpu", ranks) for ranks in spread.stages]
     model = copy.deepcopy(initial(name)).to(dtype)
     sbp = spread.sbp(places[0].axes, name)
@@ -262,8 +317,16 @@ def placed(name: str, spread: Spread, dtype: torch.dtype = torch.float64) -> tup
     return model, places
 
 
-def given(name: str, spread: Spread, places: Sequence[flow.placement], step: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    *inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in TASKS[name].batch(step))
+def given(
+    name: str,
+    spread: Spread,
+    places: Sequence[flow.placement],
+    step: int,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    *inputs, targets = (
+        t.to(dtype) if t.is_floating_point() else t for t in TASKS[name].batch(step)
+    )
     sbp = spread.inputs(places[0].axes)
     kept = [B if e.is_split and e.dim >= targets.dim() else e for e in sbp]
     everywhere = [(t, places[0], sbp) for t in inputs] + [(targets, places[-1], kept)]
@@ -274,7 +337,9 @@ def whole(x: Any) -> Tensor:
     return x.detach().to_global(x.placement, [B] * x.placement.axes)._local  # type: ignore[no-any-return]
 
 
-def train(name: str, spread: Spread, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], dict[str, Tensor], Any]:
+def train(
+    name: str, spread: Spread, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], dict[str, Tensor], Any]:
     model, places = placed(name, spread, dtype)
     before = {path: (p.placement, p.sbp) for path, p in model.named_parameters()}  # type: ignore[attr-defined]
     graph = Training(TASKS[name], model, spread)
@@ -289,30 +354,60 @@ def blocks_of(spread: Spread) -> int:
     found = set()
     for stage in (spread.stages[0], spread.stages[-1]):
         shape = torch.tensor(stage).shape
-        found.add(torch.Size(n for n, e in zip(shape, spread.inputs(len(shape)), strict=True) if e.is_split and e.dim == 0).numel())
+        found.add(
+            torch.Size(
+                n
+                for n, e in zip(shape, spread.inputs(len(shape)), strict=True)
+                if e.is_split and e.dim == 0
+            ).numel()
+        )
     return max(found) if len(found) == 1 and BATCH % (max(found) * spread.micros) == 0 else 1
 
 
-def equal(name: str, spread: Spread, within: float = 1e-9, dtype: torch.dtype = torch.float64, state_within: float | None = None) -> None:
+def equal(
+    name: str,
+    spread: Spread,
+    within: float = 1e-9,
+    dtype: torch.dtype = torch.float64,
+    state_within: float | None = None,
+) -> None:
     """Runs on every rank: the losses and the state of one device."""
     state_within = within if state_within is None else state_within
     want_losses, want_state = reference(name, spread.micros, blocks_of(spread), spread.amp, dtype)
     losses, state, _ = train(name, spread, dtype)
     for step, (got, want) in enumerate(zip(losses, want_losses, strict=True)):
         if got.numel():
-            torch.testing.assert_close(got.to(want.dtype), want, rtol=within, atol=within, msg=lambda m, step=step: f"loss of step {step}: {m}")  # type: ignore[misc]
+            torch.testing.assert_close(
+                got.to(want.dtype),
+                want,
+                rtol=within,
+                atol=within,
+                msg=lambda m, step=step: f"loss of step {step}: {m}",
+            )  # type: ignore[misc]
     assert state.keys() == want_state.keys()
     for path, want in want_state.items():
         if state[path].shape == want.shape:  # else it lies on other ranks
-            torch.testing.assert_close(state[path], want, rtol=state_within, atol=state_within, msg=lambda m, path=path: f"{path}: {m}")  # type: ignore[misc]
+            torch.testing.assert_close(
+                state[path],
+                want,
+                rtol=state_within,
+                atol=state_within,
+                msg=lambda m, path=path: f"{path}: {m}",
+            )  # type: ignore[misc]
 
 
 def check(name: str, spread: Spread, **how: Any) -> None:
-    reference(name, spread.micros, blocks_of(spread), spread.amp, **({"dtype": how["dtype"]} if "dtype" in how else {}))  # once, not in every thread
+    reference(
+        name,
+        spread.micros,
+        blocks_of(spread),
+        spread.amp,
+        **({"dtype": how["dtype"]} if "dtype" in how else {}),
+    )  # once, not in every thread
     simulate(spread.ranks, functools.partial(equal, name, spread, **how))
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
+# -------------------------------------------------------------------------------------------- cases
 
 
 def sequence(name: str) -> Spread:
@@ -321,9 +416,21 @@ def sequence(name: str) -> Spread:
 
 def recompute(graph: Any) -> None:
     """Of each stage a part is run again in backward."""
-    again = {"blocks.0", "blocks.2", "blocks.3", "layers.1", "layers.3", "body.0", "body.2", "encoder.block.1", "decoder.block.0.layer.1"}
+    again = {
+        "blocks.0",
+        "blocks.2",
+        "blocks.3",
+        "layers.1",
+        "layers.3",
+        "body.0",
+        "body.2",
+        "encoder.block.1",
+        "decoder.block.0.layer.1",
+    }
     for path in again & {path for path, _ in graph.model.named_modules()}:
-        graph.model.get_submodule(path).to(flow.nn.graph.GraphModule).activation_checkpointing = True
+        graph.model.get_submodule(path).to(
+            flow.nn.graph.GraphModule
+        ).activation_checkpointing = True
 
 
 NAMES = sorted(TASKS)
@@ -345,8 +452,14 @@ FLAT: dict[str, Callable[[str], Spread]] = {
 }
 TWO, FOUR = [[0], [1]], [[0], [1], [2], [3]]
 PIPED: dict[str, Spread] = {
-    **{f"{schedule}-2": Spread(TWO, micros=4, schedule=schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")},
-    **{f"{schedule}-4": Spread(FOUR, micros=4, schedule=schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")},
+    **{
+        f"{schedule}-2": Spread(TWO, micros=4, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    },
+    **{
+        f"{schedule}-4": Spread(FOUR, micros=4, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    },
     "interleaved-4": Spread([[0], [1], [0], [1]], micros=4, schedule="interleaved"),
     "zb-v-4": Spread([[0], [1], [1], [0]], micros=4, schedule="zb-v"),
     "one-micro-batch": Spread(TWO),
@@ -367,14 +480,21 @@ PIPED: dict[str, Spread] = {
 }
 #: One kind of model for each way of spreading, in the default run; all the others are slow.
 QUICK = {
-    ("data", "resnet"), ("accumulating-4", "resnet"), ("tensor", "bert"), ("sequence", "gpt"), ("zero-3", "resnet"),
-    ("gpipe-2", "resnet"), ("1f1b-2", "t5"), ("zb-h2-2", "gpt"), ("interleaved-4", "bert"), ("zb-v-4", "resnet"), ("zb-h1-4", "resnet"),
-    ("uneven-1-2", "resnet"), ("staged-zero-2", "resnet"), ("recomputed", "gpt"), ("recomputed-zb", "gpt"), ("staged-data-tensor", "resnet"),
+    ("data", "resnet"), ("accumulating-4", "resnet"), ("tensor", "bert"), ("sequence", "gpt"),
+    ("zero-3", "resnet"),
+    ("gpipe-2", "resnet"), ("1f1b-2", "t5"), ("zb-h2-2", "gpt"), ("interleaved-4", "bert"),
+    ("zb-v-4", "resnet"), ("zb-h1-4", "resnet"),
+    ("uneven-1-2", "resnet"), ("staged-zero-2", "resnet"), ("recomputed", "gpt"),
+    ("recomputed-zb", "gpt"), ("staged-data-tensor", "resnet"),
 }  # fmt: skip
 
 
 def tiers(ways: Any) -> list[Any]:
-    return [pytest.param(way, name, marks=[] if (way, name) in QUICK else pytest.mark.slow) for way in ways for name in NAMES]
+    return [
+        pytest.param(way, name, marks=[] if (way, name) in QUICK else pytest.mark.slow)
+        for way in ways
+        for name in NAMES
+    ]
 
 
 @pytest.mark.parametrize(("way", "name"), tiers(FLAT))
@@ -390,8 +510,9 @@ def test_in_stages(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
 def test_mixed_precision(way: str, name: str) -> None:
-    """bfloat16 products round as those of eager autocast on one device do; sums in another order differ by units in the last place (2**-8). Where that turns
-    the sign of a gradient near 0, AdamW goes the other way: by its rate, 0.02, in each of three steps."""
+    """bfloat16 products round as those of eager autocast on one device do; sums in another order
+    differ by units in the last place (2**-8). Where that turns the sign of a gradient near 0, AdamW
+    goes the other way: by its rate, 0.02, in each of three steps."""
     spread = Spread(ONE, amp=True) if way == "data" else Spread(TWO, micros=2, amp=True)
     check(name, spread, within=2e-2, dtype=torch.float32, state_within=0.12)
 
@@ -399,7 +520,10 @@ def test_mixed_precision(way: str, name: str) -> None:
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.25)) for _ in range(2))
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.25))
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))  # type: ignore[no-any-return]
@@ -408,7 +532,9 @@ class Dropping(nn.Module):
 DROPPING = Dropping().double()
 
 
-def dropped(stages: list[list[int]], schedule: str | None, seed: int, again: bool = False) -> list[Tensor]:
+def dropped(
+    stages: list[list[int]], schedule: str | None, seed: int, again: bool = False
+) -> list[Tensor]:
     """Losses of three steps with dropout, and the seed of a draw that comes after them."""
     places = [flow.placement("cpu", ranks) for ranks in stages]
     model = copy.deepcopy(DROPPING)
@@ -440,7 +566,8 @@ def dropped(stages: list[list[int]], schedule: str | None, seed: int, again: boo
 
 
 def test_dropout_in_stages_is_that_of_one_device() -> None:
-    """The same masks whatever the schedule, also where a stage is run again, and the generator ends where it would have."""
+    """The same masks whatever the schedule, also where a stage is run again, and the generator ends
+    where it would have."""
 
     def run(stages: list[list[int]], *how: Any) -> list[Tensor]:
         found: dict[int, list[Tensor]] = {}

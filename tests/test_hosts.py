@@ -1,6 +1,8 @@
-"""Several hosts: the launcher on each, a training step across them, the network interface, and hosts that go away.
+"""Several hosts: the launcher on each, a training step across them, the network interface, and
+hosts that go away.
 
-The hosts are network namespaces where this machine allows them, else loopback addresses (support/hosts.py): the test's name says which.
+The hosts are network namespaces where this machine allows them, else loopback addresses
+(support/hosts.py): the test's name says which.
 """
 
 from __future__ import annotations
@@ -33,30 +35,57 @@ def network() -> Iterator[Network]:
 class Job:
     """The launcher on every host, in one folder."""
 
-    def __init__(self, network: Network, folder: Path, script: str, *options: str, nproc: int = 1, dynamic: bool = False, **variables: str) -> None:
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        script: str,
+        *options: str,
+        nproc: int = 1,
+        dynamic: bool = False,
+        **variables: str,
+    ) -> None:
         self.network, self.folder = network, folder
         (folder / "script.py").write_text(script)
         addr, port = network.hosts[0].addr, network.hosts[0].free_port()
         self.processes = []
         for i, host in enumerate(network.hosts):
-            meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{addr}:{port}", "--rdzv_id", "job"] if dynamic else ["--node_rank", str(i)]
+            meet = (
+                ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{addr}:{port}", "--rdzv_id", "job"]
+                if dynamic
+                else ["--node_rank", str(i)]
+            )
             meet += [] if dynamic else ["--master_addr", addr, "--master_port", str(port)]
             many = ["--nnodes", str(len(network.hosts)), "--nproc_per_node", str(nproc)]
-            command = [sys.executable, "-m", "globaltensor.distributed.launch", *many, *meet, *options, "script.py"]
+            command = [
+                sys.executable,
+                "-m",
+                "globaltensor.distributed.launch",
+                *many,
+                *meet,
+                *options,
+                "script.py",
+            ]
             self.processes.append(host.start(command, folder / f"output.{i}", variables))
 
     def wait(self, *of: int, seconds: float = LIMIT) -> None:
         """Until the launchers of these hosts (all) have ended, and all that they had started."""
         numbers = of or range(len(self.processes))
-        assert within(seconds, lambda: all(self.processes[i].poll() is not None for i in numbers)), self.said()
+        assert within(
+            seconds, lambda: all(self.processes[i].poll() is not None for i in numbers)
+        ), self.said()
         for i in numbers:
-            assert within(20, lambda i=i: not self.network.hosts[i].alive()), f"host {i}: processes are left"
+            assert within(20, lambda i=i: not self.network.hosts[i].alive()), (
+                f"host {i}: processes are left"
+            )
 
     def wait_for(self, name: str, n: int) -> None:
         """Until ``n`` ranks have written this file."""
 
         def there() -> bool:
-            return len(list(self.folder.glob(f"{name}.*"))) >= n or any(process.poll() is not None for process in self.processes)
+            return len(list(self.folder.glob(f"{name}.*"))) >= n or any(
+                process.poll() is not None for process in self.processes
+            )
 
         assert within(LIMIT, there), self.said()
         assert len(list(self.folder.glob(f"{name}.*"))) >= n, self.said()
@@ -68,7 +97,10 @@ class Job:
         return (self.folder / f"output.{i}").read_text(errors="replace")
 
     def said(self) -> str:
-        return "\n".join(f"host {i} ({process.poll()}): {self.output(i)[-3000:]}" for i, process in enumerate(self.processes))
+        return "\n".join(
+            f"host {i} ({process.poll()}): {self.output(i)[-3000:]}"
+            for i, process in enumerate(self.processes)
+        )
 
 
 MODEL = """
@@ -115,7 +147,7 @@ told = {
     "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
 }
 torch.save(told, f"told.{flow.env.get_rank()}")
-"""
+"""  # noqa: E501
 )
 
 
@@ -148,7 +180,9 @@ def test_a_training_step_across_hosts(network: Network, tmp_path: Path) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "c10d"])
-def test_host_names_that_mean_the_host_itself(dynamic: bool, network: Network, tmp_path: Path) -> None:
+def test_host_names_that_mean_the_host_itself(
+    dynamic: bool, network: Network, tmp_path: Path
+) -> None:
     """As Debian has it: the host's own name is 127.0.1.1, and the others' names are unknown."""
     for host in network.hosts:
         network.name_resolves_to(host, "127.0.1.1")
@@ -167,11 +201,30 @@ def test_the_interface_that_is_named(network: Network, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nosuch0", ["GLOO_SOCKET_IFNAME is 'nosuch0', which this host does not have: set it on every node", "here eth0 leads to 10.77.0.1"]),
-        pytest.param("lo", ["GLOO_SOCKET_IFNAME is 'lo': set it on every node to the network interface", "Connection refused"], marks=pytest.mark.slow),
+        (
+            "nosuch0",
+            [
+                (
+                    "GLOO_SOCKET_IFNAME is 'nosuch0', which this host does not have: set it on "
+                    "every "
+                    "node"
+                ),
+                "here eth0 leads to 10.77.0.1",
+            ],
+        ),
+        pytest.param(
+            "lo",
+            [
+                "GLOO_SOCKET_IFNAME is 'lo': set it on every node to the network interface",
+                "Connection refused",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_an_interface_that_leads_nowhere(name: str, says: Sequence[str], network: Network, tmp_path: Path) -> None:
+def test_an_interface_that_leads_nowhere(
+    name: str, says: Sequence[str], network: Network, tmp_path: Path
+) -> None:
     job = Job(network, tmp_path, STEP, GLOO_SOCKET_IFNAME=name, GLOBALTENSOR_TIMEOUT="15")
     job.wait()
     assert all(job.codes()), job.said()
@@ -207,8 +260,11 @@ def test_a_host_whose_processes_are_killed(network: Network, tmp_path: Path) -> 
 
 @needs_namespaces
 def test_a_host_whose_cable_is_pulled(network: Network, tmp_path: Path) -> None:
-    """Nobody is told: only time tells. The rank's own wait is long here, so it is the launchers who miss each other."""
-    job = Job(network, tmp_path, FOR_EVER, "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=5")
+    """Nobody is told: only time tells. The rank's own wait is long here, so it is the launchers who
+    miss each other."""
+    job = Job(
+        network, tmp_path, FOR_EVER, "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=5"
+    )
     job.wait_for("here", 2)
     network.cut(network.hosts[1])
     job.wait(seconds=60)
@@ -221,8 +277,17 @@ def test_a_host_whose_cable_is_pulled(network: Network, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_rank_that_waits_for_a_host_that_is_gone_gives_up(network: Network, tmp_path: Path) -> None:
-    job = Job(network, tmp_path, FOR_EVER, "--rdzv_conf", "keep_alive_interval=30", GLOBALTENSOR_TIMEOUT="10")
+def test_a_rank_that_waits_for_a_host_that_is_gone_gives_up(
+    network: Network, tmp_path: Path
+) -> None:
+    job = Job(
+        network,
+        tmp_path,
+        FOR_EVER,
+        "--rdzv_conf",
+        "keep_alive_interval=30",
+        GLOBALTENSOR_TIMEOUT="10",
+    )
     job.wait_for("here", 2)
     network.cut(network.hosts[1])
     job.wait(seconds=80)
@@ -232,7 +297,7 @@ def test_a_rank_that_waits_for_a_host_that_is_gone_gives_up(network: Network, tm
         assert "Timed out waiting 10000ms" in job.output(i), job.said()
 
 
-# ---------------------------------------------------------------------------------------------------------------- the hosts themselves
+# ----------------------------------------------------------------------------- the hosts themselves
 
 
 REPORT = """
@@ -240,10 +305,16 @@ import json, socket
 from pathlib import Path
 import globaltensor as flow
 Path(f"told.{flow.env.get_rank()}").write_text(json.dumps([flow.env.get_world_size(), flow.env.get_node_size(), socket.gethostname()]))
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize("kind", [pytest.param(LOOPBACK, marks=pytest.mark.slow), pytest.param(NAMESPACES, marks=needs_namespaces)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(LOOPBACK, marks=pytest.mark.slow),
+        pytest.param(NAMESPACES, marks=needs_namespaces),
+    ],
+)
 def test_hosts_of_each_kind(kind: str, tmp_path: Path) -> None:
     with Network(2, kind) as network:
         job = Job(network, tmp_path, REPORT)
@@ -269,9 +340,18 @@ while time.monotonic() < until and not all(map(begun, network.hosts)):
     time.sleep(0.05)
 print(*[os.readlink(f"/proc/{begun(host)[0]}/ns/net") for host in network.hosts], flush=True)
 time.sleep(300)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}  # who is killed leaves files behind
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+"""  # noqa: E501
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TMPDIR": str(tmp_path),
+    }  # who is killed leaves files behind
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
         assert process.stdout is not None
         spaces = process.stdout.readline().split()
         assert len(set(spaces)) == 3
@@ -289,17 +369,24 @@ def in_namespaces(spaces: Sequence[str]) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------- the interface that leads there
+# ------------------------------------------------------------------- the interface that leads there
 
 
 def test_ways_that_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interface.own_address("127.0.0.3") == interface.own_address("localhost") == interface.own_address("no.such.host.invalid") == ""
+    assert (
+        interface.own_address("127.0.0.3")
+        == interface.own_address("localhost")
+        == interface.own_address("no.such.host.invalid")
+        == ""
+    )
     assert interface.interface_of("127.0.0.1") == "lo"
     assert interface.interface_of("192.0.2.77") == ""
     monkeypatch.delenv(interface.VARIABLE, raising=False)
     for nodes in (1, 2):
         interface.choose_gloo_interface("127.0.0.1", nodes)
-    assert interface.VARIABLE not in os.environ, "on one host the loopback interface will do, which torch takes by itself"
+    assert interface.VARIABLE not in os.environ, (
+        "on one host the loopback interface will do, which torch takes by itself"
+    )
     monkeypatch.setenv(interface.VARIABLE, "mine")
     interface.choose_gloo_interface("10.0.0.1", 2)
     assert os.environ[interface.VARIABLE] == "mine"
@@ -309,6 +396,10 @@ def test_advice_is_for_errors_of_the_interface_alone(monkeypatch: pytest.MonkeyP
     assert interface.gloo_hint(RuntimeError("the port is taken"), "127.0.0.1") == ""
     monkeypatch.setenv(interface.VARIABLE, "nosuch0")
     said = interface.gloo_hint(RuntimeError("Unable to find address for: nosuch0"), "127.0.0.1")
-    assert said.startswith("GLOO_SOCKET_IFNAME is 'nosuch0', which this host does not have: set it on every node")
+    assert said.startswith(
+        "GLOO_SOCKET_IFNAME is 'nosuch0', which this host does not have: set it on every node"
+    )
     monkeypatch.delenv(interface.VARIABLE)
-    assert "which the name of this host" in interface.gloo_hint(RuntimeError("Gloo connectFullMesh failed"), "127.0.0.1")
+    assert "which the name of this host" in interface.gloo_hint(
+        RuntimeError("Gloo connectFullMesh failed"), "127.0.0.1"
+    )

@@ -1,4 +1,5 @@
-"""Functions that return their operand itself, or a view of it, do so on global tensors; others return tensors of their own.
+"""Functions that return their operand itself, or a view of it, do so on global tensors; others
+return tensors of their own.
 
 In-place code and `retain_grad` tell the difference.
 """
@@ -34,7 +35,7 @@ def test_on_processes() -> None:
     run_on(2, on_processes)
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch's database
+# --------------------------------------------------------------------------------- torch's database
 
 CHUNK = 90
 SAMPLES = 7
@@ -42,8 +43,11 @@ SAMPLES = 7
 LEFT_OUT = ("empty", "new_empty", "resize_", "resize_as_", "to_sparse")
 
 
-def told(call: Callable[..., Any], operands: list[Any], sample: Any) -> tuple[list[int | None], list[bool]]:
-    """(for each result the operand that it is, for each operand whether writing into the results changes it)."""
+def told(
+    call: Callable[..., Any], operands: list[Any], sample: Any
+) -> tuple[list[int | None], list[bool]]:
+    """(for each result the operand that it is, for each operand whether writing into the results
+    changes it)."""
     these = iter(operands)
     ins, named = swapped([sample.input, *sample.args], these), swapped(sample.kwargs, these)
     torch.manual_seed(0)
@@ -56,7 +60,8 @@ def told(call: Callable[..., Any], operands: list[Any], sample: Any) -> tuple[li
         except RuntimeError:  # several elements share one place: torch lets nobody write
             return is_operand, []
     return is_operand, [
-        not torch.equal((gather_global_value(t) if t.is_global else t).nan_to_num(), b.nan_to_num()) for t, b in zip(operands, before, strict=True)
+        not torch.equal((gather_global_value(t) if t.is_global else t).nan_to_num(), b.nan_to_num())
+        for t, b in zip(operands, before, strict=True)
     ]
 
 
@@ -69,42 +74,82 @@ def test_every_function_returns_what_torch_returns(start: int) -> None:
         if dtype is None or op.name in LEFT_OUT:
             continue
         torch.manual_seed(0)
-        samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES))
-        for call, (number, sample) in itertools.product(filter(None, (op.op, op.method_variant)), enumerate(samples)):
+        samples = list(
+            itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES)
+        )
+        for call, (number, sample) in itertools.product(
+            filter(None, (op.op, op.method_variant)), enumerate(samples)
+        ):
             operands = tensors_in([sample.input, *sample.args, sample.kwargs])
-            if not operands or any(t.layout is not torch.strided or t.numel() > 5000 for t in operands):
+            if not operands or any(
+                t.layout is not torch.strided or t.numel() > 5000 for t in operands
+            ):
                 continue
             try:
                 want = told(call, [t.detach().clone() for t in operands], sample)
             except Exception:
                 continue
             try:
-                got = told(call, [t.detach().clone().to_global(placement, B) for t in operands], sample)
+                got = told(
+                    call, [t.detach().clone().to_global(placement, B) for t in operands], sample
+                )
             except flow.errors.GlobalTensorError:
                 continue
             if got != want:
-                wrong.append(f"{name_of(op)} {number} {[tuple(t.shape) for t in operands]}: torch {want}, ours {got}")
+                wrong.append(
+                    f"{name_of(op)} {number} {[tuple(t.shape) for t in operands]}: torch {want}, "
+                    f"ours {got}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
-# ---------------------------------------------------------------------------------------------------------------- by name
+# ------------------------------------------------------------------------------------------ by name
 
 DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout")
 #: Of a float tensor [4, 3]: the tensor itself.
 ITSELF: dict[str, Callable[[Any], Any]] = {
     **{name: lambda x, name=name: getattr(F, name)(x, 0.5, False) for name in DROPS},
     **{f"{name} with p=0": lambda x, name=name: getattr(F, name)(x, 0.0, True) for name in DROPS},
-    **{f"torch.{name}": lambda x, name=name: getattr(torch, name)(x, 0.5, False) for name in (*DROPS, "feature_dropout")},
-    **{name: lambda x, name=name: getattr(nn, name)().eval()(x) for name in ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "Identity")},
+    **{
+        f"torch.{name}": lambda x, name=name: getattr(torch, name)(x, 0.5, False)
+        for name in (*DROPS, "feature_dropout")
+    },
+    **{
+        name: lambda x, name=name: getattr(nn, name)().eval()(x)
+        for name in ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "Identity")
+    },
     **{
         f"torch.{name}": lambda x, name=name: getattr(torch, name)(x)
-        for name in ("positive", "conj", "real", "resolve_conj", "resolve_neg", "conj_physical", "atleast_1d", "atleast_2d")
+        for name in (
+            "positive",
+            "conj",
+            "real",
+            "resolve_conj",
+            "resolve_neg",
+            "conj_physical",
+            "atleast_1d",
+            "atleast_2d",
+        )
     },
     **{
         f"x.{name}": lambda x, name=name: getattr(x, name)()
-        for name in ("positive", "conj", "resolve_conj", "resolve_neg", "conj_physical", "contiguous", "double", "cpu", "to_dense", "requires_grad_")
+        for name in (
+            "positive",
+            "conj",
+            "resolve_conj",
+            "resolve_neg",
+            "conj_physical",
+            "contiguous",
+            "double",
+            "cpu",
+            "to_dense",
+            "requires_grad_",
+        )
     },
-    **{f"Tensor.{name}": lambda x, name=name: getattr(torch.Tensor, name)(x) for name in ("positive", "conj", "contiguous", "double", "cpu", "to_dense")},
+    **{
+        f"Tensor.{name}": lambda x, name=name: getattr(torch.Tensor, name)(x)
+        for name in ("positive", "conj", "contiguous", "double", "cpu", "to_dense")
+    },
     "plus": lambda x: +x,
     "real": lambda x: x.real,
     "flatten": lambda x: x.flatten(1),
@@ -134,7 +179,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "take": lambda x: torch.take(x, torch.tensor(0)),
     "copy asked for": lambda x: x.to(torch.float64, copy=True),
     "another order": lambda x: x.t().contiguous(),
-    "edges": lambda x: torch.histogram(x.flatten().detach(), x.flatten().detach().sort()[0].unique()).bin_edges,
+    "edges": lambda x: (
+        torch.histogram(x.flatten().detach(), x.flatten().detach().sort()[0].unique()).bin_edges
+    ),
     "order of channels": lambda x: x.reshape(2, 2, 3, 1).double(memory_format=torch.channels_last),
 }
 
@@ -168,7 +215,10 @@ def test_copies() -> None:
             x = values(4, 3) if sbp is None else laid_out(sbp)
             y = function(x)
             y.zero_()
-            assert torch.equal(gather_global_value(x) if x.is_global else x, values(4, 3)), (name, sbp)
+            assert torch.equal(gather_global_value(x) if x.is_global else x, values(4, 3)), (
+                name,
+                sbp,
+            )
 
 
 @on()

@@ -79,7 +79,9 @@ VIEWED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("layout", [[P], [S(1)], [P, S(0)], [S(1), P], [P, P]], ids=str)
-def test_views_of_partial_sums_and_their_bases_change_together(name: str, layout: list[Any]) -> None:
+def test_views_of_partial_sums_and_their_bases_change_together(
+    name: str, layout: list[Any]
+) -> None:
     """No view would follow if its base, or another view of that, came to lie elsewhere."""
 
     def step(x: Any) -> Any:
@@ -90,14 +92,22 @@ def test_views_of_partial_sums_and_their_bases_change_together(name: str, layout
     def on_ranks() -> None:
         placement = flow.placement("cpu", [0, 1] if len(layout) == 1 else [[0, 1], [2, 3]])
         x = values(5, 5).abs().add_(0.1).requires_grad_()
-        mine = x.detach().to_global(placement, [B] * len(layout)).to_global(sbp=layout).detach().requires_grad_()  # type: ignore[attr-defined]
+        mine = (
+            x.detach()
+            .to_global(placement, [B] * len(layout))
+            .to_global(sbp=layout)
+            .detach()
+            .requires_grad_()
+        )  # type: ignore[attr-defined]
         got, want = step(mine), step(x)
         for leaf, y in ((mine, got), (x, want)):
             y.sin().sum().backward()
             assert leaf.grad is not None
         torch.testing.assert_close(torch.from_numpy(got.detach().numpy()), want.detach())
         torch.testing.assert_close(torch.from_numpy(mine.grad.numpy()), x.grad)
-        torch.testing.assert_close(torch.from_numpy(Graph(step)(mine).detach().numpy()), want.detach())
+        torch.testing.assert_close(
+            torch.from_numpy(Graph(step)(mine).detach().numpy()), want.detach()
+        )
 
     simulate(2 if len(layout) == 1 else 4, on_ranks)
 
@@ -131,7 +141,10 @@ def test_on_whole_tensors_with_gradients(sbp: Any) -> None:
 
     def on_ranks() -> None:
         x, v = values(5, 4).requires_grad_(), values(2).requires_grad_()
-        mine, u = on(x.detach(), sbp).detach().requires_grad_(), on(v.detach(), B).detach().requires_grad_()
+        mine, u = (
+            on(x.detach(), sbp).detach().requires_grad_(),
+            on(v.detach(), B).detach().requires_grad_(),
+        )
         for leaf, value in ((x, v), (mine, u)):
             y = leaf * 1
             y.put_(index if leaf is x else on(index, B), value, accumulate=True)
@@ -171,7 +184,11 @@ def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
         return y.detach(), z, x.grad, z.sum()
 
     def on_ranks() -> None:
-        for got, want in zip(step(on(values(5, 3), S(1)), on(values(3, 4), S(0))), step(values(5, 3), values(3, 4)), strict=True):
+        for got, want in zip(
+            step(on(values(5, 3), S(1)), on(values(3, 4), S(0))),
+            step(values(5, 3), values(3, 4)),
+            strict=True,
+        ):
             torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)
@@ -182,9 +199,13 @@ def test_several_at_once_do_not_part_from_what_shows_the_same() -> None:
         y = on(values(5, 3), S(1)) @ on(values(3, 4), S(0))
         z = y * 1
         torch._foreach_clamp_min_([y.detach()], 0.0)
-        torch.testing.assert_close(torch.from_numpy(y.numpy()), (values(5, 3) @ values(3, 4)).clamp(0))
+        torch.testing.assert_close(
+            torch.from_numpy(y.numpy()), (values(5, 3) @ values(3, 4)).clamp(0)
+        )
         torch._foreach_clamp_min_([z], 0.0)
-        torch.testing.assert_close(torch.from_numpy(z.numpy()), (values(5, 3) @ values(3, 4)).clamp(0))
+        torch.testing.assert_close(
+            torch.from_numpy(z.numpy()), (values(5, 3) @ values(3, 4)).clamp(0)
+        )
 
     simulate(2, on_ranks)
 
@@ -196,7 +217,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out": lambda x: torch.neg(x * 1, out=x),
     "uniform_": lambda x: x.uniform_(-3.0, -3.0),
     "like": lambda x: torch.full_like(x, -2),
-    "like, of another type": lambda x: torch.zeros_like(x, dtype=torch.bool).index_fill(0, torch.tensor([1]), True),
+    "like, of another type": lambda x: torch.zeros_like(x, dtype=torch.bool).index_fill(
+        0, torch.tensor([1]), True
+    ),
 }
 
 
@@ -236,7 +259,11 @@ CURVED: dict[str, Callable[[list[Any], list[Any]], Any]] = {
 @pytest.mark.parametrize("kind", ["detached", "view", "pinned"])
 @pytest.mark.parametrize("write", [*LISTS, *CURVED])
 def test_lists_of_partials_that_others_show_are_written_into(write: str, kind: str) -> None:
-    seen: Callable[[Any], Any] = {"detached": lambda x: x.detach(), "view": lambda x: x[1:], "pinned": lambda x: x}[kind]
+    seen: Callable[[Any], Any] = {
+        "detached": lambda x: x.detach(),
+        "view": lambda x: x[1:],
+        "pinned": lambda x: x,
+    }[kind]
     do = {**LISTS, **CURVED}[write]
 
     def step(x: Any, other: Any, y: Any) -> list[Any]:
@@ -250,7 +277,11 @@ def test_lists_of_partials_that_others_show_are_written_into(write: str, kind: s
             with pytest.raises(InplaceError, match=r"abs_.*\n.*\n.*to_global"):
                 step(part, on(values(5, 4), S(1)), on(values(5, 4) * 2, S(0)))
             return
-        for got, want in zip(step(part, on(values(5, 4), S(1)), on(values(5, 4) * 2, S(0))), step(values(5, 4), values(5, 4), values(5, 4) * 2), strict=True):
+        for got, want in zip(
+            step(part, on(values(5, 4), S(1)), on(values(5, 4) * 2, S(0))),
+            step(values(5, 4), values(5, 4), values(5, 4) * 2),
+            strict=True,
+        ):
             torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)

@@ -1,4 +1,5 @@
-"""Tensors that cannot be global (sparse, nested, quantized, of classes with values elsewhere): one error, the same on every rank, before any data moves."""
+"""Tensors that cannot be global (sparse, nested, quantized, of classes with values elsewhere): one
+error, the same on every rank, before any data moves."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError, GlobalTensorError, KindError, PlacementError, ShapeError
+from globaltensor.errors import (
+    DivergenceError,
+    GlobalTensorError,
+    KindError,
+    PlacementError,
+    ShapeError,
+)
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 
@@ -105,9 +112,15 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "sparse tensor (torch.sparse_csr)": lambda: torch.ones(2, 3).to_sparse_csr(),
     "sparse tensor (torch.sparse_bsc)": lambda: torch.ones(2, 3).to_sparse_bsc((1, 1)),
     "MKL-DNN tensor": lambda: torch.ones(2, 3).to_mkldnn(),
-    "nested tensor (torch.strided)": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "nested tensor (torch.jagged)": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-    "quantized tensor (torch.qint8)": lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8),
+    "nested tensor (torch.strided)": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)]
+    ),
+    "nested tensor (torch.jagged)": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "quantized tensor (torch.qint8)": lambda: torch.quantize_per_tensor(
+        torch.ones(2, 3), 0.1, 0, torch.qint8
+    ),
     "MaskedTensor": masked,
     "FakeTensor": fake,
     "DTensor": distributed,
@@ -130,14 +143,20 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = GlobalTensorError) 
 
 
 def texts(odd_ranks: tuple[int, ...]) -> list[str]:
-    """Return what each kind is refused with, where these ranks have one and the others an ordinary tensor."""
+    """Return what each kind is refused with, where these ranks have one and the others an ordinary
+    tensor."""
     out = []
     for make in KINDS.values():
         odd = make()
         x = odd if world().rank in odd_ranks else torch.ones(2, 3)
         with record_collectives() as moved:
-            out += [refusal(functools.partial(flow.to_global, x, everywhere(), sbp)) for sbp in (B, S(0), P)]
-        assert [m for m in moved if m.kind != "all_gather_object"][3:] == []  # the ones that `refusal` sums
+            out += [
+                refusal(functools.partial(flow.to_global, x, everywhere(), sbp))
+                for sbp in (B, S(0), P)
+            ]
+        assert [m for m in moved if m.kind != "all_gather_object"][
+            3:
+        ] == []  # the ones that `refusal` sums
     return out
 
 
@@ -149,26 +168,45 @@ def test_to_global_refuses_kinds_on_every_rank(odd_ranks: tuple[int, ...]) -> No
         for text in first[3 * i : 3 * i + 3]:
             assert text.startswith("KindError: the argument of to_global is a")
             assert name in text
-            assert (f", on rank {odd_ranks[0]} of 2: that cannot be global" in text) == (len(odd_ranks) < 2)
+            assert (f", on rank {odd_ranks[0]} of 2: that cannot be global" in text) == (
+                len(odd_ranks) < 2
+            )
 
 
 def without_exchange() -> str:
     assert refusal(lambda: flow.to_global({"a": [torch.ones(2).to_sparse()]}, everywhere(), B))
-    return refusal(lambda: torch.ones(2, 3).to_sparse().to_global(everywhere(), B, check_meta=False), KindError)  # type: ignore[attr-defined]
+    return refusal(
+        lambda: torch.ones(2, 3).to_sparse().to_global(everywhere(), B, check_meta=False), KindError
+    )  # type: ignore[attr-defined]
 
 
 def meta() -> list[str]:
     x: Any = torch.ones(2, device="meta" if world().rank else "cpu")
     g = torch.ones(2).to_global(everywhere(), B)
-    on_one = [refusal(call, PlacementError) for call in (lambda: x.to_global(everywhere(), B), lambda: g + x)]
+    on_one = [
+        refusal(call, PlacementError)
+        for call in (lambda: x.to_global(everywhere(), B), lambda: g + x)
+    ]
     y: Any = torch.ones(2, device="meta")
-    return [*on_one, *[refusal(call, PlacementError) for call in (lambda: y.to_global(everywhere(), B), lambda: g * y)]]
+    return [
+        *on_one,
+        *[
+            refusal(call, PlacementError)
+            for call in (lambda: y.to_global(everywhere(), B), lambda: g * y)
+        ],
+    ]
 
 
 def outside() -> list[float]:
     """A rank outside the placement may give anything."""
     held: list[Any] = [odd() for odd in KINDS.values()]
-    return [(odd if world().rank else torch.ones(2)).to_global(flow.placement("cpu", [0]), B).sum().item() for odd in held]
+    return [
+        (odd if world().rank else torch.ones(2))
+        .to_global(flow.placement("cpu", [0]), B)
+        .sum()
+        .item()
+        for odd in held
+    ]
 
 
 def test_to_global_of_kinds_elsewhere() -> None:
@@ -184,7 +222,11 @@ def still_works() -> list[Any]:
     trained: Any = base.clone().as_subclass(Named).requires_grad_()
     (trained.to_global(where, S(0)) * 2).sum().backward()
     out = [x.to_global(where, sbp).sum().item() for sbp in (B, S(0), P)]
-    out += [trained.grad.tolist(), (torch.ones(4, 2).to_global(where, S(0)) @ x).sum().item(), type(x.to_global(where, S(0)).to_local()).__name__]
+    out += [
+        trained.grad.tolist(),
+        (torch.ones(4, 2).to_global(where, S(0)) @ x).sum().item(),
+        type(x.to_global(where, S(0)).to_local()).__name__,
+    ]
     layer: Any = nn.Linear(3, 2)
     layer.weight, layer.bias = Shown(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
     layer.register_buffer("rows", x.clone())
@@ -193,7 +235,12 @@ def still_works() -> list[Any]:
 
     waited: Any = all_reduce(torch.ones(2), "sum", torch.distributed.group.WORLD)
     assert type(waited).__name__ == "AsyncCollectiveTensor"
-    return [*out, layer(torch.ones(1, 3)).sum().item(), layer.rows.sum().item(), waited.to_global(where, B).sum().item()]
+    return [
+        *out,
+        layer(torch.ones(1, 3)).sum().item(),
+        layer.rows.sum().item(),
+        waited.to_global(where, B).sum().item(),
+    ]
 
 
 def test_classes_that_only_add_to_tensors_become_global() -> None:
@@ -201,32 +248,49 @@ def test_classes_that_only_add_to_tensors_become_global() -> None:
         assert got == [15.0, 30.0, 30.0, [[2.0] * 3] * 2, 120.0, "Named", 6.0, 15.0, 4.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 PARAMETERS: dict[str, Callable[[], Any]] = {
     "weight of Linear is an UninitializedParameter": nn.parameter.UninitializedParameter,
     "weight of Linear is a sparse tensor": lambda: nn.Parameter(torch.ones(2, 3).to_sparse()),
     "weight of Linear is a Wrapper": lambda: nn.Parameter(Wrapper(torch.ones(2, 3))),
-    "weight of Linear is a Tracked, whose class has methods of its own (__torch_function__)": lambda: Tracked(torch.ones(2, 3)),
-    "weight of Linear is a Slotted, whose class has slots of its own": lambda: Slotted(torch.ones(2, 3)),
-    "table of Linear is a quantized tensor": quietly(lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)),
+    "weight of Linear is a Tracked, whose class has methods of its own (__torch_function__)": lambda: (  # noqa: E501
+        Tracked(torch.ones(2, 3))
+    ),
+    "weight of Linear is a Slotted, whose class has slots of its own": lambda: Slotted(
+        torch.ones(2, 3)
+    ),
+    "table of Linear is a quantized tensor": quietly(
+        lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
+    ),
 }
 
 
 def modules() -> list[str]:
     out = []
     for make in PARAMETERS.values():
-        layers: list[Callable[[nn.Module], Any]] = [lambda m: m.to_global(everywhere(), B), lambda m: flow.parallelize(m, everywhere(), {"*": B})]  # type: ignore[operator]
-        layers += [lambda m, plan=plan: flow.parallelize(m, everywhere(), plan) for plan in ("data", "fsdp", "tensor", "sequence", "auto")]  # type: ignore[misc]
+        layers: list[Callable[[nn.Module], Any]] = [
+            lambda m: m.to_global(everywhere(), B),
+            lambda m: flow.parallelize(m, everywhere(), {"*": B}),
+        ]  # type: ignore[operator]
+        layers += [
+            lambda m, plan=plan: flow.parallelize(m, everywhere(), plan)
+            for plan in ("data", "fsdp", "tensor", "sequence", "auto")
+        ]  # type: ignore[misc]
         for lay_out in layers:
             model = nn.Linear(3, 2)
             model.register_buffer("table", torch.zeros(2, 3))
             value = make()
             if world().rank:
-                model._parameters.update({"weight": value}) if isinstance(value, nn.Parameter) else model._buffers.update(table=value)
+                model._parameters.update({"weight": value}) if isinstance(
+                    value, nn.Parameter
+                ) else model._buffers.update(table=value)
             before = list(model.parameters())
             out.append(refusal(lambda model=model, lay_out=lay_out: lay_out(model), KindError))  # type: ignore[misc]
-            assert all(a is b and not getattr(a, "is_global", False) for a, b in zip(before, model.parameters(), strict=True))
+            assert all(
+                a is b and not getattr(a, "is_global", False)
+                for a, b in zip(before, model.parameters(), strict=True)
+            )
     return out
 
 
@@ -235,7 +299,9 @@ def test_modules_with_such_parameters_are_refused_on_every_rank() -> None:
     assert first == second
     each = len(first) // len(PARAMETERS)
     for i, text in enumerate(PARAMETERS):
-        assert all(text in got and ", on rank 1 of 2: " in got for got in first[each * i : each * i + each]), text
+        assert all(
+            text in got and ", on rank 1 of 2: " in got for got in first[each * i : each * i + each]
+        ), text
 
 
 def gradients() -> list[str]:
@@ -252,13 +318,22 @@ def gradients() -> list[str]:
 def test_gradients_of_parameters_are_told_too() -> None:
     first, second = run_on(2, gradients)
     assert first == second
-    assert "weight of Embedding is a parameter whose gradient is a sparse tensor (torch.sparse_coo), on rank 1 of 2" in first[0]
+    assert (
+        "weight of Embedding is a parameter whose gradient is a sparse tensor (torch.sparse_coo), "
+        "on rank 1 of 2" in first[0]
+    )
 
 
 def loads() -> list[str]:
     out = []
     for sbp in (B, S(0)):
-        for name in ("sparse tensor (torch.sparse_coo)", "quantized tensor (torch.qint8)", "Wrapper", "MaskedTensor", "FakeTensor"):
+        for name in (
+            "sparse tensor (torch.sparse_coo)",
+            "quantized tensor (torch.qint8)",
+            "Wrapper",
+            "MaskedTensor",
+            "FakeTensor",
+        ):
             model: Any = nn.Linear(3, 2).to_global(everywhere(), sbp)  # type: ignore[operator]
             odd = KINDS[name]() if world().rank else torch.ones(2, 3)
             with pytest.raises(RuntimeError) as found:
@@ -274,12 +349,17 @@ def test_state_dicts_with_such_tensors_are_refused_on_every_rank() -> None:
     assert first == second
 
 
-# ---------------------------------------------------------------------------------------------------------------- operands
+# ----------------------------------------------------------------------------------------- operands
 
 
 def sees_functions(x: Tensor) -> bool:
-    """Return True if the class sees a function first where its tensor is the first operand: then it raises what it likes."""
-    return any("__torch_function__" in vars(c) for c in type(x).__mro__[: type(x).__mro__.index(Tensor)] if c is not nn.Parameter)
+    """Return True if the class sees a function first where its tensor is the first operand: then it
+    raises what it likes."""
+    return any(
+        "__torch_function__" in vars(c)
+        for c in type(x).__mro__[: type(x).__mro__.index(Tensor)]
+        if c is not nn.Parameter
+    )
 
 
 def operands(odd_ranks: tuple[int, ...], name: str) -> list[str]:
@@ -305,10 +385,17 @@ def operands(odd_ranks: tuple[int, ...], name: str) -> list[str]:
 
 @pytest.mark.parametrize("odd_ranks", [(0,), (1,)])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_plain_operand_of_such_a_kind_on_one_rank_is_told_on_all(odd_ranks: tuple[int, ...], name: str) -> None:
+def test_a_plain_operand_of_such_a_kind_on_one_rank_is_told_on_all(
+    odd_ranks: tuple[int, ...], name: str
+) -> None:
     first, second = run_on(2, operands, odd_ranks, name)
     assert first == second
-    assert all(text.startswith("KindError") and f", on rank {odd_ranks[0]} of 2: that" in text and name in text for text in first), first
+    assert all(
+        text.startswith("KindError")
+        and f", on rank {odd_ranks[0]} of 2: that" in text
+        and name in text
+        for text in first
+    ), first
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if not n.startswith(OPERANDS)])
@@ -327,9 +414,15 @@ def sparse_operands() -> list[Any]:
         adjacency = quietly(change)()
         for sbp in (B, S(1)):
             x: Any = g.to_global(sbp=sbp)
-            out.append(((adjacency @ x).numpy() == (dense @ torch.arange(12.0).view(4, 3)).numpy()).all().item())
+            out.append(
+                ((adjacency @ x).numpy() == (dense @ torch.arange(12.0).view(4, 3)).numpy())
+                .all()
+                .item()
+            )
     mine = (dense * (1 + world().rank)).to_sparse()
-    with pytest.raises(DivergenceError, match="a plain tensor that is used together with global tensors"):
+    with pytest.raises(
+        DivergenceError, match="a plain tensor that is used together with global tensors"
+    ):
         mine @ g
     world().forget()
     return out
@@ -341,7 +434,12 @@ def test_sparse_operands_that_all_ranks_hold_alike_work() -> None:
 
 def results() -> list[str]:
     g = torch.ones(2, 3).to_global(everywhere(), B)
-    return [refusal(lambda: flow.local_map(lambda a: a.to_sparse() if world().rank else a, out_sbp=B)(g), KindError)]
+    return [
+        refusal(
+            lambda: flow.local_map(lambda a: a.to_sparse() if world().rank else a, out_sbp=B)(g),
+            KindError,
+        )
+    ]
 
 
 def batches() -> list[str]:
@@ -350,7 +448,10 @@ def batches() -> list[str]:
 
 
 def test_results_of_local_map_and_batches_of_such_kinds_are_refused() -> None:
-    for program, what in ((results, "result 0 of local_map is a sparse"), (batches, "GlobalBatches: tensor 0 of a batch is a sparse")):
+    for program, what in (
+        (results, "result 0 of local_map is a sparse"),
+        (batches, "GlobalBatches: tensor 0 of a batch is a sparse"),
+    ):
         first, second = run_on(2, program)
         assert first == second
         assert what in first[0]

@@ -1,4 +1,5 @@
-"""Ranks that die, hang, disagree or come again under the real launcher: each ends in bounded time, says who and why, and leaves no process."""
+"""Ranks that die, hang, disagree or come again under the real launcher: each ends in bounded time,
+says who and why, and leaves no process."""
 
 from __future__ import annotations
 
@@ -39,8 +40,13 @@ def run(folder: Path, body: str, *options: object, n: int = 2) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_killed_in_the_middle(backend: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = f"{COLLECTIVE}\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nfor _ in range(100000):\n    dist.all_reduce(x)\n"
+def test_a_rank_killed_in_the_middle(
+    backend: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        f"{COLLECTIVE}\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nfor _ in "
+        f"range(100000):\n    dist.all_reduce(x)\n"
+    )
     assert run(folder, body, "--backend", backend) == 128 + signal.SIGKILL
     said = capfd.readouterr().err
     assert "rank 1 (local rank 1" in said
@@ -49,10 +55,15 @@ def test_a_rank_killed_in_the_middle(backend: str, folder: Path, capfd: pytest.C
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_hangs(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_hangs(
+    backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The others' collective times out; the rank that hangs does not even heed SIGTERM."""
     monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "3")
-    body = f"{COLLECTIVE}\nif rank == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(100)\ndist.all_reduce(x)\n"
+    body = (
+        f"{COLLECTIVE}\nif rank == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    "
+        f"time.sleep(100)\ndist.all_reduce(x)\n"
+    )
     began = time.monotonic()
     assert run(folder, body, "--backend", backend, "--shutdown_timeout", "0.5") == 1
     assert time.monotonic() - began < 40
@@ -65,7 +76,9 @@ def test_a_rank_that_hangs(backend: str, folder: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_with_other_shapes(backend: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_with_other_shapes(
+    backend: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body = f"{COLLECTIVE}\ndist.all_reduce(torch.ones((1000, 1200)[rank]))\n"
     assert run(folder, body, "--backend", backend) != 0
     said = capfd.readouterr().err
@@ -76,7 +89,9 @@ def test_ranks_with_other_shapes(backend: str, folder: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("late", [0.0, 0.6], ids=["at once", "ends later"])
-def test_the_rank_that_failed_is_told_before_those_who_noticed(late: float, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_rank_that_failed_is_told_before_those_who_noticed(
+    late: float, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Who waits for a rank that has raised ends too, and may be gone before it."""
     body = f"""
 import atexit
@@ -104,7 +119,7 @@ if rank == 0:
     sys.stderr.flush()
     import torch; os.abort()
 sleep()
-"""
+"""  # noqa: E501
     assert run(folder, body) == 128 + signal.SIGABRT
     said = capfd.readouterr().err
     told = said[said.index("globaltensor.launch: rank 0") :]
@@ -117,10 +132,15 @@ sleep()
 @needs_mpi
 @pytest.mark.parametrize(
     ("does", "code", "says"),
-    [("sys.exit(7)", 7, "ended with exit code 7"), ("raise ValueError('the sky fell')", 1, "| ValueError: the sky fell")],
+    [
+        ("sys.exit(7)", 7, "ended with exit code 7"),
+        ("raise ValueError('the sky fell')", 1, "| ValueError: the sky fell"),
+    ],
     ids=["exit", "raise"],
 )
-def test_a_failure_in_an_mpi_world(does: str, code: int, says: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_an_mpi_world(
+    does: str, code: int, says: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """mpirun is there, but the launcher decides and reports: the others get the time they need."""
     body = f"""
 import mpi4py
@@ -132,7 +152,7 @@ here()
 if rank == 1:
     {does}
 time.sleep(100)
-"""
+"""  # noqa: E501
     assert run(folder, body, "--backend", "mpi", n=3) == code
     said = capfd.readouterr().err
     assert "rank 1 (local rank 1" in said
@@ -158,30 +178,59 @@ def test_mpirun_dies(folder: Path) -> None:
     path = write_script(folder, "sleep()")
     with Launched(folder, "--nproc_per_node", 2, "--backend", "mpi", path) as launcher:
         launcher.wait_for("here.*", 2)
-        (mpirun,) = [pid for pid in alive(folder) if Path(f"/proc/{pid}/exe").resolve().name in ("mpirun", "orterun", "prterun", "prte", "mpiexec")]
+        (mpirun,) = [
+            pid
+            for pid in alive(folder)
+            if Path(f"/proc/{pid}/exe").resolve().name
+            in ("mpirun", "orterun", "prterun", "prte", "mpiexec")
+        ]
         os.kill(mpirun, signal.SIGKILL)
         assert launcher.code(20) != 0
-        launcher.says(r"mpirun was ended by SIGKILL \(signal 9\)\n.*the 2 ranks that it connected had to end with it")
+        launcher.says(
+            r"mpirun was ended by SIGKILL \(signal 9\)\n.*the 2 ranks that it connected had to "
+            r"end with it"
+        )
         assert nobody_left(folder)
 
 
 @needs_mpi
 def test_output_and_logs_of_an_mpi_world(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # Each line in one write: Python's print makes several where it does not buffer, and those of two ranks may fall between one another.
-    body = 'sys.stdout.write(f"out {rank} {os.environ[\'GLOBALTENSOR_BACKEND\']}\\n"); sys.stderr.write(f"err {rank}\\n")'
+    # Each line in one write: Python's print makes several where it does not buffer, and those of
+    # two ranks may fall between one another.
+    body = (
+        "sys.stdout.write(f\"out {rank} {os.environ['GLOBALTENSOR_BACKEND']}\\n\"); "
+        'sys.stderr.write(f"err {rank}\\n")'
+    )
     assert run(folder, body, "--backend", "mpi") == 0
     said = capfd.readouterr()
     assert sorted(said.out.splitlines()) == ["out 0 mpi", "out 1 mpi"]
     assert sorted(said.err.splitlines()) == ["err 0", "err 1"]
-    assert run(folder, body, "--backend", "mpi", "--redirect_stdout_and_stderr", "--logdir", folder / "logs") == 0
-    assert [(folder / f"logs/local_rank_{i}/stdout").read_text() for i in range(2)] == ["out 0 mpi\n", "out 1 mpi\n"]
+    assert (
+        run(
+            folder,
+            body,
+            "--backend",
+            "mpi",
+            "--redirect_stdout_and_stderr",
+            "--logdir",
+            folder / "logs",
+        )
+        == 0
+    )
+    assert [(folder / f"logs/local_rank_{i}/stdout").read_text() for i in range(2)] == [
+        "out 0 mpi\n",
+        "out 1 mpi\n",
+    ]
     assert capfd.readouterr() == ("", "")
 
 
 @needs_mpi
 def test_mpirun_keeps_its_files_apart(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Open MPI's own place is named by mpirun's pid: what a killed one left there keeps the next of that pid from starting."""
-    assert run(folder, 'print(os.environ["PMIX_SERVER_TMPDIR"], flush=True)', "--backend", "mpi") == 0
+    """Open MPI's own place is named by mpirun's pid: what a killed one left there keeps the next of
+    that pid from starting."""
+    assert (
+        run(folder, 'print(os.environ["PMIX_SERVER_TMPDIR"], flush=True)', "--backend", "mpi") == 0
+    )
     (place,) = set(capfd.readouterr().out.split())
     assert place.startswith(f"{tempfile.gettempdir()}/globaltensor_mpi_")
     assert not Path(place).parent.exists()
@@ -189,43 +238,97 @@ def test_mpirun_keeps_its_files_apart(folder: Path, capfd: pytest.CaptureFixture
 
 def test_mpi_on_several_nodes_is_mpiruns_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--backend", "mpi", "--nnodes", "2", "--master_port", "1234", __file__]) == 2
-    assert "start the script itself, by `mpirun -n <ranks> --host a,b python script.py` or by srun" in capfd.readouterr().err
+    assert (
+        "start the script itself, by `mpirun -n <ranks> --host a,b python script.py` or by srun"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_ranks_start_again(backend: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = '(folder / f"told.{attempt}.{rank}").write_text(json.dumps(dict(os.environ)))\nhere()\nif attempt < 2 and rank == 1: sys.exit(3 + attempt)\n'
-    assert run(folder, body + "if attempt < 2: time.sleep(100)", "--max_restarts", 2, "--backend", backend) == 0
+    body = (
+        "(folder / "
+        'f"told.{attempt}.{rank}").write_text(json.dumps(dict(os.environ)))\nhere()\nif '
+        "attempt < 2 and rank == 1: sys.exit(3 + attempt)\n"
+    )
+    assert (
+        run(
+            folder,
+            body + "if attempt < 2: time.sleep(100)",
+            "--max_restarts",
+            2,
+            "--backend",
+            backend,
+        )
+        == 0
+    )
     said = capfd.readouterr().err
-    places = [said.index(text) for text in ("ended with exit code 3", "restart 1 of at most 2", "ended with exit code 4", "restart 2 of at most 2")]
+    places = [
+        said.index(text)
+        for text in (
+            "ended with exit code 3",
+            "restart 1 of at most 2",
+            "ended with exit code 4",
+            "restart 2 of at most 2",
+        )
+    ]
     assert places == sorted(places)
     told = [json.loads((folder / f"told.{attempt}.0").read_text()) for attempt in range(3)]
-    assert [(v["TORCHELASTIC_RESTART_COUNT"], v["TORCHELASTIC_MAX_RESTARTS"]) for v in told] == [("0", "2"), ("1", "2"), ("2", "2")]
+    assert [(v["TORCHELASTIC_RESTART_COUNT"], v["TORCHELASTIC_MAX_RESTARTS"]) for v in told] == [
+        ("0", "2"),
+        ("1", "2"),
+        ("2", "2"),
+    ]
     assert len({v["MASTER_PORT"] for v in told}) == 3
 
 
 def test_restarts_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "here()\nif rank == 1: sys.exit(5)\ntime.sleep(100)", "--max_restarts", 1) == 5
+    assert (
+        run(folder, "here()\nif rank == 1: sys.exit(5)\ntime.sleep(100)", "--max_restarts", 1) == 5
+    )
     assert capfd.readouterr().err.count("ended with exit code 5") == 2
     assert nobody_left(folder)
 
 
 def test_collectives_work_again_after_a_restart(folder: Path) -> None:
-    """What the first attempt left in the store would send the second to addresses where nobody is."""
-    body = COLLECTIVE + "if attempt == 0 and rank == 0: sys.exit(3)\n(folder / f'sum.{attempt}.{rank}').write_text(str(x[0].item()))\n"
+    """What the first attempt left in the store would send the second to addresses where nobody
+    is."""
+    body = COLLECTIVE + (
+        "if attempt == 0 and rank == 0: sys.exit(3)\n(folder / "
+        "f'sum.{attempt}.{rank}').write_text(str(x[0].item()))\n"
+    )
     assert run(folder, body, "--max_restarts", 1) == 0
     assert [(folder / f"sum.1.{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
 def test_a_rank_that_ends_early_does_not_disturb_the_others(folder: Path) -> None:
-    body = COLLECTIVE + "dist.destroy_process_group()\nif rank == 1:\n    time.sleep(0.5)\n    (folder / 'late').touch()\n"
+    body = COLLECTIVE + (
+        "dist.destroy_process_group()\nif rank == 1:\n    time.sleep(0.5)\n    (folder / "
+        "'late').touch()\n"
+    )
     assert run(folder, body) == 0
     assert (folder / "late").exists()
 
 
-def test_the_console_and_the_files_of_torchruns_options(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_console_and_the_files_of_torchruns_options(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body = 'print("out", rank); print("err", rank, file=sys.stderr)'
-    assert run(folder, body, "--tee", "3", "--log-dir", folder / "logs", "--rdzv-id", "job", "--local-ranks-filter", "0") == 0
+    assert (
+        run(
+            folder,
+            body,
+            "--tee",
+            "3",
+            "--log-dir",
+            folder / "logs",
+            "--rdzv-id",
+            "job",
+            "--local-ranks-filter",
+            "0",
+        )
+        == 0
+    )
     said = capfd.readouterr()
     assert (said.out, said.err) == ("[default0]:out 0\n", "[default0]:err 0\n")
     (attempt,) = (folder / "logs").glob("job_*/attempt_0")
@@ -238,13 +341,24 @@ def test_the_console_and_the_files_of_torchruns_options(folder: Path, capfd: pyt
     assert (said.out, said.err) == ("out 1\n", "err 1\n")
 
 
-def test_a_rank_that_is_not_shown_is_still_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "if rank == 1: raise ValueError('the sky fell')\ntime.sleep(100)", "--local_ranks_filter", "0") == 1
+def test_a_rank_that_is_not_shown_is_still_reported(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            folder,
+            "if rank == 1: raise ValueError('the sky fell')\ntime.sleep(100)",
+            "--local_ranks_filter",
+            "0",
+        )
+        == 1
+    )
     assert "| ValueError: the sky fell" in capfd.readouterr().err
 
 
 def test_a_terminal_stays_one(folder: Path) -> None:
-    """Progress bars look whether stderr is a terminal; output through it arrives as it was written."""
+    """Progress bars look whether stderr is a terminal; output through it arrives as it was
+    written."""
     import pty
 
     path = write_script(folder, "sys.stderr.write(f'tty {sys.stderr.isatty()}\\rdone {rank}\\n')")
@@ -268,8 +382,14 @@ def test_a_terminal_stays_one(folder: Path) -> None:
     [
         (["--nnodes", "1:2", __file__], "--rdzv_backend c10d needs --rdzv_endpoint HOST:PORT"),
         (["--nnodes", "two", __file__], "--nnodes two: a number of nodes"),
-        (["--nproc_per_node", "many", __file__], "--nproc_per_node many: a number, auto, cpu or gpu"),
-        (["--rdzv_backend", "nowhere", "--rdzv_endpoint", "localhost:1", __file__], "The rendezvous backend 'nowhere' is not registered"),
+        (
+            ["--nproc_per_node", "many", __file__],
+            "--nproc_per_node many: a number, auto, cpu or gpu",
+        ),
+        (
+            ["--rdzv_backend", "nowhere", "--rdzv_endpoint", "localhost:1", __file__],
+            "The rendezvous backend 'nowhere' is not registered",
+        ),
         (["--rdzv_conf", "timeout", __file__], "it must be KEY=VALUE"),
         (["--rdzv_conf", "timeout=soon", __file__], "timeout=soon: a number is needed"),
         (["--standalone", "--nnodes", "2", __file__], "--standalone is for one node"),
@@ -278,18 +398,25 @@ def test_a_terminal_stays_one(folder: Path) -> None:
         (["--max_restarts", "-1", __file__], "--max_restarts"),
     ],
 )
-def test_more_mistakes_are_told(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_more_mistakes_are_told(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     assert says in capfd.readouterr().err
 
 
-def test_a_timeout_that_is_no_number(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_timeout_that_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "soon")
     assert main([__file__]) == 2
     assert "GLOBALTENSOR_TIMEOUT is 'soon'" in capfd.readouterr().err
 
 
 def test_as_many_ranks_as_cores(folder: Path) -> None:
-    assert main(["--nproc_per_node", "cpu", write_script(folder, "(folder / f'rank.{rank}').touch()")]) == 0
+    assert (
+        main(["--nproc_per_node", "cpu", write_script(folder, "(folder / f'rank.{rank}').touch()")])
+        == 0
+    )
     assert within(1, lambda: (folder / "rank.0").exists())
     assert len(list(folder.glob("rank.*"))) >= 1

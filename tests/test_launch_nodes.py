@@ -1,4 +1,5 @@
-"""Several nodes, each a launcher of its own on this machine: they meet, agree, and none outlives another's failure."""
+"""Several nodes, each a launcher of its own on this machine: they meet, agree, and none outlives
+another's failure."""
 
 from __future__ import annotations
 
@@ -32,7 +33,17 @@ def port() -> Iterator[int]:
 
 
 def nodes(port: int, rank: int, *more: object, nproc: int = 1, nnodes: object = 2) -> list[object]:
-    return ["--nnodes", nnodes, "--node_rank", rank, "--nproc_per_node", nproc, "--master_port", port, *more]
+    return [
+        "--nnodes",
+        nnodes,
+        "--node_rank",
+        rank,
+        "--nproc_per_node",
+        nproc,
+        "--master_port",
+        port,
+        *more,
+    ]
 
 
 def listening(port: int) -> bool:
@@ -53,17 +64,34 @@ def test_ranks_go_on_from_node_to_node(folder: Path, port: int) -> None:
     with Launched(folder, *nodes(port, 1, path, nproc=2)) as other:
         assert main([*map(str, nodes(port, 0, path, nproc=2))]) == 0
         assert other.code() == 0, other.err
-    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     rows = [("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1")]
-    assert [tuple(v[n] for n in names) for v in told(folder)] == [(*row, "4", "2", "2", "127.0.0.1", str(port)) for row in rows]
+    assert [tuple(v[n] for n in names) for v in told(folder)] == [
+        (*row, "4", "2", "2", "127.0.0.1", str(port)) for row in rows
+    ]
 
 
 def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
     path = write_script(folder, "if rank == 1:\n    here()\n    sys.exit(7)\nsleep()")
-    with Launched(folder, *nodes(port, 0, path)) as one, Launched(folder, *nodes(port, 1, path)) as two:
+    with (
+        Launched(folder, *nodes(port, 0, path)) as one,
+        Launched(folder, *nodes(port, 1, path)) as two,
+    ):
         assert (one.code(), two.code()) == (7, 7)
         two.says(r"rank 1 \(local rank 0, .*ended with exit code 7")
-        one.says(rf"node 1 \({socket.gethostname()}\) has failed: rank 1 .*ended with exit code 7\n.*this node's 1 rank had to end with it")
+        one.says(
+            rf"node 1 \({socket.gethostname()}\) has failed: rank 1 .*ended with exit code "
+            rf"7\n.*this node's 1 rank had to end with it"
+        )
     assert nobody_left(folder)
 
 
@@ -77,10 +105,15 @@ def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
     ],
     ids=str,
 )
-def test_a_launcher_that_dies_ends_all(number: signal.Signals, victim: int, folder: Path, port: int) -> None:
+def test_a_launcher_that_dies_ends_all(
+    number: signal.Signals, victim: int, folder: Path, port: int
+) -> None:
     path = write_script(folder, "sleep()")
     more = ["--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=3", path]
-    with Launched(folder, *nodes(port, 0, *more)) as one, Launched(folder, *nodes(port, 1, *more)) as two:
+    with (
+        Launched(folder, *nodes(port, 0, *more)) as one,
+        Launched(folder, *nodes(port, 1, *more)) as two,
+    ):
         one.wait_for("here.*", 2)
         dies, other = (one, two) if victim == 0 else (two, one)
         dies.process.send_signal(number)
@@ -89,7 +122,10 @@ def test_a_launcher_that_dies_ends_all(number: signal.Signals, victim: int, fold
         if number == signal.SIGTERM:
             other.says(rf"node {victim} \(.*\) has failed: its launcher got SIGTERM")
         elif victim == 0:
-            other.says(rf"the launcher of node 0, which serves the meeting point 127\.0\.0\.1:{port}, is gone")
+            other.says(
+                rf"the launcher of node 0, which serves the meeting point 127\.0\.0\.1:{port}, is "
+                rf"gone"
+            )
         else:
             other.says(r"node 1 has been silent for \d s: its launcher is dead")
         assert nobody_left(folder)
@@ -98,14 +134,27 @@ def test_a_launcher_that_dies_ends_all(number: signal.Signals, victim: int, fold
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
-        ({"nproc": 1}, {"nproc": 2}, "node [01] .* was started with --nproc_per_node [12], node [01] .* with [12]: it must be the same on all nodes"),
+        (
+            {"nproc": 1},
+            {"nproc": 2},
+            (
+                "node [01] .* was started with --nproc_per_node [12], node [01] .* with [12]: it "
+                "must "
+                "be the same on all nodes"
+            ),
+        ),
         ({"nnodes": 2}, {"nnodes": 3}, "was started with --nnodes [23], node [01] .* with [23]"),
     ],
     ids=["nproc_per_node", "nnodes"],
 )
-def test_nodes_started_otherwise(first: dict[str, int], second: dict[str, int], says: str, folder: Path, port: int) -> None:
+def test_nodes_started_otherwise(
+    first: dict[str, int], second: dict[str, int], says: str, folder: Path, port: int
+) -> None:
     path = write_script(folder, TELL)
-    with Launched(folder, *nodes(port, 0, path, **first)) as one, Launched(folder, *nodes(port, 1, path, **second)) as two:
+    with (
+        Launched(folder, *nodes(port, 0, path, **first)) as one,
+        Launched(folder, *nodes(port, 1, path, **second)) as two,
+    ):
         for launcher in (one, two):
             assert launcher.code() == 2
             launcher.says(says)
@@ -115,27 +164,69 @@ def test_nodes_started_otherwise(first: dict[str, int], second: dict[str, int], 
 def test_a_node_rank_that_is_taken(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
     one, second = nodes(port, 0, path, nnodes=3), nodes(port, 1, path, nnodes=3)
-    with Launched(folder, *one), Launched(folder, *second) as two, Launched(folder, *second) as three:
-        assert within(60, lambda: two.process.poll() is not None or three.process.poll() is not None)
+    with (
+        Launched(folder, *one),
+        Launched(folder, *second) as two,
+        Launched(folder, *second) as three,
+    ):
+        assert within(
+            60, lambda: two.process.poll() is not None or three.process.poll() is not None
+        )
         loser = two if two.process.poll() is not None else three
         assert loser.code() == 2
-        loser.says(rf"--node_rank 1 is taken: a launcher on {socket.gethostname()} \(pid \d+\) has it")
+        loser.says(
+            rf"--node_rank 1 is taken: a launcher on {socket.gethostname()} \(pid \d+\) has it"
+        )
 
 
-def test_nobody_answers_at_the_master(folder: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nobody_answers_at_the_master(
+    folder: Path, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
-    assert main([*map(str, nodes(port, 1, "--rdzv_conf", "connect_timeout=1", write_script(folder, TELL)))]) == 2
+    assert (
+        main(
+            [
+                *map(
+                    str,
+                    nodes(port, 1, "--rdzv_conf", "connect_timeout=1", write_script(folder, TELL)),
+                )
+            ]
+        )
+        == 2
+    )
     assert time.monotonic() - began < 10
-    assert f"node 1 cannot reach node 0 at 127.0.0.1:{port}: Connection refused, for 1 s" in capfd.readouterr().err
+    assert (
+        f"node 1 cannot reach node 0 at 127.0.0.1:{port}: Connection refused, for 1 s"
+        in capfd.readouterr().err
+    )
 
 
-def test_a_node_that_does_not_come(folder: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*map(str, nodes(port, 0, "--rdzv_conf", "timeout=1", write_script(folder, TELL)))]) == 2
+def test_a_node_that_does_not_come(
+    folder: Path, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main([*map(str, nodes(port, 0, "--rdzv_conf", "timeout=1", write_script(folder, TELL)))])
+        == 2
+    )
     assert f"node 1 of 2 has not come to 127.0.0.1:{port} within 1 s" in capfd.readouterr().err
 
 
-def test_a_master_that_is_elsewhere(folder: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*map(str, nodes(port, 0, "--master_addr", "no-such-host.invalid", write_script(folder, TELL)))]) == 2
+def test_a_master_that_is_elsewhere(
+    folder: Path, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                *map(
+                    str,
+                    nodes(
+                        port, 0, "--master_addr", "no-such-host.invalid", write_script(folder, TELL)
+                    ),
+                )
+            ]
+        )
+        == 2
+    )
     assert f"node 0 does not reach itself at no-such-host.invalid:{port}" in capfd.readouterr().err
 
 
@@ -148,24 +239,44 @@ def test_a_signal_ends_the_wait_for_other_nodes(folder: Path, port: int) -> None
 
 
 def test_all_nodes_start_again(folder: Path, port: int) -> None:
-    path = write_script(folder, TELL + "here()\nif attempt == 0:\n    if rank == 1: sys.exit(3)\n    sleep()")
-    with Launched(folder, *nodes(port, 0, "--max_restarts", 1, path)) as one, Launched(folder, *nodes(port, 1, "--max_restarts", 1, path)) as two:
+    path = write_script(
+        folder, TELL + "here()\nif attempt == 0:\n    if rank == 1: sys.exit(3)\n    sleep()"
+    )
+    with (
+        Launched(folder, *nodes(port, 0, "--max_restarts", 1, path)) as one,
+        Launched(folder, *nodes(port, 1, "--max_restarts", 1, path)) as two,
+    ):
         assert (one.code(), two.code()) == (0, 0), one.err + two.err
         one.says("restart 1 of at most 1")
         two.says("restart 1 of at most 1")
     first, second = told(folder, 0), told(folder, 1)
     assert [v["TORCHELASTIC_RESTART_COUNT"] for v in second] == ["1", "1"]
-    assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"] == second[1]["MASTER_PORT"], "what the first attempt left in the store must not be found"
+    assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"] == second[1]["MASTER_PORT"], (
+        "what the first attempt left in the store must not be found"
+    )
 
 
 def elastic(port: int, *more: object, nnodes: str = "1:2") -> list[object]:
     conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
-    return ["--nnodes", nnodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "test", "--rdzv_conf", conf, *more]
+    return [
+        "--nnodes",
+        nnodes,
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv_id",
+        "test",
+        "--rdzv_conf",
+        conf,
+        *more,
+    ]
 
 
 @pytest.mark.slow
 def test_an_elastic_job_grows_and_shrinks(folder: Path, port: int) -> None:
-    """One node begins alone; a second joins, and all start again as two; the second dies, and the first goes on alone."""
+    """One node begins alone; a second joins, and all start again as two; the second dies, and the
+    first goes on alone."""
     body = """
 (folder / f"world.{os.environ['WORLD_SIZE']}.{rank}.{os.getpid()}").touch()
 wait_for("end", 1)
@@ -185,6 +296,12 @@ wait_for("end", 1)
 
 def test_a_dynamic_rendezvous_of_two_nodes(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
-    with Launched(folder, *elastic(port, path, nnodes="2")) as one, Launched(folder, *elastic(port, path, nnodes="2")) as two:
+    with (
+        Launched(folder, *elastic(port, path, nnodes="2")) as one,
+        Launched(folder, *elastic(port, path, nnodes="2")) as two,
+    ):
         assert (one.code(), two.code()) == (0, 0), one.err + two.err
-    assert [(v["RANK"], v["WORLD_SIZE"], v["MASTER_ADDR"]) for v in told(folder)] == [("0", "2", "127.0.0.1"), ("1", "2", "127.0.0.1")]
+    assert [(v["RANK"], v["WORLD_SIZE"], v["MASTER_ADDR"]) for v in told(folder)] == [
+        ("0", "2", "127.0.0.1"),
+        ("1", "2", "127.0.0.1"),
+    ]

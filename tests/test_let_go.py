@@ -1,4 +1,5 @@
-"""Parameters, gradients and optimizers go when nobody holds the model any more, however it was trained."""
+"""Parameters, gradients and optimizers go when nobody holds the model any more, however it was
+trained."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Model(nn.Module):
 
 
 class Training(flow.nn.Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, change: Callable[[Any], object]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, change: Callable[[Any], object]
+    ) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
@@ -53,7 +56,9 @@ def rows(sbp: Any = B) -> Any:
     return torch.ones(8, 64).to_global(everyone(), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
 
 
-def _eager(model: nn.Module, sbp: Any = B, around: Callable[[], Any] = contextlib.nullcontext) -> list[Any]:
+def _eager(
+    model: nn.Module, sbp: Any = B, around: Callable[[], Any] = contextlib.nullcontext
+) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         with around():
@@ -65,7 +70,9 @@ def _eager(model: nn.Module, sbp: Any = B, around: Callable[[], Any] = contextli
     return [optimizer]
 
 
-def _graph(model: nn.Module, change: Callable[[Any], object] = lambda graph: None, sbp: Any = B) -> list[Any]:
+def _graph(
+    model: nn.Module, change: Callable[[Any], object] = lambda graph: None, sbp: Any = B
+) -> list[Any]:
     graph = Training(model, optimizer := torch.optim.AdamW(model.parameters()), change)
     for _ in range(3):
         graph(rows(sbp)).to_global(everyone(), B)
@@ -92,7 +99,9 @@ def _of(sbp: Any) -> Model:
 
 
 def _cut() -> nn.Module:
-    return flow.pipeline.cut(Model(), [flow.placement("cpu", [0]), flow.placement("cpu", [1])], at=["down"])
+    return flow.pipeline.cut(
+        Model(), [flow.placement("cpu", [0]), flow.placement("cpu", [1])], at=["down"]
+    )
 
 
 def _auto(memory: str) -> Callable[[Any], None]:
@@ -114,13 +123,19 @@ WAYS: dict[str, Callable[[], Any]] = {
     "hooked": lambda: _eager(_hooked(), S(0)),
     "graph": lambda: _graph(_of(B), sbp=S(0)),
     "graph, tensor": lambda: _graph(_of(TENSOR)),
-    "graph, accumulating": lambda: _graph(_of(B), lambda graph: graph.config.set_gradient_accumulation_steps(2), S(0)),
+    "graph, accumulating": lambda: _graph(
+        _of(B), lambda graph: graph.config.set_gradient_accumulation_steps(2), S(0)
+    ),
     "graph, zero 1": lambda: _graph(_of(B), lambda graph: graph.config.enable_zero(stage=1), S(0)),
     "graph, zero 2": lambda: _graph(_of(B), lambda graph: graph.config.enable_zero(stage=2), S(0)),
     "graph, zero 3": lambda: _graph(_of(B), lambda graph: graph.config.enable_zero(stage=3), S(0)),
-    "graph, recomputing": lambda: _graph(_of(B), lambda graph: graph.config.set_memory_limit(5120), S(0)),
+    "graph, recomputing": lambda: _graph(
+        _of(B), lambda graph: graph.config.set_memory_limit(5120), S(0)
+    ),
     "graph, in stages": lambda: _graph(_cut()),
-    "graph, compiled": lambda: _graph(_of(B), lambda graph: graph.config.enable_compile(backend="aot_eager"), S(0)),
+    "graph, compiled": lambda: _graph(
+        _of(B), lambda graph: graph.config.enable_compile(backend="aot_eager"), S(0)
+    ),
     "graph, auto": lambda: _graph(_of(B), _auto("Disable")),
     "graph, auto, memory": lambda: _graph(_of(B), _auto("ModerateMemoryDown")),
 }
@@ -129,7 +144,11 @@ WAYS: dict[str, Callable[[], Any]] = {
 def watched(held: list[Any]) -> list[tuple[str, weakref.ref[Any]]]:
     parameters = [p for group in held[-1].param_groups for p in group["params"]]
     assert len(parameters) == 4
-    things = [(type(x).__name__, x) for x in held] + [("parameter", p) for p in parameters] + [("its memory", p._local) for p in parameters]
+    things = (
+        [(type(x).__name__, x) for x in held]
+        + [("parameter", p) for p in parameters]
+        + [("its memory", p._local) for p in parameters]
+    )
     return [(kind, weakref.ref(thing)) for kind, thing in things]
 
 

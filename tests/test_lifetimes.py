@@ -1,4 +1,5 @@
-"""Memory that the library keeps from step to step: nobody's gradient is written over, and nothing outlives the model that it was for."""
+"""Memory that the library keeps from step to step: nobody's gradient is written over, and nothing
+outlives the model that it was for."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ def rows(n: int, width: int, seed: int = 0) -> Any:
     return x.to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------------------------------- whose a gradient is
+# ------------------------------------------------------------------------------ whose a gradient is
 
 
 @contextlib.contextmanager
 def counting_nothing() -> Iterator[None]:
-    """Inside, nobody learns from reference counts who holds an object: they are what an interpreter or torch of another version may say."""
+    """Inside, nobody learns from reference counts who holds an object: they are what an interpreter
+    or torch of another version may say."""
     before = sys.getrefcount, torch._C._storage_Use_Count  # type: ignore[attr-defined]
     sys.getrefcount = lambda x: 2  # type: ignore[assignment]
     torch._C._storage_Use_Count = lambda cdata: 2  # type: ignore[attr-defined]
@@ -67,10 +69,19 @@ HOLDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "an array": (lambda grad: grad.to_local().numpy(), torch.from_numpy),
     "a part of an array": (lambda grad: grad.to_local().numpy()[1:], torch.from_numpy),
     "by DLPack": (lambda grad: torch.from_dlpack(grad.to_local()), lambda t: t),
-    "a buffer": (lambda grad: memoryview(grad.to_local().numpy()), lambda view: torch.from_numpy(np.asarray(view))),
-    "its storage": (lambda grad: (grad.to_local().untyped_storage(), grad.to_local().storage_offset()), lambda s: torch.tensor([]).set_(s[0], s[1], (6, 6))),
+    "a buffer": (
+        lambda grad: memoryview(grad.to_local().numpy()),
+        lambda view: torch.from_numpy(np.asarray(view)),
+    ),
+    "its storage": (
+        lambda grad: (grad.to_local().untyped_storage(), grad.to_local().storage_offset()),
+        lambda s: torch.tensor([]).set_(s[0], s[1], (6, 6)),
+    ),
     "a parameter made of it": (lambda grad: nn.Parameter(grad.to_local()), lambda p: p.detach()),
-    "a weak and a strong reference": (lambda grad: (weakref.ref(grad), grad), lambda pair: pair[0]().to_local()),
+    "a weak and a strong reference": (
+        lambda grad: (weakref.ref(grad), grad),
+        lambda pair: pair[0]().to_local(),
+    ),
 }
 
 
@@ -87,7 +98,10 @@ def steps(room: int, way: str) -> list[str]:
         held.append((name, kept, HOLDS[name][1](kept).clone()))
 
     if way == "in hooks":
-        handles = [layer.weight.register_post_accumulate_grad_hook(lambda p, name=name: hold(name, p.grad)) for name, layer in zip(HOLDS, model, strict=True)]
+        handles = [
+            layer.weight.register_post_accumulate_grad_hook(lambda p, name=name: hold(name, p.grad))
+            for name, layer in zip(HOLDS, model, strict=True)
+        ]
     with counting_nothing():
         for step in range(6):
             if way == "set to zero" or step % 2:
@@ -123,7 +137,8 @@ def test_gradients_that_are_held_stay_as_they_are(room: int, way: str) -> None:
 
 
 def served_again(room: int) -> list[bool]:
-    """Whether the gradients of a step lie where those of the step before did, which have been let go."""
+    """Whether the gradients of a step lie where those of the step before did, which have been let
+    go."""
     before, reducer.ROOM_BYTES = reducer.ROOM_BYTES, room
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to_global(everyone(), B)  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters())
@@ -158,7 +173,9 @@ class Passing(flow.nn.Graph):
 def received() -> list[bool]:
     """Whether results of a pipeline are still what they were after further calls."""
     first, second = (flow.placement("cpu", [r]) for r in (0, 1))
-    graph = Passing(flow.pipeline.cut(nn.Sequential(nn.Linear(6, 6), nn.Identity()), [first, second], at=["1"]))
+    graph = Passing(
+        flow.pipeline.cut(nn.Sequential(nn.Linear(6, 6), nn.Identity()), [first, second], at=["1"])
+    )
     held = []
     with counting_nothing():
         for step in range(6):
@@ -172,7 +189,14 @@ def test_results_of_a_pipeline_stay_as_they_are() -> None:
 
 
 def test_a_room_is_free_when_its_loan_is_over() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64):
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+        torch.int64,
+    ):
         room = Room(4 * dtype.itemsize)
         assert room.free
         flat = room.lend(dtype)
@@ -186,14 +210,18 @@ def test_a_room_is_free_when_its_loan_is_over() -> None:
     assert Room(0).lend(torch.float32).numel() == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- what outlives a model
+# ---------------------------------------------------------------------------- what outlives a model
 
 
 def nbytes() -> int:
     """Of all tensors of this process."""
     found = {}
     for x in gc.get_objects():
-        if type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided:
+        if (
+            type(x) in (Tensor, nn.Parameter)
+            and x.device.type == "cpu"
+            and x.layout is torch.strided
+        ):
             storage = x.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return sum(found.values())
@@ -205,7 +233,11 @@ MODEL = 4 * WIDTH * (WIDTH + 1) * 4  # bytes of its parameters
 
 def model(plan: Any) -> nn.Module:
     made = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    return flow.parallelize(made, everyone(), plan) if isinstance(plan, str) else made.to_global(everyone(), plan)  # type: ignore[operator, no-any-return]
+    return (
+        flow.parallelize(made, everyone(), plan)
+        if isinstance(plan, str)
+        else made.to_global(everyone(), plan)
+    )  # type: ignore[operator, no-any-return]
 
 
 def trained(plan: Any, times: int = 4) -> None:
@@ -300,7 +332,8 @@ def replicated() -> None:
 
 
 USES: dict[str, Callable[[], None]] = {
-    **{f"{name}, {use.__name__}": (lambda use=use, plan=plan: use(plan)) for use in (trained, held_at_its_end, asked, cyclic, broken, unsummed)
+    **{f"{name}, {use.__name__}": (lambda use=use, plan=plan: use(plan)) for use in (trained,
+        held_at_its_end, asked, cyclic, broken, unsummed)
        for name, plan in (("data", B), ("fsdp", "fsdp"), ("tensor", "tensor"))},
     "graph": lambda: in_a_graph(B),
     "graph, fsdp": lambda: in_a_graph("fsdp"),
@@ -313,7 +346,8 @@ USES: dict[str, Callable[[], None]] = {
 
 
 def left_behind(room: int) -> dict[str, int]:
-    """Bytes that are there after models have gone and others, small ones, have been used; of those that are too many."""
+    """Bytes that are there after models have gone and others, small ones, have been used; of those
+    that are too many."""
     small = nn.Linear(3, 3).to_global(everyone(), B)  # type: ignore[operator]
 
     def other() -> None:
@@ -339,7 +373,8 @@ def test_nothing_is_left_of_a_model_that_has_gone(room: int) -> None:
 
 
 def kept() -> list[bool]:
-    """Whether what is kept for gradients is no more than those of the leaves that are there, however these change."""
+    """Whether what is kept for gradients is no more than those of the leaves that are there,
+    however these change."""
     roomy, reducer.ROOM_BYTES = reducer.ROOM_BYTES, 1 << 12
     flats, found = reducer.reducer().flats, []
     gc.collect()
@@ -369,7 +404,8 @@ def test_what_is_kept_for_gradients_is_bounded_by_them() -> None:
 
 
 def gone_on_one_rank() -> list[bool]:
-    """A second model is used after the first one in each pass, then no more. Of that one rank is rid at once, the other later."""
+    """A second model is used after the first one in each pass, then no more. Of that one rank is
+    rid at once, the other later."""
     student, plain = model("fsdp"), nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     for p, q in zip(plain.parameters(), student.parameters(), strict=True):
         p.data.copy_(q.to_global(sbp=B).to_local())  # type: ignore[operator]
@@ -400,7 +436,12 @@ def test_ranks_on_which_a_model_goes_at_other_times_gather_alike() -> None:
 
 
 def dreamt() -> weakref.ref[Any]:
-    flow.auto.plan(nn.Sequential(nn.Linear(8, 8), nn.Softmax(1), nn.BatchNorm1d(8)), torch.empty(4, 8), "dgx-h100", mesh=(2,))
+    flow.auto.plan(
+        nn.Sequential(nn.Linear(8, 8), nn.Softmax(1), nn.BatchNorm1d(8)),
+        torch.empty(4, 8),
+        "dgx-h100",
+        mesh=(2,),
+    )
     return weakref.ref(world())
 
 

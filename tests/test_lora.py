@@ -1,7 +1,9 @@
-"""Adapters in models that are laid out by name: the layer that they are for lies as it would without them, they follow it, and training is that of one device.
+"""Adapters in models that are laid out by name: the layer that they are for lies as it would
+without them, they follow it, and training is that of one device.
 
-The modules are made as peft makes them: what stands for a layer has it as ``base_layer`` and low-rank matrices by the names of adapters; a module that is
-trained in place of another keeps both; the model that is given back hands on the attributes of the one inside.
+The modules are made as peft makes them: what stands for a layer has it as ``base_layer`` and
+low-rank matrices by the names of adapters; a module that is trained in place of another keeps both;
+the model that is given back hands on the attributes of the one inside.
 """
 
 from __future__ import annotations
@@ -29,24 +31,37 @@ from globaltensor.parallel.adapters import layers_in
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 WIDTH, INNER, HEADS, WORDS, LAYERS, RANK = 16, 24, 4, 18, 2, 2
 
-# ---------------------------------------------------------------------------------------------------------------- a model
+# ------------------------------------------------------------------------------------------ a model
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )  # type: ignore[no-any-return]
 
 
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -66,7 +81,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block() for _ in range(LAYERS)]), nn.LayerNorm(WIDTH), None
+        self.embed, self.layers, self.norm, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Block() for _ in range(LAYERS)]),
+            nn.LayerNorm(WIDTH),
+            None,
+        )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -85,7 +105,13 @@ class Planned(Decoder):
     @property
     def tp_plan(self) -> dict[str, str]:
         plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        for name in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ):
             plan[f"layers.*.{name}"] = "colwise"
         return {**plan, "layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
 
@@ -96,13 +122,18 @@ class Turned(nn.Module):
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.1), nn.Parameter(torch.zeros(nf))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(nx, nf) * 0.1),
+            nn.Parameter(torch.zeros(nf)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------- adapters
+# ----------------------------------------------------------------------------------------- adapters
 
 
 def sizes(base: Any) -> tuple[int, int]:
@@ -117,19 +148,40 @@ class Lora(nn.Module):
         inputs, outputs = sizes(base_layer)
         self.base_layer = base_layer
         self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, RANK, bias=False), "other": nn.Linear(inputs, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, outputs, bias=bias), "other": nn.Linear(3, outputs, bias=bias)})
+        self.lora_A = nn.ModuleDict(
+            {
+                "default": nn.Linear(inputs, RANK, bias=False),
+                "other": nn.Linear(inputs, 3, bias=False),
+            }
+        )
+        self.lora_B = nn.ModuleDict(
+            {
+                "default": nn.Linear(RANK, outputs, bias=bias),
+                "other": nn.Linear(3, outputs, bias=bias),
+            }
+        )
         self.lora_embedding_A, self.lora_magnitude_vector = nn.ParameterDict(), nn.ModuleDict()
-        self.scaling, self.active, self.merged, self.disabled = {"default": 2.0, "other": 0.5}, ["default"], False, False
+        self.scaling, self.active, self.merged, self.disabled = (
+            {"default": 2.0, "other": 0.5},
+            ["default"],
+            False,
+            False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base_layer(x)
         for name in self.active if not (self.merged or self.disabled) else ():
-            result = result + self.lora_B[name](self.lora_A[name](self.lora_dropout["default"](x))) * self.scaling[name]
+            result = (
+                result
+                + self.lora_B[name](self.lora_A[name](self.lora_dropout["default"](x)))
+                * self.scaling[name]
+            )
         return result  # type: ignore[no-any-return]
 
     def merge(self) -> None:
-        self.base_layer.weight.data += self.lora_B["default"].weight @ self.lora_A["default"].weight * self.scaling["default"]  # type: ignore[operator]
+        self.base_layer.weight.data += (
+            self.lora_B["default"].weight @ self.lora_A["default"].weight * self.scaling["default"]
+        )  # type: ignore[operator]
         self.merged = True
 
 
@@ -157,11 +209,19 @@ class LoraTable(nn.Module):
     def __init__(self, base_layer: nn.Embedding) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.randn(RANK, base_layer.num_embeddings))})
-        self.lora_embedding_B = nn.ParameterDict({"default": nn.Parameter(torch.randn(base_layer.embedding_dim, RANK))})
+        self.lora_embedding_A = nn.ParameterDict(
+            {"default": nn.Parameter(torch.randn(RANK, base_layer.num_embeddings))}
+        )
+        self.lora_embedding_B = nn.ParameterDict(
+            {"default": nn.Parameter(torch.randn(base_layer.embedding_dim, RANK))}
+        )
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.base_layer(words) + F.embedding(words, self.lora_embedding_A["default"].T) @ self.lora_embedding_B["default"].T  # type: ignore[no-any-return]
+        return (
+            self.base_layer(words)
+            + F.embedding(words, self.lora_embedding_A["default"].T)
+            @ self.lora_embedding_B["default"].T
+        )  # type: ignore[no-any-return]
 
 
 class Saved(nn.Module):
@@ -182,12 +242,20 @@ class Scaled(nn.Module):
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
         self.base_layer = base_layer
-        shape = (1, base_layer.in_features) if base_layer.in_features == INNER else (base_layer.out_features, 1)
+        shape = (
+            (1, base_layer.in_features)
+            if base_layer.in_features == INNER
+            else (base_layer.out_features, 1)
+        )
         self.ia3_l = nn.ParameterDict({"default": nn.Parameter(torch.ones(shape))})
 
     def forward(self, x: Tensor) -> Tensor:
         factor = self.ia3_l["default"].flatten()
-        return self.base_layer(x * factor) if self.ia3_l["default"].shape[0] == 1 else self.base_layer(x) * factor  # type: ignore[no-any-return]
+        return (
+            self.base_layer(x * factor)
+            if self.ia3_l["default"].shape[0] == 1
+            else self.base_layer(x) * factor
+        )  # type: ignore[no-any-return]
 
 
 class Own(nn.Module):
@@ -196,7 +264,10 @@ class Own(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
-        self.into, self.out = nn.Parameter(torch.randn(linear.in_features, RANK)), nn.Parameter(torch.randn(RANK, linear.out_features))
+        self.into, self.out = (
+            nn.Parameter(torch.randn(linear.in_features, RANK)),
+            nn.Parameter(torch.randn(RANK, linear.out_features)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + x @ self.into @ self.out  # type: ignore[no-any-return]
@@ -207,7 +278,10 @@ class Added(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(RANK, weight.shape[1])), nn.Parameter(torch.randn(weight.shape[0], RANK))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(RANK, weight.shape[1])),
+            nn.Parameter(torch.randn(weight.shape[0], RANK)),
+        )
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.b @ self.a
@@ -267,15 +341,21 @@ def turned(layer: nn.Linear) -> Turned:
 
 
 def turned_ones(model: nn.Module) -> None:
-    put(model, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), turned)
+    put(
+        model, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), turned
+    )
     put(model, (*COLUMNS, *ROWS), Lora)
 
 
 KINDS: dict[str, Callable[[nn.Module], None]] = {
     "none": lambda model: None,
     "lora": lambda model: put(model, (*COLUMNS, *ROWS), Lora),
-    "of all": lambda model: put(model, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), Lora),
-    "with biases": lambda model: put(model, (*COLUMNS, *ROWS), lambda layer: Lora(layer, bias=True)),
+    "of all": lambda model: put(
+        model, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), Lora
+    ),
+    "with biases": lambda model: put(
+        model, (*COLUMNS, *ROWS), lambda layer: Lora(layer, bias=True)
+    ),
     "dora": lambda model: put(model, (*COLUMNS, *ROWS), Dora),
     "tables and heads": table_too,
     "copies": saved_too,
@@ -296,49 +376,86 @@ def made(kind: str, cls: type[Decoder], around: bool = True) -> nn.Module:
         p.data.normal_(0.0, 0.3)
     adapters = kind not in ("none", "weight norm", "older weight norm")
     for name, p in model.named_parameters():
-        p.requires_grad_(not adapters or not ("base_layer" in name or "original" in name or name.endswith(("proj.weight", "linear.weight"))))
+        p.requires_grad_(
+            not adapters
+            or not (
+                "base_layer" in name
+                or "original" in name
+                or name.endswith(("proj.weight", "linear.weight"))
+            )
+        )
     return (Around(model) if around else model).double()
 
 
-# ---------------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 
 def layouts(kind: str, named: str, plan: str, around: bool) -> dict[str, str]:
     """How what belongs to the layers of the first block, the table and the head lies, by path."""
     model = flow.parallelize(made(kind, CLASSES[named], around), flow.placement.all("cpu"), plan)
-    found = {name.removeprefix("base_model.model.").removeprefix("layers.0."): p.sbp[0] for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return {name: "B" if sbp == B else f"S({sbp.dim})" for name, sbp in found.items() if not name.startswith("layers.")}
+    found = {
+        name.removeprefix("base_model.model.").removeprefix("layers.0."): p.sbp[0]
+        for name, p in model.named_parameters()
+    }  # type: ignore[attr-defined]
+    return {
+        name: "B" if sbp == B else f"S({sbp.dim})"
+        for name, sbp in found.items()
+        if not name.startswith("layers.")
+    }
 
 
 CLASSES: dict[str, type[Decoder]] = {"by its plan": Planned, "by structure": Decoder}
 LORA = {
     **{f"{layer}.{part}": lies
        for layer in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
-       for part, lies in {"base_layer.weight": "S(0)", "base_layer.bias": "S(0)", "lora_A.default.weight": "B", "lora_A.other.weight": "B",
+       for part,
+       lies in {"base_layer.weight": "S(0)", "base_layer.bias": "S(0)",
+           "lora_A.default.weight": "B", "lora_A.other.weight": "B",
                           "lora_B.default.weight": "S(0)", "lora_B.other.weight": "S(0)"}.items()},
     **{f"mlp.down_proj.{part}": lies
-       for part, lies in {"base_layer.weight": "S(1)", "base_layer.bias": "B", "lora_A.default.weight": "S(1)", "lora_A.other.weight": "S(1)",
+       for part,
+       lies in {"base_layer.weight": "S(1)", "base_layer.bias": "B",
+           "lora_A.default.weight": "S(1)", "lora_A.other.weight": "S(1)",
                           "lora_B.default.weight": "B", "lora_B.other.weight": "B"}.items()},
-    "self_attn.k_proj.weight": "S(0)", "self_attn.k_proj.bias": "S(0)", "self_attn.o_proj.weight": "S(1)", "self_attn.o_proj.bias": "B",
-    "mlp.gate_proj.weight": "S(0)", "mlp.gate_proj.bias": "S(0)", "embed.weight": "S(0)", "head.weight": "S(0)",
+    "self_attn.k_proj.weight": "S(0)", "self_attn.k_proj.bias": "S(0)",
+    "self_attn.o_proj.weight": "S(1)", "self_attn.o_proj.bias": "B",
+    "mlp.gate_proj.weight": "S(0)", "mlp.gate_proj.bias": "S(0)", "embed.weight": "S(0)",
+    "head.weight": "S(0)",
 }  # fmt: skip
 OTHERS: dict[str, dict[str, str]] = {
-    "tables and heads": {"embed.base_layer.weight": "S(0)", "embed.lora_embedding_A.default": "S(1)", "embed.lora_embedding_B.default": "B",
-                         "head.base_layer.weight": "S(0)", "head.lora_A.default.weight": "B", "head.lora_B.default.weight": "S(0)"},
-    "copies": {"embed.original_module.weight": "S(0)", "embed.modules_to_save.default.weight": "S(0)", "head.modules_to_save.default.weight": "S(0)"},
-    "dora": {"mlp.up_proj.lora_magnitude_vector.default.weight": "S(0)", "mlp.down_proj.lora_magnitude_vector.default.weight": "B"},
-    "with biases": {"mlp.up_proj.lora_B.default.bias": "S(0)", "mlp.down_proj.lora_B.default.bias": "B"},
-    "scaled": {"self_attn.v_proj.ia3_l.default": "S(0)", "mlp.down_proj.ia3_l.default": "S(1)", "mlp.down_proj.base_layer.weight": "S(1)"},
-    "somebody's own": {"mlp.up_proj.linear.weight": "S(0)", "mlp.up_proj.into": "B", "mlp.up_proj.out": "S(1)", "mlp.down_proj.linear.weight": "S(1)",
+    "tables and heads": {"embed.base_layer.weight": "S(0)",
+        "embed.lora_embedding_A.default": "S(1)", "embed.lora_embedding_B.default": "B",
+                         "head.base_layer.weight": "S(0)", "head.lora_A.default.weight": "B",
+                         "head.lora_B.default.weight": "S(0)"},
+    "copies": {"embed.original_module.weight": "S(0)",
+        "embed.modules_to_save.default.weight": "S(0)",
+        "head.modules_to_save.default.weight": "S(0)"},
+    "dora": {"mlp.up_proj.lora_magnitude_vector.default.weight": "S(0)",
+        "mlp.down_proj.lora_magnitude_vector.default.weight": "B"},
+    "with biases": {"mlp.up_proj.lora_B.default.bias": "S(0)",
+        "mlp.down_proj.lora_B.default.bias": "B"},
+    "scaled": {"self_attn.v_proj.ia3_l.default": "S(0)", "mlp.down_proj.ia3_l.default": "S(1)",
+        "mlp.down_proj.base_layer.weight": "S(1)"},
+    "somebody's own": {"mlp.up_proj.linear.weight": "S(0)", "mlp.up_proj.into": "B",
+        "mlp.up_proj.out": "S(1)", "mlp.down_proj.linear.weight": "S(1)",
                        "mlp.down_proj.into": "S(0)", "mlp.down_proj.out": "B"},
-    "turned": {"mlp.up_proj.base_layer.weight": "S(1)", "mlp.up_proj.lora_A.default.weight": "B", "mlp.up_proj.lora_B.default.weight": "S(0)",
-               "mlp.down_proj.base_layer.weight": "S(0)", "mlp.down_proj.lora_A.default.weight": "S(1)", "mlp.down_proj.lora_B.default.weight": "B"},
-    "parametrized": {"mlp.up_proj.parametrizations.weight.original": "S(0)", "mlp.up_proj.parametrizations.weight.0.a": "B",
-                     "mlp.up_proj.parametrizations.weight.0.b": "S(0)", "mlp.down_proj.parametrizations.weight.original": "S(1)",
-                     "mlp.down_proj.parametrizations.weight.0.a": "S(1)", "mlp.down_proj.parametrizations.weight.0.b": "B"},
-    "weight norm": {"mlp.up_proj.parametrizations.weight.original0": "S(0)", "mlp.up_proj.parametrizations.weight.original1": "S(0)",
-                    "mlp.down_proj.parametrizations.weight.original0": "B", "mlp.down_proj.parametrizations.weight.original1": "S(1)"},
-    "older weight norm": {"mlp.up_proj.weight_g": "S(0)", "mlp.up_proj.weight_v": "S(0)", "mlp.down_proj.weight_g": "B", "mlp.down_proj.weight_v": "S(1)"},
+    "turned": {"mlp.up_proj.base_layer.weight": "S(1)", "mlp.up_proj.lora_A.default.weight": "B",
+        "mlp.up_proj.lora_B.default.weight": "S(0)",
+               "mlp.down_proj.base_layer.weight": "S(0)",
+               "mlp.down_proj.lora_A.default.weight": "S(1)",
+               "mlp.down_proj.lora_B.default.weight": "B"},
+    "parametrized": {"mlp.up_proj.parametrizations.weight.original": "S(0)",
+        "mlp.up_proj.parametrizations.weight.0.a": "B",
+                     "mlp.up_proj.parametrizations.weight.0.b": "S(0)",
+                     "mlp.down_proj.parametrizations.weight.original": "S(1)",
+                     "mlp.down_proj.parametrizations.weight.0.a": "S(1)",
+                     "mlp.down_proj.parametrizations.weight.0.b": "B"},
+    "weight norm": {"mlp.up_proj.parametrizations.weight.original0": "S(0)",
+        "mlp.up_proj.parametrizations.weight.original1": "S(0)",
+                    "mlp.down_proj.parametrizations.weight.original0": "B",
+                    "mlp.down_proj.parametrizations.weight.original1": "S(1)"},
+    "older weight norm": {"mlp.up_proj.weight_g": "S(0)", "mlp.up_proj.weight_v": "S(0)",
+        "mlp.down_proj.weight_g": "B", "mlp.down_proj.weight_v": "S(1)"},
 }  # fmt: skip
 
 
@@ -347,11 +464,19 @@ def all_layouts(named: str) -> list[str]:
     wrong = []
     for plan, around in (("tensor", True), ("tensor", False), ("sequence", True)):
         found = layouts("lora", named, plan, around)
-        wrong += [f"{plan}, {name}: {found[name]}" for name, lies in LORA.items() if found[name] != lies]
-        wrong += [f"{plan}, {name}" for name, lies in found.items() if name not in LORA and lies != "B"]
+        wrong += [
+            f"{plan}, {name}: {found[name]}" for name, lies in LORA.items() if found[name] != lies
+        ]
+        wrong += [
+            f"{plan}, {name}" for name, lies in found.items() if name not in LORA and lies != "B"
+        ]
     for kind, expected in OTHERS.items():
         found = layouts(kind, named, "tensor", True)
-        wrong += [f"{kind}, {name}: {found[name]}" for name, lies in expected.items() if found[name] != lies]
+        wrong += [
+            f"{kind}, {name}: {found[name]}"
+            for name, lies in expected.items()
+            if found[name] != lies
+        ]
     return wrong
 
 
@@ -366,13 +491,25 @@ def traffic(named: str) -> list[str]:
     wrong = []
     for plan in ("tensor", "sequence"):
         sent = {}
-        for kind in ("none", "lora", "of all", "tables and heads", "copies", "scaled", "somebody's own"):
+        for kind in (
+            "none",
+            "lora",
+            "of all",
+            "tables and heads",
+            "copies",
+            "scaled",
+            "somebody's own",
+        ):
             model = flow.parallelize(made(kind, CLASSES[named]), everyone, plan)
             model(words)
             with record_collectives() as log:
                 model(words)
             sent[kind] = Counter(t.kind for t in log), sum(t.bytes for t in log)
-        wrong += [f"{plan}, {kind}: {n}, not {sent['none']}" for kind, n in sent.items() if n != sent["none"]]
+        wrong += [
+            f"{plan}, {kind}: {n}, not {sent['none']}"
+            for kind, n in sent.items()
+            if n != sent["none"]
+        ]
     return wrong
 
 
@@ -381,7 +518,7 @@ def test_adapters_send_nothing_forward(named: str) -> None:
     assert run_on(2, traffic, named) == [[]] * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 def whole(x: Any) -> Tensor:
@@ -396,12 +533,20 @@ def steps(model: nn.Module, words: Tensor, read: Callable[[Any], Tensor]) -> Ite
         optimizer.zero_grad()
         loss = model(words)
         loss.backward()
-        yield [read(loss), *[torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else read(p.grad) for p in trained]]
+        yield [
+            read(loss),
+            *[
+                torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else read(p.grad)
+                for p in trained
+            ],
+        ]
         optimizer.step()
     yield [read(p) for p in model.parameters()]
 
 
-def trains(kinds: Sequence[str], plans: Sequence[tuple[Any, Any, Any]], classes: Sequence[str]) -> list[str]:
+def trains(
+    kinds: Sequence[str], plans: Sequence[tuple[Any, Any, Any]], classes: Sequence[str]
+) -> list[str]:
     """Where training is another than on one device."""
     words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2))
     wrong = []
@@ -412,16 +557,24 @@ def trains(kinds: Sequence[str], plans: Sequence[tuple[Any, Any, Any]], classes:
                 placement = flow.placement("cpu", ranks)
                 model = flow.parallelize(made(kind, CLASSES[named]), placement, plan)
                 given = words.to_global(placement, [B] * placement.axes).to_global(sbp=sbp)  # type: ignore[attr-defined]
-                for i, (got, want) in enumerate(zip(steps(model, given, whole), plain, strict=True)):
+                for i, (got, want) in enumerate(
+                    zip(steps(model, given, whole), plain, strict=True)
+                ):
                     for a, b in zip(got, want, strict=True):
                         if not torch.allclose(a, b, rtol=1e-8, atol=1e-9):
-                            wrong.append(f"{kind}, {named}, {plan}, step {i}, {list(a.shape)}: {(a - b).abs().max():.1e}")
+                            wrong.append(
+                                f"{kind}, {named}, {plan}, step {i}, {list(a.shape)}: "
+                                f"{(a - b).abs().max():.1e}"
+                            )
     return wrong
 
 
 LINE = [0, 1]
 ON_TWO = [("tensor", LINE, [B]), ("sequence", LINE, [B]), ("fsdp", LINE, [S(0)])]
-ON_FOUR = [(["data", "tensor"], [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "sequence"], [[0, 1], [2, 3]], [S(0), B])]
+ON_FOUR = [
+    (["data", "tensor"], [[0, 1], [2, 3]], [S(0), B]),
+    (["fsdp", "sequence"], [[0, 1], [2, 3]], [S(0), B]),
+]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
@@ -450,14 +603,27 @@ def used_otherwise() -> list[str]:
     words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2))
     everyone, wrong = flow.placement.all("cpu"), []
     for plan in ("tensor", "sequence", "fsdp"):
-        plain, model = made("lora", Planned), flow.parallelize(made("lora", Planned), everyone, plan)
+        plain, model = (
+            made("lora", Planned),
+            flow.parallelize(made("lora", Planned), everyone, plan),
+        )
         given = words.to_global(everyone, B).to_global(sbp=S(0) if plan == "fsdp" else B)  # type: ignore[attr-defined]
 
-        def same(what: str, plan: str = plan, plain: nn.Module = plain, model: nn.Module = model, given: Any = given) -> None:
+        def same(
+            what: str,
+            plan: str = plan,
+            plain: nn.Module = plain,
+            model: nn.Module = model,
+            given: Any = given,
+        ) -> None:
             if not torch.allclose(whole(model(given)), plain(words).detach(), rtol=1e-10):
                 wrong.append(f"{plan}, {what}")
 
-        for settings in ({"disabled": True}, {"active": ["other"]}, {"active": ["default", "other"]}):
+        for settings in (
+            {"disabled": True},
+            {"active": ["other"]},
+            {"active": ["default", "other"]},
+        ):
             with changed(model, **settings), changed(plain, **settings):
                 same(str(settings))
         for m in (*model.modules(), *plain.modules()):
@@ -471,7 +637,7 @@ def test_adapters_may_be_turned_off_changed_and_merged() -> None:
     assert run_on(2, used_otherwise) == [[]] * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is no adapter
+# ------------------------------------------------------------------------------- what is no adapter
 
 
 class Pair(nn.Module):
@@ -484,12 +650,20 @@ class Pair(nn.Module):
 
 def others() -> list[str]:
     everyone = flow.placement.all("cpu")
-    pair, alone = (dict(flow.parallelize(model, everyone, "tensor").named_parameters()) for model in (Pair(), nn.Linear(4, 6)))
+    pair, alone = (
+        dict(flow.parallelize(model, everyone, "tensor").named_parameters())
+        for model in (Pair(), nn.Linear(4, 6))
+    )
     expected = {
-        "first.layers.0.mlp.up_proj.weight": S(0), "second.layers.1.mlp.down_proj.weight": S(1), "second.embed.weight": S(0), "weight": S(0),
+        "first.layers.0.mlp.up_proj.weight": S(0), "second.layers.1.mlp.down_proj.weight": S(1),
+        "second.embed.weight": S(0), "weight": S(0),
     }  # fmt: skip
     found = {**pair, **alone}
-    return [f"{name}: {found[name].sbp}" for name, lies in expected.items() if found[name].sbp != (lies,)]  # type: ignore[attr-defined]
+    return [
+        f"{name}: {found[name].sbp}"
+        for name, lies in expected.items()
+        if found[name].sbp != (lies,)
+    ]  # type: ignore[attr-defined]
 
 
 def test_models_of_several_and_of_one_layer() -> None:
@@ -499,10 +673,12 @@ def test_models_of_several_and_of_one_layer() -> None:
 @pytest.mark.parametrize("module", [
     nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 16)),  # one after the other
     nn.ModuleDict({"wide": nn.Linear(16, 64), "narrow": nn.Linear(64, 16)}),
-    nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 8), "v": nn.Linear(16, 8), "out": nn.Linear(16, 16)}),
+    nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 8), "v": nn.Linear(16, 8),
+        "out": nn.Linear(16, 16)}),
     nn.ModuleDict({"dense": nn.Linear(16, 16), "norm": nn.LayerNorm(16)}),
     nn.ModuleDict({"squeeze": nn.Linear(16, 4), "excite": nn.Linear(4, 16)}),
-    nn.ModuleDict({"table": nn.Embedding(16, 8), "places": nn.Embedding(4, 8), "in": nn.Linear(8, 16)}),
+    nn.ModuleDict({"table": nn.Embedding(16, 8), "places": nn.Embedding(4, 8),
+        "in": nn.Linear(8, 16)}),
 ], ids=["in a row", "pair", "attention", "with a norm", "narrow pair", "tables"])  # fmt: skip
 def test_layers_beside_one_another_are_no_adapters(module: nn.Module) -> None:
     plain = [path for path, m in module.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]

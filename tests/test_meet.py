@@ -1,4 +1,5 @@
-"""Ranks of one node find each other by their job's name, whatever else runs there or has been left behind."""
+"""Ranks of one node find each other by their job's name, whatever else runs there or has been left
+behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class _Never(dict[str, int]):
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(room.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(room, "_TAKE_SECONDS", 0.3)
-    monkeypatch.setattr(room, "_met", _Never())  # threads share the count of meetings, which processes do not: one number for all
+    monkeypatch.setattr(
+        room, "_met", _Never()
+    )  # threads share the count of meetings, which processes do not: one number for all
     yield
     assert not list(tmp_path.iterdir()), "whoever makes the file removes it"
 
@@ -36,7 +39,8 @@ def place(rank: int, size: int = 2, job: str = "job") -> Detected:
 
 
 def together(jobs: dict[str, int], timeout: timedelta = LONG) -> list[tuple[str, str]]:
-    """All ranks of these jobs at once, each a thread -> what each has read of what rank 0 of its job wrote."""
+    """All ranks of these jobs at once, each a thread -> what each has read of what rank 0 of its
+    job wrote."""
 
     kept = []  # rank 0's store is the server: it stays until all have read
 
@@ -66,18 +70,25 @@ def test_a_job_of_the_same_name_is_told() -> None:
     path = room._path("job", 0)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(WorldError, match=r"another job that Open MPI calls 'job' is starting .* set MASTER_PORT"):
+        with pytest.raises(
+            WorldError,
+            match=r"another job that Open MPI calls 'job' is starting .* set MASTER_PORT",
+        ):
             together({"job": 1})
     path.unlink()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(WorldError, match=r"rank 1 of 2 has not come within 0.2 s .* set MASTER_PORT"):
+    with pytest.raises(
+        WorldError, match=r"rank 1 of 2 has not come within 0.2 s .* set MASTER_PORT"
+    ):
         room.rendezvous(place(0), timedelta(seconds=0.2))
 
 
 def test_rank_0_that_does_not_come_is_told() -> None:
-    with pytest.raises(WorldError, match=r"rank 1 of 2: rank 0 has not said within 0.2 s where to meet"):
+    with pytest.raises(
+        WorldError, match=r"rank 1 of 2: rank 0 has not said within 0.2 s where to meet"
+    ):
         room.rendezvous(place(1), timedelta(seconds=0.2))
 
 
@@ -89,7 +100,9 @@ def test_each_meeting_is_one_of_its_own() -> None:
 def test_a_file_that_is_no_file_of_ours(tmp_path: Path) -> None:
     path = room._path("job", 0)
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(WorldError, match=r"cannot be opened .*symbolic links.*: remove it, or set MASTER_PORT"):
+    with pytest.raises(
+        WorldError, match=r"cannot be opened .*symbolic links.*: remove it, or set MASTER_PORT"
+    ):
         together({"job": 1})
     path.unlink()
 

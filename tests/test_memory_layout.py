@@ -1,4 +1,5 @@
-"""Questions about layout in memory: one answer on all ranks, that of one device, also where a part has one element of a dim or none at all."""
+"""Questions about layout in memory: one answer on all ranks, that of one device, also where a part
+has one element of a dim or none at all."""
 
 from __future__ import annotations
 
@@ -44,15 +45,22 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x + 1,
     "clone": lambda x: x.clone(),
 }
-#: Questions, and functions that torch refuses by strides. Of these the result, or that it is refused.
+#: Questions, and functions that torch refuses by strides. Of these the result, or that it is
+#: refused.
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "is_contiguous": lambda x: x.is_contiguous(),
     "as a function": lambda x: torch.Tensor.is_contiguous(x),
-    "channels_last": lambda x: x.unsqueeze(0).unsqueeze(0).is_contiguous(memory_format=torch.channels_last) if x.dim() == 2 else None,
+    "channels_last": lambda x: (
+        x.unsqueeze(0).unsqueeze(0).is_contiguous(memory_format=torch.channels_last)
+        if x.dim() == 2
+        else None
+    ),
     "dim_order": lambda x: x.dim_order() if 1 not in x.shape and 0 not in x.stride() else None,
     "view(-1)": lambda x: x.view(-1),
     "view(shape)": lambda x: x.view(1, *x.shape, 1),
-    "view(dims)": lambda x: x.view(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x.view(1, -1),
+    "view(dims)": lambda x: (
+        x.view(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x.view(1, -1)
+    ),
     "view(wider)": lambda x: x.view(torch.float64),
     "view(narrower)": lambda x: x.view(torch.float16).float(),
     "view(as wide)": lambda x: x.view(torch.int32),
@@ -66,19 +74,26 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def answer(question: Callable[[Any], Any], x: Any) -> Any:
-    """Return the answer, or that it is refused; a tensor as its shape and values, where all ranks have one."""
+    """Return the answer, or that it is refused; a tensor as its shape and values, where all ranks
+    have one."""
     try:
         out = question(x)
     except RuntimeError as error:
         out = "refused", str(error).partition(" (")[0][:20]
     if world().size > 1:
-        told = world().comm(tuple(range(world().size))).all_gather_object(tuple(out.shape) if isinstance(out, torch.Tensor) else out)
+        told = (
+            world()
+            .comm(tuple(range(world().size)))
+            .all_gather_object(tuple(out.shape) if isinstance(out, torch.Tensor) else out)
+        )
         if any(t != told[0] for t in told):
             return "ranks differ", told
     if not isinstance(out, torch.Tensor):
         return out
     value = torch.from_numpy(out.detach().numpy())
-    return tuple(value.shape), (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).tolist()
+    return tuple(value.shape), (torch.view_as_real(value) if value.is_complex() else value).reshape(
+        -1
+    ).tolist()
 
 
 def data(shape: tuple[int, ...]) -> torch.Tensor:
@@ -101,12 +116,41 @@ def answers(shape: tuple[int, ...], laid: Callable[[torch.Tensor], Any]) -> dict
 
 def on_ranks(shape: tuple[int, ...], dims: list[int | None]) -> list[dict[str, Any]]:
     where = flow.placement.all("cpu")
-    return [answers(shape, lambda t, dim=dim: t.to_global(where, B).to_global(sbp=B if dim is None else S(dim))) for dim in dims]  # type: ignore[misc, attr-defined]
+    return [
+        answers(
+            shape,
+            lambda t, dim=dim: t.to_global(where, B).to_global(sbp=B if dim is None else S(dim)),
+        )
+        for dim in dims
+    ]  # type: ignore[misc, attr-defined]
 
 
-#: What moves data here, or of which a part answers though all parts have one element of a dim: laid in memory by itself.
-BY_ITSELF = ("row:", "column", "last", "rows", "every other", "narrow", "chunk", "unbind", "diagonal", "spread", "unfold", "flat", "expand", "detached", "t_")
-ABOUT_MEMORY = ("is_contiguous", "as a function", "channels_last", "dim_order", "contiguous is itself")
+#: What moves data here, or of which a part answers though all parts have one element of a dim: laid
+#: in memory by itself.
+BY_ITSELF = (
+    "row:",
+    "column",
+    "last",
+    "rows",
+    "every other",
+    "narrow",
+    "chunk",
+    "unbind",
+    "diagonal",
+    "spread",
+    "unfold",
+    "flat",
+    "expand",
+    "detached",
+    "t_",
+)
+ABOUT_MEMORY = (
+    "is_contiguous",
+    "as a function",
+    "channels_last",
+    "dim_order",
+    "contiguous is itself",
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -121,7 +165,12 @@ def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
             about = dim, asked, answer, want[asked]
             assert not (isinstance(answer, tuple) and answer[0] == "ranks differ"), about
             if question in ABOUT_MEMORY:
-                assert answer == want[asked] or f"{program}:".startswith(BY_ITSELF) or dim is None or shape[dim] % 2 == 0, about
+                assert (
+                    answer == want[asked]
+                    or f"{program}:".startswith(BY_ITSELF)
+                    or dim is None
+                    or shape[dim] % 2 == 0
+                ), about
             elif want[asked][0] != "refused":  # what one device takes is taken, and gives the same
                 assert answer == want[asked], about
             elif dim is not None and shape[dim] % 2 and not f"{program}:".startswith(BY_ITSELF):
@@ -141,7 +190,10 @@ def of_the_issue() -> list[Any]:
 
 def on_two_axes() -> list[dict[str, Any]]:
     where = flow.placement("cpu", [[0, 1], [2, 3]])
-    return [answers((3, 5), lambda t, sbp=sbp: t.to_global(where, [B, B]).to_global(sbp=list(sbp))) for sbp in ((S(0), S(1)), (S(0), S(0)), (B, S(1)))]  # type: ignore[misc, attr-defined]
+    return [
+        answers((3, 5), lambda t, sbp=sbp: t.to_global(where, [B, B]).to_global(sbp=list(sbp)))
+        for sbp in ((S(0), S(1)), (S(0), S(0)), (B, S(1)))
+    ]  # type: ignore[misc, attr-defined]
 
 
 def test_four_ranks_on_two_axes_answer_alike() -> None:
@@ -150,12 +202,17 @@ def test_four_ranks_on_two_axes_answer_alike() -> None:
     for got in every[0]:
         for asked, answer in got.items():
             assert not (isinstance(answer, tuple) and answer[0] == "ranks differ"), (asked, answer)
-            assert asked.split(": ")[1] in ABOUT_MEMORY or want[asked][0] == "refused" or answer == want[asked], (asked, answer, want[asked])
+            assert (
+                asked.split(": ")[1] in ABOUT_MEMORY
+                or want[asked][0] == "refused"
+                or answer == want[asked]
+            ), (asked, answer, want[asked])
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory that is shared
+# ---------------------------------------------------------------------------- memory that is shared
 
-#: Views that one device has, of tensors whose parts have one element of a dim: which of them a part could view differs by rank.
+#: Views that one device has, of tensors whose parts have one element of a dim: which of them a part
+#: could view differs by rank.
 SHARED: dict[str, Callable[[Any], Any]] = {
     "view": lambda x: x.view(-1),
     "view of t t": lambda x: x.transpose(0, 1).transpose(0, 1).view(-1),
@@ -198,7 +255,14 @@ def test_what_is_written_into_such_views_is_shared_as_on_one_device(shape: tuple
 
 def trained(make: Callable[[Any], Any]) -> list[Any]:
     out = []
-    for name in ("view", "view of t t", "view of a row", "contiguous t", "reshape of t", "view of sum of t"):
+    for name in (
+        "view",
+        "view of t t",
+        "view of a row",
+        "contiguous t",
+        "reshape of t",
+        "view of sum of t",
+    ):
         x: Any = make(torch.arange(12.0).view(4, 3)).requires_grad_()
         seen = SHARED[name](x) if name in SHARED else x.transpose(0, 1).contiguous().view(-1)
         (seen * torch.arange(float(seen.numel()))).sum().backward()
@@ -207,7 +271,12 @@ def trained(make: Callable[[Any], Any]) -> list[Any]:
 
 
 def trained_on_ranks() -> list[Any]:
-    return [trained(lambda t, d=d: t.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(d)).detach()) for d in (0, 1)]  # type: ignore[misc]
+    return [
+        trained(
+            lambda t, d=d: t.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(d)).detach()
+        )
+        for d in (0, 1)
+    ]  # type: ignore[misc]
 
 
 def test_gradients_of_such_views() -> None:
@@ -215,13 +284,18 @@ def test_gradients_of_such_views() -> None:
     assert run_on(2, trained_on_ranks) == [[want, want]] * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- local tensors laid otherwise
+# --------------------------------------------------------------------- local tensors laid otherwise
 
 
 def given_otherwise() -> list[Any]:
     where, rank = flow.placement.all("cpu"), world().rank
     out: list[Any] = []
-    for plain in ((torch.ones(3, 4).t() if rank else torch.ones(4, 3)), torch.ones(3, 4).t(), torch.ones(3, 2 - rank).t(), torch.ones(6, 2 - rank).t()[:, ::2]):
+    for plain in (
+        (torch.ones(3, 4).t() if rank else torch.ones(4, 3)),
+        torch.ones(3, 4).t(),
+        torch.ones(3, 2 - rank).t(),
+        torch.ones(6, 2 - rank).t()[:, ::2],
+    ):
         x: Any = plain.to_global(where, S(0))  # type: ignore[attr-defined]
         alone: Any = x.to_global(placement=flow.placement("cpu", [0]), sbp=B)
         for t in (x, x.t(), alone, alone.t()):
@@ -237,7 +311,16 @@ def test_local_tensors_that_are_laid_otherwise() -> None:
 def outside() -> list[Any]:
     where = flow.placement("cpu", [1])
     x: Any = torch.arange(12.0).view(4, 3).to_global(where, B)  # type: ignore[attr-defined]
-    seen = [x, x.t(), x[:, :2], x.t().t(), x.t().contiguous(), x.expand(2, 4, 3), x[0], x.reshape(2, 6)]
+    seen = [
+        x,
+        x.t(),
+        x[:, :2],
+        x.t().t(),
+        x.t().contiguous(),
+        x.expand(2, 4, 3),
+        x[0],
+        x.reshape(2, 6),
+    ]
     return [(t.is_contiguous(), t.stride()) for t in seen]
 
 
@@ -245,5 +328,14 @@ def test_a_rank_outside_the_placement_answers_as_those_inside() -> None:
     first, second = run_on(2, outside)
     assert [contiguous for contiguous, _ in first] == [contiguous for contiguous, _ in second]
     x = torch.arange(12.0).view(4, 3)
-    seen = [x, x.t(), x[:, :2], x.t().t(), x.t().contiguous(), x.expand(2, 4, 3), x[0], x.reshape(2, 6)]
+    seen = [
+        x,
+        x.t(),
+        x[:, :2],
+        x.t().t(),
+        x.t().contiguous(),
+        x.expand(2, 4, 3),
+        x[0],
+        x.reshape(2, 6),
+    ]
     assert [contiguous for contiguous, _ in first] == [t.is_contiguous() for t in seen]

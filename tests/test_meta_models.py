@@ -1,4 +1,5 @@
-"""A model on the meta device, laid out by every plan on real processes, then filled: by reset_parameters, a state dict, a checkpoint, a safetensors file."""
+"""A model on the meta device, laid out by every plan on real processes, then filled: by
+reset_parameters, a state dict, a checkpoint, a safetensors file."""
 
 from __future__ import annotations
 
@@ -41,14 +42,23 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm, self.experts = nn.Linear(6, 8), nn.Linear(8, 6), nn.BatchNorm1d(6), Experts()
+        self.up, self.down, self.norm, self.experts = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 6),
+            nn.BatchNorm1d(6),
+            Experts(),
+        )
         self.out = nn.Linear(6, 8, bias=False)
-        self.out.weight = nn.Parameter(torch.empty(8, 6)) if self.up.weight.shape != (8, 6) else self.up.weight
+        self.out.weight = (
+            nn.Parameter(torch.empty(8, 6)) if self.up.weight.shape != (8, 6) else self.up.weight
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(x + self.down(torch.tanh(self.up(x))))
         index = (torch.arange(x.shape[0]) % 2).unsqueeze(1)
-        return self.out(hidden + self.experts(hidden, index, torch.ones(x.shape[0], 1, dtype=x.dtype)))
+        return self.out(
+            hidden + self.experts(hidden, index, torch.ones(x.shape[0], 1, dtype=x.dtype))
+        )
 
 
 def whole() -> Model:
@@ -86,7 +96,9 @@ def laid_out(plan: Any, axes: int) -> Model:
         assert p.to_local().device.type == "cpu"  # type: ignore[attr-defined]
     assert model.out.weight is model.up.weight
     assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
-    assert all(p is q for p, q in zip(optimizer_made_before.param_groups[0]["params"], held, strict=True))
+    assert all(
+        p is q for p, q in zip(optimizer_made_before.param_groups[0]["params"], held, strict=True)
+    )
     return model
 
 
@@ -96,17 +108,31 @@ def trains(model: Model, axes: int) -> None:
     want.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
     x = rows().to_global(places(axes), [B] * axes)  # type: ignore[attr-defined]
     for m, given in ((want, rows()), (model, x)):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)  # AdamW would turn the rounding of a bias before the norm into steps
+        optimizer = torch.optim.SGD(
+            m.parameters(), lr=0.1, momentum=0.9
+        )  # AdamW would turn the rounding of a bias before the norm into steps
         for _ in range(2):
             optimizer.zero_grad()
             m(given).square().mean().backward()
             optimizer.step()
     for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(full(p), q.detach(), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            full(p),
+            q.detach(),
+            rtol=1e-9,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-PLANS: list[tuple[Any, int]] = [(name, 1) for name in ("data", "fsdp", "tensor", "sequence", "expert")] + [({"up.*": S(0), "*": B}, 1)]
-PLANS_ON_FOUR: list[tuple[Any, int]] = [("hybrid", 2), (["fsdp", "tensor"], 2), (["data", "expert"], 2)]
+PLANS: list[tuple[Any, int]] = [
+    (name, 1) for name in ("data", "fsdp", "tensor", "sequence", "expert")
+] + [({"up.*": S(0), "*": B}, 1)]
+PLANS_ON_FOUR: list[tuple[Any, int]] = [
+    ("hybrid", 2),
+    (["fsdp", "tensor"], 2),
+    (["data", "expert"], 2),
+]
 
 
 def filled(plans: list[tuple[Any, int]], folder: str) -> None:
@@ -130,7 +156,9 @@ def filled(plans: list[tuple[Any, int]], folder: str) -> None:
         trains(model, axes)
 
         model = laid_out(plan, axes)
-        model.load_state_dict({k: v.to_global(places(axes), [B] * axes) for k, v in source.state_dict().items()})  # type: ignore[attr-defined]
+        model.load_state_dict(
+            {k: v.to_global(places(axes), [B] * axes) for k, v in source.state_dict().items()}
+        )  # type: ignore[attr-defined]
         dcp.save(model.state_dict(), checkpoint_id=str(Path(folder) / f"{name}.dcp"))
         again = laid_out(plan, axes)
         states = again.state_dict()
@@ -140,7 +168,9 @@ def filled(plans: list[tuple[Any, int]], folder: str) -> None:
             assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
 
         path = Path(folder) / f"{flow.env.get_rank()}.safetensors"
-        safetensors.save_file({k: v.contiguous() for k, v in source.state_dict().items() if k != "out.weight"}, path)
+        safetensors.save_file(
+            {k: v.contiguous() for k, v in source.state_dict().items() if k != "out.weight"}, path
+        )
         last = laid_out(plan, axes)
         last.load_state_dict(safetensors.load_file(path), strict=False)
         for k, v in last.state_dict().items():
@@ -166,7 +196,13 @@ def without_values() -> list[str]:
     assert moved.to_local().shape == moved.shape == (8, 2)
     assert (moved @ torch.empty(2, 3, device="meta")).shape == (8, 3)
     cpu: Any = places(1)
-    for refused in (lambda: x.to_global(cpu, B), lambda: g.to_global(placement=cpu), g.numpy, lambda: g.sum().item(), g.cpu):  # type: ignore[attr-defined]
+    for refused in (
+        lambda: x.to_global(cpu, B),
+        lambda: g.to_global(placement=cpu),
+        g.numpy,
+        lambda: g.sum().item(),
+        g.cpu,
+    ):  # type: ignore[attr-defined]
         with pytest.raises((PlacementError, RuntimeError, NotImplementedError)) as found:
             refused()
         said.append(f"{type(found.value).__name__}: {found.value}")

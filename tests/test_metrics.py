@@ -1,4 +1,5 @@
-"""What ranks have computed together is not added up over ranks again: plain running totals, and metrics of torchmetrics."""
+"""What ranks have computed together is not added up over ranks again: plain running totals, and
+metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def laid_out(value: Tensor, sbp: Any) -> Any:
     return value.to_global(where, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------------------------------- collectives
+# -------------------------------------------------------------------------------------- collectives
 
 
 def added(total: Tensor, x: Any) -> None:
@@ -49,7 +50,9 @@ ADDS: dict[str, Callable[[Tensor], Any]] = {
     "reduce": lambda t: dist.reduce(t, 0),
     "all_gather": lambda t: dist.all_gather([torch.empty_like(t) for _ in range(2)], t),
     "all_gather_into_tensor": lambda t: dist.all_gather_into_tensor(torch.empty(8), t),
-    "gather": lambda t: dist.gather(t, [torch.empty_like(t) for _ in range(2)] if dist.get_rank() == 0 else None),
+    "gather": lambda t: dist.gather(
+        t, [torch.empty_like(t) for _ in range(2)] if dist.get_rank() == 0 else None
+    ),
     "reduce_scatter": lambda t: dist.reduce_scatter(torch.empty(4), [t, t]),
 }
 
@@ -66,7 +69,11 @@ def running_totals() -> list[str]:
                     add(total)
                     found.append(f"{name} after {write.__name__} of {sbp}")
                 except ReplicatedError as error:
-                    if not re.search(r"shape \[4\].*over 2 ranks would count it 2 times.*sync_on_compute=False.*clone", str(error)):
+                    if not re.search(
+                        r"shape \[4\].*over 2 ranks would count it 2 "
+                        r"times.*sync_on_compute=False.*clone",
+                        str(error),
+                    ):
                         found.append(str(error))
                 assert total.tolist() == [0, 1, 2, 3], "nothing was sent"
     return found
@@ -107,8 +114,15 @@ def test_what_is_meant_passes() -> None:
 
 def of_global_tensors() -> None:
     g = laid_out(torch.arange(4.0), S(0))
-    for add in (dist.all_reduce, lambda t: dist.all_gather([torch.empty(4)] * 2, t), lambda t: dist.broadcast(t, 0)):
-        with pytest.raises(KernelError, match=r"one value on all ranks already.*to_global\(sbp=flow.sbp.broadcast\)"):
+    for add in (
+        dist.all_reduce,
+        lambda t: dist.all_gather([torch.empty(4)] * 2, t),
+        lambda t: dist.broadcast(t, 0),
+    ):
+        with pytest.raises(
+            KernelError,
+            match=r"one value on all ranks already.*to_global\(sbp=flow.sbp.broadcast\)",
+        ):
             add(g)
 
 
@@ -116,7 +130,7 @@ def test_collectives_of_global_tensors_say_that_there_is_nothing_to_add_up() -> 
     run_on(2, of_global_tensors)
 
 
-# ---------------------------------------------------------------------------------------------------------------- torchmetrics
+# ------------------------------------------------------------------------------------- torchmetrics
 
 
 def metrics() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
@@ -127,7 +141,10 @@ def metrics() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     logits, target = torch.randn(11, 3, generator=draw), torch.randint(0, 3, (11,), generator=draw)
     x, y = torch.rand(11, generator=draw), torch.rand(11, generator=draw)
     return {
-        "a state that is written in place": (lambda: tc.MulticlassConfusionMatrix(3), (logits, target)),
+        "a state that is written in place": (
+            lambda: tc.MulticlassConfusionMatrix(3),
+            (logits, target),
+        ),
         "one that is made anew": (lambda: tc.MulticlassAccuracy(3), (logits, target)),
         "beside one that counts plain numbers": (lambda: tm.MeanSquaredError(), (x, y)),
         "lists": (lambda: tc.BinaryAUROC(), (x, (y > 0.5).long())),
@@ -135,7 +152,10 @@ def metrics() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
         "a mean": (lambda: tm.MeanMetric(), (x,)),
         "a sum": (lambda: tm.SumMetric(), (x,)),
         "a maximum": (lambda: tm.MaxMetric(), (x,)),
-        "several": (lambda: tm.MetricCollection([tm.MeanSquaredError(), tm.MeanAbsoluteError()]), (x, y)),
+        "several": (
+            lambda: tm.MetricCollection([tm.MeanSquaredError(), tm.MeanAbsoluteError()]),
+            (x, y),
+        ),
         "one in another": (lambda: tm.MinMaxMetric(tm.MeanSquaredError()), (x, y)),
     }
 
@@ -161,7 +181,12 @@ def _pickled(metric: Any, given: Any) -> Any:
 
 
 def _numbers(result: Any) -> Tensor:
-    return torch.cat([torch.as_tensor(t.numpy() if getattr(t, "is_global", False) else t).double().flatten() for t in tree_leaves(result)])
+    return torch.cat(
+        [
+            torch.as_tensor(t.numpy() if getattr(t, "is_global", False) else t).double().flatten()
+            for t in tree_leaves(result)
+        ]
+    )
 
 
 def nowhere() -> bool:
@@ -185,7 +210,10 @@ def fed_global_tensors() -> list[str]:
                 for sbp in (B, S(0)):
                     got = _numbers(use(make(), [laid_out(t, sbp) for t in given]))
                     if not torch.allclose(got, want, rtol=1e-5):
-                        found.append(f"{name}, {use.__name__}, {sbp}: {got.tolist()} instead of {want.tolist()}")
+                        found.append(
+                            f"{name}, {use.__name__}, {sbp}: {got.tolist()} instead of "
+                            f"{want.tolist()}"
+                        )
     return found
 
 
@@ -200,7 +228,11 @@ def fed_own_rows() -> None:
         for make, given in metrics().values():
             metric, alone = make(), make()
             want = _numbers(_updated(alone, [laid_out(t, S(0)) for t in given]))
-            assert torch.allclose(_numbers(_updated(metric, [t[:6] if rank == 0 else t[6:] for t in given])), want, rtol=1e-5)
+            assert torch.allclose(
+                _numbers(_updated(metric, [t[:6] if rank == 0 else t[6:] for t in given])),
+                want,
+                rtol=1e-5,
+            )
 
 
 def test_metrics_that_are_fed_each_ranks_own_rows_are_added_up_as_ever() -> None:

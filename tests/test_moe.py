@@ -1,4 +1,5 @@
-"""Modules of experts: which are found, how they are split, what moves, and unmodified Hugging Face models that train as on one device."""
+"""Modules of experts: which are found, how they are split, what moves, and unmodified Hugging Face
+models that train as on one device."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Experts(nn.Module):
         out = torch.zeros_like(hidden_states)
         for e in range(self.num_experts):
             token, place = torch.where(top_k_index == e)
-            rows = self.norm(F.silu(hidden_states[token] @ self.up[e]) @ self.down[e] + self.bias[e])
+            rows = self.norm(
+                F.silu(hidden_states[token] @ self.up[e]) @ self.down[e] + self.bias[e]
+            )
             out.index_add_(0, token, rows * top_k_weights[token, place, None])
         return out
 
@@ -80,15 +83,36 @@ def trained(model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tens
     return losses
 
 
-def train(model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor], plan: Any, ranks: Any, sbp: Any, near: float) -> None:
-    plain, ours, placement = copy.deepcopy(model), copy.deepcopy(model), flow.placement("cpu", ranks)
+def train(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    loss: Callable[..., Tensor],
+    plan: Any,
+    ranks: Any,
+    sbp: Any,
+    near: float,
+) -> None:
+    plain, ours, placement = (
+        copy.deepcopy(model),
+        copy.deepcopy(model),
+        flow.placement("cpu", ranks),
+    )
     want = trained(plain, batch, loss)
     assert flow.parallelize(ours, placement, plan) is ours
-    shared = {key: value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp) for key, value in batch.items()}  # type: ignore[attr-defined]
+    shared = {
+        key: value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp)
+        for key, value in batch.items()
+    }  # type: ignore[attr-defined]
     got = trained(ours, shared, loss)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=near, atol=near)
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(p), q.detach(), rtol=near, atol=near, msg=lambda text, name=name: f"{name} under {plan}: {text}")
+        torch.testing.assert_close(
+            whole(p),
+            q.detach(),
+            rtol=near,
+            atol=near,
+            msg=lambda text, name=name: f"{name} under {plan}: {text}",
+        )
 
 
 LINE, GRID = [0, 1], [[0, 1], [2, 3]]
@@ -103,7 +127,11 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
     "fsdp x expert": (["fsdp", "expert"], GRID, [S(0), S(0)]),
     "expert x expert": (["expert", "expert"], GRID, [S(0), S(0)]),
     "expert x tensor": (["expert", "tensor"], GRID, [S(0), B]),
-    "patterns": ({"*experts.up": S(0), "*experts.down": S(0), "*experts.bias": S(0), "*": B}, LINE, [S(0)]),
+    "patterns": (
+        {"*experts.up": S(0), "*experts.down": S(0), "*experts.bias": S(0), "*": B},
+        LINE,
+        [S(0)],
+    ),
 }
 
 
@@ -115,10 +143,21 @@ def square(out: Tensor) -> Tensor:
 def test_a_module_of_ones_own(way: str) -> None:
     plan, ranks, sbp = WAYS[way]
     batch = {"x": values(9, 8)}
-    simulate(torch.tensor(ranks).numel(), train, block(), batch, square, plan, ranks, sbp, 1e-9, timeout=20.0)
+    simulate(
+        torch.tensor(ranks).numel(),
+        train,
+        block(),
+        batch,
+        square,
+        plan,
+        ranks,
+        sbp,
+        1e-9,
+        timeout=20.0,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- who holds what
+# ----------------------------------------------------------------------------------- who holds what
 
 
 def held(model: nn.Module, plan: Any, ranks: Any) -> dict[str, str]:
@@ -132,12 +171,15 @@ def test_experts_are_split_by_expert() -> None:
     assert set(experts_in(model)) == {"experts"}
     assert {f"experts.{name}" for name in expert_parameters(model.experts)} == matrices
     for plan, ranks, split, rest in [
-        ("expert", LINE, "S(0)", "B"), ("tensor", LINE, "S(0)", "B"), ("expert", GRID, "B S(0)", "B B"), (["expert", "tensor"], GRID, "S(0) S(0)", "B B"),
+        ("expert", LINE, "S(0)", "B"), ("tensor", LINE, "S(0)", "B"),
+        ("expert", GRID, "B S(0)", "B B"), (["expert", "tensor"], GRID, "S(0) S(0)", "B B"),
     ]:  # fmt: skip
         here = simulate(torch.tensor(ranks).numel(), held, model, plan, ranks)[0]
         assert {name for name, sbp in here.items() if sbp == split} >= matrices
         assert here["experts.norm.weight"] == rest
-    assert simulate(2, held, model, "fsdp", LINE)[0]["experts.up"] == "S(1)"  # tokens would go to experts that are split
+    assert (
+        simulate(2, held, model, "fsdp", LINE)[0]["experts.up"] == "S(1)"
+    )  # tokens would go to experts that are split
 
 
 def test_a_model_without_experts() -> None:
@@ -170,9 +212,13 @@ def moved(model: nn.Module, plan: str, sbp: Any) -> tuple[list[str], list[str]]:
 
 
 def test_traffic() -> None:
-    """Of the plan: the exchanges, and the sum of the gradients of what is not split, in one bucket."""
+    """Of the plan: the exchanges, and the sum of the gradients of what is not split, in one
+    bucket."""
     model, exchanges = block(), ["all_to_all", "all_to_all"]
-    assert simulate(2, moved, model, "expert", S(0)) == [(["all_gather", *exchanges], [*exchanges, "all_reduce"])] * 2
+    assert (
+        simulate(2, moved, model, "expert", S(0))
+        == [(["all_gather", *exchanges], [*exchanges, "all_reduce"])] * 2
+    )
     assert simulate(2, moved, model, "data", S(0)) == [([], ["all_reduce"])] * 2
     there, back = simulate(2, moved, model, "expert", B)[0]
     assert there == ["all_reduce"]
@@ -184,7 +230,9 @@ def seen(plan: str, model: nn.Module) -> list[tuple[int, ...]]:
     ours, shapes = flow.parallelize(copy.deepcopy(model), flow.placement.all("cpu"), plan), []
 
     class Watched(Experts):
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def forward(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
             shapes.append(tuple(top_k_index.shape))
             return super().forward(hidden_states, top_k_index, top_k_weights)
 
@@ -196,10 +244,12 @@ def seen(plan: str, model: nn.Module) -> list[tuple[int, ...]]:
 def test_where_all_experts_are_the_module_takes_the_tokens_as_they_are() -> None:
     model = block()
     assert simulate(2, seen, "data", model) == [[(4, 2)]] * 2
-    assert all(rows[0][1] == 1 for rows in simulate(2, seen, "expert", model))  # rows, each with one expert
+    assert all(
+        rows[0][1] == 1 for rows in simulate(2, seen, "expert", model)
+    )  # rows, each with one expert
 
 
-# ---------------------------------------------------------------------------------------------------------------- the module stays a module
+# ------------------------------------------------------------------------ the module stays a module
 
 
 def test_copied_pickled_and_local_again() -> None:
@@ -285,22 +335,47 @@ def test_a_module_that_returns_more() -> None:
 
     model = block()
     model.experts = Two(5, 8, 6)
-    ours, placement = flow.parallelize(model, flow.placement("cpu", [0]), "expert"), flow.placement("cpu", [0])
-    with pytest.raises(ShapeError, match="Two: a module of experts must return one tensor, not tuple"):
+    ours, placement = (
+        flow.parallelize(model, flow.placement("cpu", [0]), "expert"),
+        flow.placement("cpu", [0]),
+    )
+    with pytest.raises(
+        ShapeError, match="Two: a module of experts must return one tensor, not tuple"
+    ):
         ours(values(6, 8).to_global(placement, S(0)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- Hugging Face
+# ------------------------------------------------------------------------------------- Hugging Face
 
 WORDS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **WORDS}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **WORDS,
+}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**DECODER, "num_local_experts": 5, "output_router_logits": True}),
-    "qwen3_moe": ("Qwen3Moe", {**DECODER, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8}),
-    "deepseek_v3": ("DeepseekV3", {**DECODER, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "qwen3_moe": ("Qwen3Moe",
+        {**DECODER, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+            "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3",
+        {**DECODER, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1,
                                    "moe_intermediate_size": 16, "first_k_dense_replace": 1}),
-    "gpt_oss": ("GptOss", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),  # matrices transposed, biases, another gate
+    # matrices transposed, biases, another gate
+    "gpt_oss": ("GptOss",
+        {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
 }  # fmt: skip
 
 
@@ -327,17 +402,42 @@ def loss_of(out: Any) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", ["expert", "expert, whole batch", "data x expert"])
 def test_models_train_as_on_one_device(family: str, way: str) -> None:
-    """Parts of these models compute in float32, whose sums depend on their order: hence the tolerance."""
+    """Parts of these models compute in float32, whose sums depend on their order: hence the
+    tolerance."""
     plan, ranks, sbp = WAYS[way]
-    simulate(torch.tensor(ranks).numel(), train, build(family), text(3 if way == "expert" else 4), loss_of, plan, ranks, sbp, 1e-6, timeout=30.0)
+    simulate(
+        torch.tensor(ranks).numel(),
+        train,
+        build(family),
+        text(3 if way == "expert" else 4),
+        loss_of,
+        plan,
+        ranks,
+        sbp,
+        1e-6,
+        timeout=30.0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", ["data", "fsdp", "tensor", "expert on four", "fsdp x expert", "expert x tensor"])
+@pytest.mark.parametrize(
+    "way", ["data", "fsdp", "tensor", "expert on four", "fsdp x expert", "expert x tensor"]
+)
 def test_models_under_other_plans(family: str, way: str) -> None:
     plan, ranks, sbp = WAYS[way]
-    simulate(torch.tensor(ranks).numel(), train, build(family), text(4), loss_of, plan, ranks, sbp, 1e-6, timeout=30.0)
+    simulate(
+        torch.tensor(ranks).numel(),
+        train,
+        build(family),
+        text(4),
+        loss_of,
+        plan,
+        ranks,
+        sbp,
+        1e-6,
+        timeout=30.0,
+    )
 
 
 def on_processes(family: str) -> None:
@@ -350,6 +450,7 @@ def test_models_on_real_processes(family: str) -> None:
 
 
 def test_a_models_own_grouped_matmul() -> None:
-    """The module's own forward runs on the parts, by whichever implementation it is set to; this one has no float64."""
+    """The module's own forward runs on the parts, by whichever implementation it is set to; this
+    one has no float64."""
     model = build("mixtral", "grouped_mm").float()
     simulate(2, train, model, text(4), loss_of, "expert", LINE, [S(0)], 1e-4, timeout=30.0)

@@ -1,4 +1,5 @@
-"""Views and what is written into them: a view shows its base, and the base the view, wherever their parts lie."""
+"""Views and what is written into them: a view shows its base, and the base the view, wherever their
+parts lie."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
-PLACEMENTS = {(2,): [[B], [S(0)], [S(1)]], (3,): [[S(0)], [S(1)]], (2, 2): [[S(0), S(1)], [S(0), S(0)], [B, S(1)]]}
+PLACEMENTS = {
+    (2,): [[B], [S(0)], [S(1)]],
+    (3,): [[S(0)], [S(1)]],
+    (2, 2): [[S(0), S(1)], [S(0), S(0)], [B, S(1)]],
+}
 
 #: Of a tensor with dims -> views of it; those that need more dims, or more rows, leave it as it is.
 VIEWS: dict[str, Callable[[Any], list[Any]]] = {
@@ -61,7 +66,12 @@ steps = st.lists(
     ),
     min_size=2,
     max_size=9,
-).filter(lambda program: not {"transpose", "transpose_", "diagonal", "normal"} & {name for *_, name in program} > {"normal"})  # drawn in the order of memory
+).filter(
+    lambda program: (
+        not {"transpose", "transpose_", "diagonal", "normal"} & {name for *_, name in program}
+        > {"normal"}
+    )
+)  # drawn in the order of memory
 
 
 def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
@@ -78,16 +88,27 @@ def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
     return tensors + read
 
 
-@given(program=steps, shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]), where=st.sampled_from(sorted(PLACEMENTS)), data=st.data())
+@given(
+    program=steps,
+    shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]),
+    where=st.sampled_from(sorted(PLACEMENTS)),
+    data=st.data(),
+)
 @settings(max_examples=150)
-def test_a_program_of_views_and_writes(program: list[tuple[str, int, str]], shape: tuple[int, ...], where: tuple[int, ...], data: Any) -> None:
-    fitting = [sbp for sbp in PLACEMENTS[where] if all(not e.is_split or e.dim < len(shape) for e in sbp)]
+def test_a_program_of_views_and_writes(
+    program: list[tuple[str, int, str]], shape: tuple[int, ...], where: tuple[int, ...], data: Any
+) -> None:
+    fitting = [
+        sbp for sbp in PLACEMENTS[where] if all(not e.is_split or e.dim < len(shape) for e in sbp)
+    ]
     sbp, size = data.draw(st.sampled_from(fitting)), torch.Size(where).numel()
     want = played(values(*shape), program)
 
     def on_ranks() -> None:
         placement = flow.placement("cpu", torch.arange(size).view(where).tolist())
-        got = played(values(*shape).to_global(placement, [B] * len(where)).to_global(sbp=sbp), program)
+        got = played(
+            values(*shape).to_global(placement, [B] * len(where)).to_global(sbp=sbp), program
+        )
         assert len(got) == len(want)
         for mine, plain in zip(got, want, strict=True):
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
@@ -96,9 +117,17 @@ def test_a_program_of_views_and_writes(program: list[tuple[str, int, str]], shap
 
 
 #: What torch lets be written into while gradients are recorded.
-DIFFERENTIABLE = [name for name in VIEWS if name not in ("chunk", "split", "unbind", "detach", "data")]
-gradual = steps.map(lambda program: [s for s in program if s[0] != "view" or s[2] in DIFFERENTIABLE]).map(
-    lambda program: [s for s in program if s[2] not in ("out", "foreach", "copy", "relu", "unsqueeze_", "transpose_")]
+DIFFERENTIABLE = [
+    name for name in VIEWS if name not in ("chunk", "split", "unbind", "detach", "data")
+]
+gradual = steps.map(
+    lambda program: [s for s in program if s[0] != "view" or s[2] in DIFFERENTIABLE]
+).map(
+    lambda program: [
+        s
+        for s in program
+        if s[2] not in ("out", "foreach", "copy", "relu", "unsqueeze_", "transpose_")
+    ]
 )
 
 
@@ -113,7 +142,12 @@ def test_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: A
     want = gradient(values(4, 3).requires_grad_())
 
     def on_ranks() -> None:
-        got = gradient(values(4, 3).to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp).requires_grad_())
+        got = gradient(
+            values(4, 3)
+            .to_global(flow.placement("cpu", [0, 1]), B)
+            .to_global(sbp=sbp)
+            .requires_grad_()
+        )
         torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)
@@ -128,7 +162,10 @@ class Played(flow.nn.Graph):
         return tuple(played(x * 1, self.program))
 
 
-@given(program=steps.map(lambda program: [s for s in program if s[2] != "normal"]), sbp=st.sampled_from([B, S(0), S(1)]))
+@given(
+    program=steps.map(lambda program: [s for s in program if s[2] != "normal"]),
+    sbp=st.sampled_from([B, S(0), S(1)]),
+)
 @example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
 @settings(max_examples=80)
 def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:

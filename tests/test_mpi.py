@@ -1,4 +1,5 @@
-"""The backend "mpi": what torch.distributed offers, on ranks that mpirun starts, against values worked out here."""
+"""The backend "mpi": what torch.distributed offers, on ranks that mpirun starts, against values
+worked out here."""
 
 from __future__ import annotations
 
@@ -23,8 +24,24 @@ from globaltensor.errors import WorldError
 
 pytestmark = needs_mpi
 
-_FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-_INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+_FLOATS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+_INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
 _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 _FOLDS: dict[str, Callable[[Any, Any], Any]] = {
     "SUM": lambda a, b: a + b,
@@ -53,7 +70,8 @@ def _group(ranks: tuple[int, ...]) -> Any:
 
 
 def _made_by_members(ranks: Sequence[int], **options: Any) -> Any:
-    """Since 2.14 torch counts such groups on the members alone, and by that count names groups that all make later: later tests would wait for each other."""
+    """Since 2.14 torch counts such groups on the members alone, and by that count names groups that
+    all make later: later tests would wait for each other."""
     world: Any = dist.distributed_c10d._world
     count = world.group_count
     try:
@@ -71,7 +89,15 @@ def _term(rank: int, dtype: torch.dtype, n: int) -> list[Any]:
 
 
 def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.bool if dtype is torch.bool else torch.int64
+    wide = (
+        torch.complex128
+        if dtype.is_complex
+        else torch.float64
+        if dtype.is_floating_point
+        else torch.bool
+        if dtype is torch.bool
+        else torch.int64
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
         return torch.tensor(numbers, dtype=wide).to(dtype)
@@ -79,7 +105,12 @@ def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
 
 def _same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert got.dtype == want.dtype
-    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) if t.dtype is not torch.uint64 else t.view(torch.int64) for t in (got, want))
+    a, b = (
+        t.to(torch.complex128 if t.is_complex() else torch.float64)
+        if t.dtype is not torch.uint64
+        else t.view(torch.int64)
+        for t in (got, want)
+    )
     assert torch.equal(a, b), f"{what}: {a.tolist()[:8]} instead of {b.tolist()[:8]}"
 
 
@@ -91,10 +122,17 @@ def _reduce_all(ranks: tuple[int, ...], sizes: list[int]) -> int:
     group, root = _group(ranks), ranks[-1]
     for (op, dtypes), n in itertools.product(_KINDS.items(), sizes):
         for dtype in dtypes:
-            total = [functools.reduce(_FOLDS[op], column) for column in zip(*(_term(r, dtype, n) for r in ranks), strict=True)]
+            total = [
+                functools.reduce(_FOLDS[op], column)
+                for column in zip(*(_term(r, dtype, n) for r in ranks), strict=True)
+            ]
             if op == "AVG":
                 total = [x / len(ranks) for x in total]
-            want, mine, how = _tensor(total, dtype), _tensor(_term(me, dtype, n), dtype), getattr(dist.ReduceOp, op)
+            want, mine, how = (
+                _tensor(total, dtype),
+                _tensor(_term(me, dtype, n), dtype),
+                getattr(dist.ReduceOp, op),
+            )
             x = mine.clone()
             dist.all_reduce(x, how, group)
             _same(x, want, f"all_reduce {op} {dtype} {n}")
@@ -119,17 +157,22 @@ def test_reductions_among_three_of_four_ranks() -> None:
 
 
 def _large(ranks: tuple[int, ...]) -> None:
-    """Enough elements for the rounds that large tensors take; the chunks of the ranks are uneven. Every rank has the same bits."""
+    """Enough elements for the rounds that large tensors take; the chunks of the ranks are uneven.
+    Every rank has the same bits."""
     me = flow.env.get_rank()
     if me not in ranks:
         return
     group = _group(ranks)
     for dtype, n in itertools.product((torch.float32, torch.bfloat16), (1 << 18, (1 << 21) + 7)):
-        parts = [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in ranks]
+        parts = [
+            torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in ranks
+        ]
         x = parts[ranks.index(me)].clone()
         dist.all_reduce(x, group=group)
         want = functools.reduce(torch.add, [p.double() for p in parts])
-        torch.testing.assert_close(x.double(), want, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            x.double(), want, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6
+        )
         every = [torch.empty_like(x) for _ in ranks]
         dist.all_gather(every, x, group)
         assert all(torch.equal(e, x) for e in every), "ranks have other bits"
@@ -147,22 +190,48 @@ def test_large_reductions_among_four() -> None:
 
 
 def _in_pieces(ranks: tuple[int, ...]) -> None:
-    """Chunks of a few pieces of 60 elements or so, and of many; some that most ranks have nothing of."""
+    """Chunks of a few pieces of 60 elements or so, and of many; some that most ranks have nothing
+    of."""
     me = flow.env.get_rank()
     if me not in ranks:
         return
     group, place, size = _group(ranks), ranks.index(me), len(ranks)
-    with mock.patch.multiple(collectives, EAGER=0, _SMALL=0, _CACHED=512 * (size - 1)), mock.patch.object(collectives.Scratch, "_spare", []):
-        for n in (0, 1, size, 63 * size, 64 * size, 65 * size, 192 * size - 1, 193 * size + 1, 1000 * size + 1):
-            parts = [torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in ranks]
+    with (
+        mock.patch.multiple(collectives, EAGER=0, _SMALL=0, _CACHED=512 * (size - 1)),
+        mock.patch.object(collectives.Scratch, "_spare", []),
+    ):
+        for n in (
+            0,
+            1,
+            size,
+            63 * size,
+            64 * size,
+            65 * size,
+            192 * size - 1,
+            193 * size + 1,
+            1000 * size + 1,
+        ):
+            parts = [
+                torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
+                for r in ranks
+            ]
             x, total = parts[place].clone(), functools.reduce(torch.add, parts)
             dist.all_reduce(x, group=group)
             _same(x, total, f"all_reduce of {n}")
             for sizes in ([n, *[0] * (size - 1)], [2 * n + 5, *[n] * (size - 1)], [n] * size):
-                whole = [torch.randn(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in ranks]
+                whole = [
+                    torch.randn(
+                        sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(r)
+                    )
+                    for r in ranks
+                ]
                 out = torch.full((sizes[place],), -1.0, dtype=torch.float64)
                 dist.reduce_scatter(out, list(whole[place].split(sizes)), group=group)
-                _same(out, functools.reduce(torch.add, whole).split(sizes)[place], f"reduce_scatter of {sizes}")
+                _same(
+                    out,
+                    functools.reduce(torch.add, whole).split(sizes)[place],
+                    f"reduce_scatter of {sizes}",
+                )
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 3)])
@@ -177,8 +246,12 @@ def _scaled() -> None:
         dist.all_reduce(x, dist._make_nccl_premul_sum(factor))
         _same(x, torch.full((4,), 3.0 * float(factor)), f"PREMUL_SUM by {factor}")
         out = torch.empty(2)
-        flow.distributed.reduce_scatter_tensor(out, torch.full((4,), me + 1.0), dist._make_nccl_premul_sum(factor))
-        _same(out, torch.full((2,), 3.0 * float(factor)), f"reduce_scatter of PREMUL_SUM by {factor}")
+        flow.distributed.reduce_scatter_tensor(
+            out, torch.full((4,), me + 1.0), dist._make_nccl_premul_sum(factor)
+        )
+        _same(
+            out, torch.full((2,), 3.0 * float(factor)), f"reduce_scatter of PREMUL_SUM by {factor}"
+        )
 
 
 def test_sums_of_scaled_parts() -> None:
@@ -188,7 +261,11 @@ def test_sums_of_scaled_parts() -> None:
 def _senseless() -> list[str]:
     flow.env.get_rank()
     said = []
-    for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.AVG, torch.int32), (dist.ReduceOp.MAX, torch.complex64)):
+    for op, dtype in (
+        (dist.ReduceOp.BAND, torch.float32),
+        (dist.ReduceOp.AVG, torch.int32),
+        (dist.ReduceOp.MAX, torch.complex64),
+    ):
         with pytest.raises(WorldError) as caught:
             dist.group.WORLD.allreduce([torch.ones(2, dtype=dtype)], op)
         said.append(str(caught.value))
@@ -205,8 +282,13 @@ def _senseless() -> list[str]:
 
 def test_calls_that_make_no_sense() -> None:
     band, avg, order, size, splits, tag = run_by_mpi(2, _senseless)[0]
-    assert band == "ReduceOp.BAND is not defined for torch.float32: it combines the bits of integers or bool"
-    assert avg == "ReduceOp.AVG is not defined for torch.int32: use SUM and divide, or convert to float"
+    assert band == (
+        "ReduceOp.BAND is not defined for torch.float32: it combines the bits of integers or bool"
+    )
+    assert (
+        avg
+        == "ReduceOp.AVG is not defined for torch.int32: use SUM and divide, or convert to float"
+    )
     assert "complex numbers have no order" in order
     assert "output has 5 elements (shape [5]); it needs 2 x 2" in size
     assert "output_split_sizes [1, 2] must be 2 numbers that add up to 4 rows" in splits
@@ -221,15 +303,26 @@ def _moved(ranks: tuple[int, ...]) -> None:
     group, size = _group(ranks), len(ranks)
     # Quantized dtypes, and those of less than a byte, torch itself can hardly hold.
     odd = re.compile(r"qu?int|bits|u?int[1-7]$|complex")
-    for dtype in sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and not odd.search(str(d))}, key=str):
+    for dtype in sorted(
+        {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not odd.search(str(d))},
+        key=str,
+    ):
         raw = torch.arange(8 * dtype.itemsize) % (2 if dtype is torch.bool else 251)
-        values = [raw.add(r).remainder(2 if dtype is torch.bool else 251).to(torch.uint8).view(dtype) for r in ranks]
+        values = [
+            raw.add(r).remainder(2 if dtype is torch.bool else 251).to(torch.uint8).view(dtype)
+            for r in ranks
+        ]
         parts = [torch.empty(8, dtype=dtype) for _ in ranks]
         dist.all_gather(parts, values[ranks.index(me)], group)
         for got, want in zip(parts, values, strict=True):
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{dtype} was changed"
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (
+                f"{dtype} was changed"
+            )
     x = torch.arange(12.0).reshape(3, 4) + me
-    for give, take in itertools.product((x, x.mT.contiguous().mT, x.repeat(1, 2)[:, :4], x[:, :1].expand(3, 4)), (torch.empty(3, 4), torch.empty(4, 3).mT)):
+    for give, take in itertools.product(
+        (x, x.mT.contiguous().mT, x.repeat(1, 2)[:, :4], x[:, :1].expand(3, 4)),
+        (torch.empty(3, 4), torch.empty(4, 3).mT),
+    ):
         parts = [take.clone(memory_format=torch.preserve_format) for _ in ranks]
         dist.all_gather(parts, give, group)
         for r, part in zip(ranks, parts, strict=True):
@@ -237,7 +330,10 @@ def _moved(ranks: tuple[int, ...]) -> None:
     z = torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(me))
     out = torch.empty(size * 3, dtype=torch.complex64).conj()
     group._allgather_base(out, z.conj()).wait()
-    everyone = [torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(r)).conj() for r in ranks]
+    everyone = [
+        torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(r)).conj()
+        for r in ranks
+    ]
     torch.testing.assert_close(out, torch.cat(everyone).resolve_conj())
 
 
@@ -272,15 +368,23 @@ def _coalesced() -> None:
             dist.all_reduce(x)
     manager.wait()
     assert [x.tolist() for x in xs] == [[1.0] * k for k in (1, 2, 3)]
-    outs, ins = [torch.empty(2), torch.empty(4)], [torch.full((1,), float(me)), torch.full((2,), float(me))]
+    outs, ins = (
+        [torch.empty(2), torch.empty(4)],
+        [torch.full((1,), float(me)), torch.full((2,), float(me))],
+    )
     group.allgather_into_tensor_coalesced(outs, ins).wait()
     assert [out.tolist() for out in outs] == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
     outs, ins = [torch.empty(1), torch.empty(2)], [torch.arange(2.0), torch.arange(4.0)]
     group.reduce_scatter_tensor_coalesced(outs, ins).wait()
     assert [out.tolist() for out in outs] == [[2.0 * me], [4.0 * me, 4.0 * me + 2]]
-    lists, ins = [[torch.empty(2), torch.empty(2)] for _ in range(2)], [torch.full((2,), 10.0 * me), torch.full((2,), 10.0 * me + 1)]
+    lists, ins = (
+        [[torch.empty(2), torch.empty(2)] for _ in range(2)],
+        [torch.full((2,), 10.0 * me), torch.full((2,), 10.0 * me + 1)],
+    )
     group.allgather_coalesced(lists, ins).wait()
-    assert [[out.tolist() for out in outs] for outs in lists] == [[[10.0 * r] * 2, [10.0 * r + 1] * 2] for r in range(2)], "first the rank, then the tensor"
+    assert [[out.tolist() for out in outs] for outs in lists] == [
+        [[10.0 * r] * 2, [10.0 * r + 1] * 2] for r in range(2)
+    ], "first the rank, then the tensor"
     with pytest.raises(WorldError, match="one for each rank"):
         group.allgather_coalesced(lists[:1], ins)
     with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
@@ -297,8 +401,15 @@ def test_coalesced() -> None:
 def _sparse() -> torch.Tensor:
     me = flow.env.get_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.11 says of every sparse tensor that nobody checks it
-        x = torch.sparse_coo_tensor([[0, 2 + me]], torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (me + 1), (4, 2), check_invariants=True)
+        warnings.simplefilter(
+            "ignore"
+        )  # torch 2.11 says of every sparse tensor that nobody checks it
+        x = torch.sparse_coo_tensor(
+            [[0, 2 + me]],
+            torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (me + 1),
+            (4, 2),
+            check_invariants=True,
+        )
     dist.all_reduce(x)
     return x.to_dense()
 
@@ -317,7 +428,8 @@ def _futures() -> list[float]:
         return float(future.value()[0][0] + inner.wait()[0][0])
 
     one = dist.all_reduce(x, async_op=True).get_future().then(hook).wait()
-    # Only then: the hook may run in this thread or in another, so what is started beside it may come before or after its operation, otherwise on each rank.
+    # Only then: the hook may run in this thread or in another, so what is started beside it may
+    # come before or after its operation, otherwise on each rank.
     other = dist.all_reduce(z, async_op=True).get_future()
     return [one, other.wait()[0][0].item()]
 
@@ -327,12 +439,17 @@ def test_futures_wait_for_each_other() -> None:
 
 
 def _started_early(full: bool) -> list[float]:
-    """Rank 1 starts the sum only once rank 0 has gone on: whoever starts one stays with it for a while at most. Then one that both start together."""
+    """Rank 1 starts the sum only once rank 0 has gone on: whoever starts one stays with it for a
+    while at most. Then one that both start together."""
     flow.env.get_rank()
     library = dist.group.WORLD.library  # type: ignore[union-attr]
     was, library.full = library.full, full
     try:
-        x, word, first = torch.full((1 << 19,), dist.get_rank() + 1.0), torch.zeros(1), dist.get_rank() == 0
+        x, word, first = (
+            torch.full((1 << 19,), dist.get_rank() + 1.0),
+            torch.zeros(1),
+            dist.get_rank() == 0,
+        )
         if not first:
             dist.recv(word, 0)
         early = dist.all_reduce(x, async_op=True)
@@ -363,7 +480,9 @@ class _Coming:
 
 
 @pytest.mark.parametrize(("roomy", "naps"), [(True, [1e-3]), (False, [1e-4, 1e-4, 1e-3])])
-def test_a_message_on_its_way_is_looked_at_again(roomy: bool, naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_on_its_way_is_looked_at_again(
+    roomy: bool, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(progress.time, "sleep", slept.append)
     for waited in (0.5e-3, 5e-3, 0.5, 5.0):
@@ -416,7 +535,10 @@ def _monitored(late: int | None) -> str:
 
 def test_monitored_barrier() -> None:
     assert run_by_mpi(2, _monitored, None) == ["", ""]
-    assert "monitored_barrier: timed out after 1 s: nothing has come from rank 1" in run_by_mpi(2, _monitored, 1)[0]
+    assert (
+        "monitored_barrier: timed out after 1 s: nothing has come from rank 1"
+        in run_by_mpi(2, _monitored, 1)[0]
+    )
 
 
 def _other_sizes(n: int, more: int) -> str:
@@ -429,7 +551,9 @@ def _other_sizes(n: int, more: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("n", "more"), [(3, 1), (300_000, 1), (1 << 21, 1 << 21), (1 << 22, 1 << 22), (5 << 20, 1)])
+@pytest.mark.parametrize(
+    ("n", "more"), [(3, 1), (300_000, 1), (1 << 21, 1 << 21), (1 << 22, 1 << 22), (5 << 20, 1)]
+)
 def test_ranks_that_give_other_sizes_are_told(n: int, more: int) -> None:
     """Sizes that are made of whole pieces too."""
     one, other = run_by_mpi(2, _other_sizes, n, more)
@@ -456,7 +580,10 @@ def _late() -> str:
 
 def test_a_wait_ends_with_the_groups_time_limit() -> None:
     said = run_by_mpi(2, _late)[0]
-    assert "of ranks [0, 1]: all_reduce of float32 [3]: timed out after 1 s: nothing has come from rank 1" in said
+    assert (
+        "of ranks [0, 1]: all_reduce of float32 [3]: timed out after 1 s: nothing has come from "
+        "rank 1" in said
+    )
 
 
 def _no_partner() -> None:

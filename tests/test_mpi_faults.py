@@ -1,4 +1,5 @@
-"""Programs that mpirun runs, and what can go wrong with them: each ends in bounded time, says what happened, and leaves no process."""
+"""Programs that mpirun runs, and what can go wrong with them: each ends in bounded time, says what
+happened, and leaves no process."""
 
 from __future__ import annotations
 
@@ -54,14 +55,21 @@ def group(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run(folder: Path, body: str, n: int = 2, first: str = "", **variables: str) -> Ended:
-    """Run the program on ``n`` ranks, in a world over MPI that has begun; ``first``: lines that come before it begins."""
+    """Run the program on ``n`` ranks, in a world over MPI that has begun; ``first``: lines that
+    come before it begins."""
     script = folder / "script.py"
     script.write_text(first + START + textwrap.dedent(body))
     started = time.monotonic()
     variables = {"GLOBALTENSOR_TIMEOUT": "60", **variables}
     command = mpirun(n, sys.executable, str(script), str(folder))
     process = subprocess.Popen(
-        command, env=environment(**variables), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        command,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
     )
     with group(process):
         said = process.communicate(timeout=LIMIT)[0]
@@ -98,7 +106,10 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
 def test_a_rank_that_leaves_early_fails_those_who_wait_for_it(tmp_path: Path) -> None:
     ended = run(tmp_path, "if rank == 1: sys.exit(3)\ndist.all_reduce(x)")
     assert ended.code != 0
-    assert "rank 0: mpi group 0 of ranks [0, 1]: all_reduce of float32 [10]: rank 1 left; nothing has come from rank 1" in ended.said
+    assert (
+        "rank 0: mpi group 0 of ranks [0, 1]: all_reduce of float32 [10]: rank 1 left; nothing "
+        "has come from rank 1" in ended.said
+    )
     assert ended.seconds < 60
     nobody_left(ended)
 
@@ -112,9 +123,14 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_a_hung_rank_ends_with_the_time_limit(tmp_path: Path) -> None:
-    ended = run(tmp_path, "if rank == 1: time.sleep(300)\ndist.all_reduce(x)", GLOBALTENSOR_TIMEOUT="3")
+    ended = run(
+        tmp_path, "if rank == 1: time.sleep(300)\ndist.all_reduce(x)", GLOBALTENSOR_TIMEOUT="3"
+    )
     assert ended.code == 1
-    assert "all_reduce of float32 [10]: timed out after 3 s: nothing has come from rank 1" in ended.said
+    assert (
+        "all_reduce of float32 [10]: timed out after 3 s: nothing has come from rank 1"
+        in ended.said
+    )
     nobody_left(ended)
 
 
@@ -142,7 +158,11 @@ def test_ranks_may_end_at_different_times_with_work_under_way(tmp_path: Path) ->
 
 
 def test_an_exception_after_the_group_was_destroyed(tmp_path: Path) -> None:
-    ended = run(tmp_path, "work = dist.all_reduce(x, async_op=True)\nwork.wait()\ndist.destroy_process_group()\nif rank == 0: raise KeyError('late')")
+    ended = run(
+        tmp_path,
+        "work = dist.all_reduce(x, async_op=True)\nwork.wait()\ndist.destroy_process_group()\nif "
+        "rank == 0: raise KeyError('late')",
+    )
     assert ended.code == 1
     assert "KeyError: 'late'" in ended.said
     nobody_left(ended)
@@ -150,7 +170,11 @@ def test_an_exception_after_the_group_was_destroyed(tmp_path: Path) -> None:
 
 def test_mpi4py_may_be_the_programs_own(tmp_path: Path) -> None:
     """Started before ours, by the program, which also ends it."""
-    ended = run(tmp_path, "if rank == 1: raise ValueError('the sky fell')\ndist.all_reduce(x)", first="from mpi4py import MPI\n")
+    ended = run(
+        tmp_path,
+        "if rank == 1: raise ValueError('the sky fell')\ndist.all_reduce(x)",
+        first="from mpi4py import MPI\n",
+    )
     assert ended.code == 1
     assert "ValueError: the sky fell" in ended.said
     nobody_left(ended)
@@ -159,6 +183,10 @@ def test_mpi4py_may_be_the_programs_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_mpirun_starts_ranks_of_any_backend(tmp_path: Path, backend: str) -> None:
-    ended = run(tmp_path, "print('backend', dist.get_backend_config())\nassert x.tolist() == [2.0] * 10", GLOBALTENSOR_BACKEND=backend)
+    ended = run(
+        tmp_path,
+        "print('backend', dist.get_backend_config())\nassert x.tolist() == [2.0] * 10",
+        GLOBALTENSOR_BACKEND=backend,
+    )
     assert ended.code == 0, ended.said
     assert f"backend cpu:{backend}," in ended.said

@@ -1,4 +1,5 @@
-"""torch's DDP, FSDP2 and DTensor, and global tensors, take a training step over MPI with the numbers of gloo and of one device."""
+"""torch's DDP, FSDP2 and DTensor, and global tensors, take a training step over MPI with the
+numbers of gloo and of one device."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ pytestmark = needs_mpi
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
 
 
 def _rows() -> Tensor:
@@ -37,7 +40,10 @@ def _train(model: nn.Module, rows: Tensor) -> list[Tensor]:
         optimizer.zero_grad()
         (model(rows[:, :6]) - rows[:, 6:]).pow(2).mean().backward()
         optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+    return [
+        p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for p in model.parameters()
+    ]
 
 
 def _mine() -> Tensor:
@@ -57,7 +63,12 @@ def ddp() -> list[Tensor]:
 
 
 def ddp_with_unused_parameters() -> list[Tensor]:
-    return _train(DistributedDataParallel(_model(), find_unused_parameters=True, gradient_as_bucket_view=True), _mine())
+    return _train(
+        DistributedDataParallel(
+            _model(), find_unused_parameters=True, gradient_as_bucket_view=True
+        ),
+        _mine(),
+    )
 
 
 def fsdp2() -> list[Tensor]:
@@ -68,7 +79,10 @@ def fsdp2() -> list[Tensor]:
 
 
 def tensor_parallel() -> list[Tensor]:
-    return _train(parallelize_module(_model(), _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()}), _rows())
+    return _train(
+        parallelize_module(_model(), _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        _rows(),
+    )
 
 
 def global_tensors() -> list[Tensor]:
@@ -88,9 +102,17 @@ def _on_this(want: str, train: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
-@pytest.mark.parametrize("train", [ddp, ddp_with_unused_parameters, fsdp2, tensor_parallel, global_tensors], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "train",
+    [ddp, ddp_with_unused_parameters, fsdp2, tensor_parallel, global_tensors],
+    ids=lambda f: f.__name__,
+)
 def test_the_numbers_of_gloo_and_of_one_device(train: Callable[[], list[Tensor]]) -> None:
-    over_mpi, over_gloo, alone = run_by_mpi(2, _on_this, "mpi", train), run_on(2, _on_this, "gloo", train), single()
+    over_mpi, over_gloo, alone = (
+        run_by_mpi(2, _on_this, "mpi", train),
+        run_on(2, _on_this, "gloo", train),
+        single(),
+    )
     for ours, theirs in zip(over_mpi, over_gloo, strict=True):
         for got, same, plain in zip(ours, theirs, alone, strict=True):
             assert torch.equal(got, same), "not the bits that gloo gives"
@@ -102,7 +124,9 @@ def _redistributed() -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     whole = torch.arange(35.0).reshape(5, 7)
     for source in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Shard(1)]):
-        x = DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=True).redistribute(mesh, source)
+        x = DTensor.from_local(
+            whole, mesh, [Replicate(), Replicate()], run_check=True
+        ).redistribute(mesh, source)
         for target in ([Replicate(), Replicate()], [Shard(1), Replicate()], [Shard(0), Shard(0)]):
             assert torch.equal(x.redistribute(mesh, target).full_tensor(), whole)
     model = _model().float()

@@ -12,7 +12,9 @@ import torch
 from globaltensor.distributed.backends import shared_memory
 from globaltensor.distributed.backends.shared_memory import PeerLost, SharedMemoryPeers, host
 
-pytestmark = pytest.mark.skipif(not host(), reason="this system has no memory files, or cannot pass them on")
+pytestmark = pytest.mark.skipif(
+    not host(), reason="this system has no memory files, or cannot pass them on"
+)
 
 
 def soon() -> float:
@@ -23,7 +25,12 @@ def met(*ranks: int) -> list[SharedMemoryPeers]:
     ends = [SharedMemoryPeers(rank) for rank in ranks]
     names = {end.rank: end.name for end in ends}
     with ThreadPoolExecutor(len(ends)) as pool:
-        list(pool.map(lambda end: end.connect({r: n for r, n in names.items() if r != end.rank}, soon), ends))
+        list(
+            pool.map(
+                lambda end: end.connect({r: n for r, n in names.items() if r != end.rank}, soon),
+                ends,
+            )
+        )
     return ends
 
 
@@ -36,7 +43,9 @@ def two() -> Iterator[list[SharedMemoryPeers]]:
 
 
 def some(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_parts_are_found_by_topic_and_number(two: list[SharedMemoryPeers]) -> None:
@@ -104,10 +113,14 @@ def test_many_notes_that_nobody_reads_yet(two: list[SharedMemoryPeers]) -> None:
 
     want = sum(int(some(8, number).sum()) for number in range(3000))
     with ThreadPoolExecutor(2) as pool:
-        assert [f.result(60) for f in [pool.submit(run, two[0], 7), pool.submit(run, two[1], 3)]] == [want, want]
+        assert [
+            f.result(60) for f in [pool.submit(run, two[0], 7), pool.submit(run, two[1], 3)]
+        ] == [want, want]
 
 
-def test_a_sender_that_can_wait_does_not_fill_the_memory(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_that_can_wait_does_not_fill_the_memory(
+    two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_memory, "_UNREAD", 1 << 20)
     a, b = two
 
@@ -137,13 +150,18 @@ def test_one_that_waits_hears_at_once(two: list[SharedMemoryPeers]) -> None:
 def test_errors(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     a.leave(1, 1, [(some(5), (7,))])
-    with pytest.raises(PeerLost, match="rank 3 has sent 5 bytes where 6 were expected: the ranks do different things"):
+    with pytest.raises(
+        PeerLost,
+        match="rank 3 has sent 5 bytes where 6 were expected: the ranks do different things",
+    ):
         b.find(3, 1, 1, 6, soon)
     with pytest.raises(PeerLost, match=r"nothing has come from rank 3 for 0 s: timed out"):
         b.find(3, 1, 2, 6, lambda: 0.1)
     a.leave(1, 3, [(some(70_000_000), (7,))])
     a.close()
-    assert torch.equal(b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000))  # it was there before
+    assert torch.equal(
+        b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000)
+    )  # it was there before
     assert b.there(3, 1, 4)  # waiting for it ends at once
     with pytest.raises(PeerLost, match="rank 3 has gone"):
         b.find(3, 1, 4, 5, soon)
@@ -158,7 +176,10 @@ def test_strangers_are_sent_away() -> None:
             stranger.connect(f"\0globaltensor-{a.name}")
             stranger.sendall(said)
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(a.connect, {1: b.name}, soon), pool.submit(b.connect, {0: a.name}, soon)]:
+        for done in [
+            pool.submit(a.connect, {1: b.name}, soon),
+            pool.submit(b.connect, {0: a.name}, soon),
+        ]:
             done.result(30)
     a.leave(1, 1, [(some(5), (1,))])
     assert torch.equal(b.find(0, 1, 1, 5, soon).data, some(5))

@@ -1,4 +1,5 @@
-"""torch.nn.utils on global modules: parametrizations, weight norm, vectors of parameters; before and after the module becomes global."""
+"""torch.nn.utils on global modules: parametrizations, weight norm, vectors of parameters; before
+and after the module becomes global."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@pytest.mark.parametrize("change", [squash, squash_and_assign, squash_and_leave, norm, norm_columns, older_norm, halve])
+@pytest.mark.parametrize(
+    "change", [squash, squash_and_assign, squash_and_leave, norm, norm_columns, older_norm, halve]
+)
 def test_of_global_modules(change: Callable[[Any], None]) -> None:
     plain, start = network(), network()
     change(plain)
@@ -120,13 +123,19 @@ def test_set() -> None:
 
 def test_weight_norm_runs_where_its_operands_lie() -> None:
     v = values(5, 4, 3)
-    for dim, g in ((0, values(5, 1, 1, seed=1)), (1, values(1, 4, 1, seed=1)), (2, values(1, 1, 3, seed=1)), (-1, values(seed=1))):
+    for dim, g in (
+        (0, values(5, 1, 1, seed=1)),
+        (1, values(1, 4, 1, seed=1)),
+        (2, values(1, 1, 3, seed=1)),
+        (-1, values(seed=1)),
+    ):
         compare(torch._weight_norm, v, g, dim)
         compare(torch.norm_except_dim, v, 2, dim)
 
 
 def test_norms_of_gradients_with_empty_parts() -> None:
-    """A rank without elements of some tensor has nothing to say about its largest; norms of any order come out, in lists and one by one."""
+    """A rank without elements of some tensor has nothing to say about its largest; norms of any
+    order come out, in lists and one by one."""
     gradients = [values(2, 3), values(1, seed=1), values(5, seed=2)]
     orders = (float("inf"), -float("inf"), 1.0, 2.0, 0.5, 0.0)
     want = [nn.utils.get_total_norm(gradients, order) for order in orders]
@@ -136,6 +145,8 @@ def test_norms_of_gradients_with_empty_parts() -> None:
         put = [g.to_global(line, B).to_global(sbp=S(0)) for g in gradients]
         for order, expected in zip(orders, want, strict=True):
             for foreach in (True, False):
-                torch.testing.assert_close(full(nn.utils.get_total_norm(put, order, foreach=foreach)), expected)
+                torch.testing.assert_close(
+                    full(nn.utils.get_total_norm(put, order, foreach=foreach)), expected
+                )
 
     simulate(3, body, timeout=20.0)

@@ -1,4 +1,5 @@
-"""What works on one device works on global tensors: detaching in place, exchanging what a tensor holds, ``out=``, results that are the argument itself."""
+"""What works on one device works on global tensors: detaching in place, exchanging what a tensor
+holds, ``out=``, results that are the argument itself."""
 
 from __future__ import annotations
 
@@ -41,10 +42,15 @@ def laid_out(value: Tensor, sbp: Any) -> Any:
 
 def same(got: Any, want: Tensor) -> None:
     assert got.shape == want.shape
-    torch.testing.assert_close(gather_global_value(got) if got.is_global else got.detach(), want.detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        gather_global_value(got) if got.is_global else got.detach(),
+        want.detach(),
+        rtol=1e-12,
+        atol=1e-13,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- detach_
+# ------------------------------------------------------------------------------------------ detach_
 
 
 def model() -> nn.Module:
@@ -57,18 +63,26 @@ def model() -> nn.Module:
 
 @on()
 def test_gradients_with_a_graph_are_set_to_zero() -> None:
-    """``zero_grad(set_to_none=False)`` after ``create_graph=True`` detaches gradients in place, which is forbidden of views."""
+    """``zero_grad(set_to_none=False)`` after ``create_graph=True`` detaches gradients in place,
+    which is forbidden of views."""
 
     def trained(net: nn.Module, foreach: bool, penalty: bool) -> list[Tensor]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=foreach)
         for step in range(3):
             optimizer.zero_grad(set_to_none=False)
-            assert all(p.grad is None or (p.grad.grad_fn is None and not p.grad.any()) for p in net.parameters())
+            assert all(
+                p.grad is None or (p.grad.grad_fn is None and not p.grad.any())
+                for p in net.parameters()
+            )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the cycle between parameters and gradients, which the test wants
+                warnings.simplefilter(
+                    "ignore"
+                )  # of the cycle between parameters and gradients, which the test wants
                 net(values(5, 4, seed=step)).square().sum().backward(create_graph=True)
             if penalty:
-                sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None).mul(1e-3).backward()  # type: ignore[union-attr]
+                sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None).mul(
+                    1e-3
+                ).backward()  # type: ignore[union-attr]
             optimizer.step()
         return [p.detach() for p in net.parameters()]
 
@@ -76,14 +90,19 @@ def test_gradients_with_a_graph_are_set_to_zero() -> None:
         want = trained(model(), False, penalty)
         for plan in ("data", "fsdp", "tensor"):
             for foreach in (False, True):
-                for got, expected in zip(trained(flow.parallelize(model(), everywhere(), plan), foreach, penalty), want, strict=True):
+                for got, expected in zip(
+                    trained(flow.parallelize(model(), everywhere(), plan), foreach, penalty),
+                    want,
+                    strict=True,
+                ):
                     same(got, expected)
 
 
 @on()
 def test_what_is_computed_is_detached_in_place() -> None:
     ways: list[Callable[[Any], Any]] = [
-        lambda g: g * 2, lambda g: g.t(), lambda g: (g * 2).view(12), lambda g: g.to_global(sbp=B), lambda g: g.to_global(sbp=P), lambda g: g[0], lambda g: g,
+        lambda g: g * 2, lambda g: g.t(), lambda g: (g * 2).view(12), lambda g: g.to_global(sbp=B),
+        lambda g: g.to_global(sbp=P), lambda g: g[0], lambda g: g,
         lambda g: (torch.ones(2, 3, requires_grad=True) * 2).to_global(everywhere(), S(0)),  # type: ignore[attr-defined]
     ]  # fmt: skip
     for way in ways:
@@ -107,7 +126,7 @@ def test_what_is_computed_is_detached_in_place() -> None:
     assert not base[0].any()
 
 
-# ---------------------------------------------------------------------------------------------------------------- .data and set_
+# ----------------------------------------------------------------------------------- .data and set_
 
 
 @on()
@@ -129,7 +148,11 @@ def test_data_takes_the_value_of_a_plain_tensor() -> None:
 @on()
 def test_a_parameter_stays_one_when_it_takes_plain_data() -> None:
     for sbp in (B, S(0), S(1)):
-        for shape, dtype in (((4, 3), torch.float64), ((6, 3), torch.float64), ((4, 3), torch.float32)):
+        for shape, dtype in (
+            ((4, 3), torch.float64),
+            ((6, 3), torch.float64),
+            ((4, 3), torch.float32),
+        ):
             ours, alone = nn.Parameter(laid_out(values(4, 3), sbp)), nn.Parameter(values(4, 3))
             optimizers = [torch.optim.SGD([p], lr=0.1) for p in (ours, alone)]
             for p in (ours, alone):
@@ -180,9 +203,29 @@ def resized(kind: str) -> list[list[float]]:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    small = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
-    gpt: Any = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
-    alone: Any = GPT2LMHeadModel(gpt) if kind == "gpt" else LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=kind == "tied"))
+    small = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    gpt: Any = GPT2Config(
+        vocab_size=20,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=32,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        resid_pdrop=0,
+    )
+    alone: Any = (
+        GPT2LMHeadModel(gpt)
+        if kind == "gpt"
+        else LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=kind == "tied"))
+    )
     alone = alone.double()
     ids = torch.arange(10).view(2, 5) * 2 + 4
     found = []
@@ -201,7 +244,10 @@ def resized(kind: str) -> list[list[float]]:
                 optimizer.step()
             rows.append([loss.item(), net.get_input_embeddings().weight.square().sum().item()])
         assert ours.get_input_embeddings().weight.shape == (25, 16)
-        assert rows[0] == pytest.approx(rows[1], rel=1e-5), (kind, plan)  # transformers computes the loss of logits in float32
+        assert rows[0] == pytest.approx(rows[1], rel=1e-5), (
+            kind,
+            plan,
+        )  # transformers computes the loss of logits in float32
         found += rows
     return found
 
@@ -212,7 +258,7 @@ def test_embeddings_are_resized(kind: str) -> None:
     assert first == other
 
 
-# ---------------------------------------------------------------------------------------------------------------- out=
+# --------------------------------------------------------------------------------------------- out=
 
 
 #: Functions with results for ``out=``, and the dtype of each.
@@ -236,11 +282,20 @@ def test_results_go_into_plain_and_global_tensors() -> None:
         for sbp in (B, S(0), P):
             x = laid_out(values(4, 3), sbp)
             for shaped in (False, True):
-                plain = [torch.empty(w.shape if shaped else 0, dtype=d) for w, d in zip(wanted, dtypes, strict=True)]
-                there = [laid_out(torch.zeros(w.shape if shaped else 0, dtype=d), S(0)) for w, d in zip(wanted, dtypes, strict=True)]
+                plain = [
+                    torch.empty(w.shape if shaped else 0, dtype=d)
+                    for w, d in zip(wanted, dtypes, strict=True)
+                ]
+                there = [
+                    laid_out(torch.zeros(w.shape if shaped else 0, dtype=d), S(0))
+                    for w, d in zip(wanted, dtypes, strict=True)
+                ]
                 for targets in (plain, there, [*plain[:1], *there[1:]]):
                     got = function(x, out=tuple(targets) if len(targets) > 1 else targets[0])
-                    assert all(g is t for g, t in zip(got if len(targets) > 1 else [got], targets, strict=True))
+                    assert all(
+                        g is t
+                        for g, t in zip(got if len(targets) > 1 else [got], targets, strict=True)
+                    )
                     for t, w in zip(targets, wanted, strict=True):
                         same(t, w.to(t.dtype))
                 assert [t.sbp for t in there] == [(S(0),)] * len(there)
@@ -261,7 +316,9 @@ def test_out_that_does_not_fit_is_refused_as_on_one_device() -> None:
     for x in (values(4, 3), laid_out(values(4, 3), S(0))):
         with pytest.raises(RuntimeError, match="can't be cast to the desired output type Long"):
             torch.add(x, 1.5, out=whole)
-        with pytest.raises(RuntimeError, match="Expected out tensor to have dtype double, but got float instead"):
+        with pytest.raises(
+            RuntimeError, match="Expected out tensor to have dtype double, but got float instead"
+        ):
             torch.mm(x, x.t(), out=torch.empty(4, 4))
         with pytest.raises(TypeError, match="must be Tensor, not list"):
             torch.add(x, 1, out=[torch.empty(4, 3)])  # type: ignore[call-overload]
@@ -271,7 +328,9 @@ def test_out_that_does_not_fit_is_refused_as_on_one_device() -> None:
             torch.add(x.clone().requires_grad_(), 1, out=torch.empty(4, 3))
         with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
             torch.add(x, 1, out=torch.empty(4, 3, dtype=torch.float64, requires_grad=True))
-        assert torch.argmax(x.clone().requires_grad_(), 1, out=torch.empty(0, dtype=torch.int64)).shape == (4,)
+        assert torch.argmax(
+            x.clone().requires_grad_(), 1, out=torch.empty(0, dtype=torch.int64)
+        ).shape == (4,)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             assert torch.add(x, 1, out=torch.empty(2, dtype=torch.float64)).shape == (4, 3)
@@ -321,7 +380,9 @@ def orthogonal(x: Any) -> Any:
     a, b, c = 3.4445, -4.7750, 2.0315
     x = x.div(x.norm().clamp_min(1e-7))
     shape = (x.size(-2), x.size(-2))
-    squares, mixed, result = (torch.empty(s, dtype=x.dtype, device=x.device) for s in (shape, shape, tuple(x.shape)))
+    squares, mixed, result = (
+        torch.empty(s, dtype=x.dtype, device=x.device) for s in (shape, shape, tuple(x.shape))
+    )
     for _ in range(5):
         torch.mm(x, x.mT, out=squares)
         torch.addmm(squares, squares, squares, beta=b, alpha=c, out=mixed)
@@ -349,10 +410,13 @@ def test_a_graph_with_a_plain_buffer() -> None:
     for sbp in (B, S(0), P):
         graph = Buffered()
         for seed in range(2):
-            same(graph(laid_out(values(4, 3, seed=seed), sbp)), (values(4, 3, seed=seed) + 1) * values(4, 3, seed=seed))
+            same(
+                graph(laid_out(values(4, 3, seed=seed), sbp)),
+                (values(4, 3, seed=seed) + 1) * values(4, 3, seed=seed),
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------- sparse gradients
+# --------------------------------------------------------------------------------- sparse gradients
 
 
 class Bags(nn.EmbeddingBag):
@@ -366,12 +430,18 @@ def gathered(table: nn.Module, ids: Tensor) -> Tensor:
 
 @on()
 def test_gradients_that_would_be_sparse_are_dense() -> None:
-    """The values are those of one device, and so are the steps of optimizers that take both kinds."""
-    optimizers: list[Any] = [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, lr=0.1)]
+    """The values are those of one device, and so are the steps of optimizers that take both
+    kinds."""
+    optimizers: list[Any] = [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ]
     ids = torch.tensor([[0, 1, 2], [2, 4, 4]])
     kinds: list[Any] = [
         (nn.Embedding, lambda m, i: m(i)), (Bags, lambda m, i: m(i)), (nn.Embedding, gathered),
-        (lambda *args, **options: nn.Embedding(*args, scale_grad_by_freq=True, **options), lambda m, i: m(i)),
+        (lambda *args, **options: nn.Embedding(*args, scale_grad_by_freq=True, **options), lambda m,
+            i: m(i)),
         (lambda *args, **options: nn.Embedding(*args, padding_idx=2, **options), lambda m, i: m(i)),
     ]  # fmt: skip
     for (make, look), optimizer in ((k, o) for k in kinds for o in optimizers):
@@ -383,12 +453,21 @@ def test_gradients_that_would_be_sparse_are_dense() -> None:
                 table, alone = tables[0].to_global(everywhere(), sbp), tables[1]
                 stepped = [optimizer(t.parameters()) for t in (table, alone)]
                 for _ in range(2):
-                    for t, o, i in zip((table, alone), stepped, (ids if id_sbp is None else laid_out(ids, id_sbp), ids), strict=True):
+                    for t, o, i in zip(
+                        (table, alone),
+                        stepped,
+                        (ids if id_sbp is None else laid_out(ids, id_sbp), ids),
+                        strict=True,
+                    ):
                         o.zero_grad()
                         look(t, i).square().sum().backward()
                         o.step()
-                torch.testing.assert_close(gather_global_value(table.weight.grad), alone.weight.grad)
-                torch.testing.assert_close(gather_global_value(table.weight.detach()), alone.weight.detach())
+                torch.testing.assert_close(
+                    gather_global_value(table.weight.grad), alone.weight.grad
+                )
+                torch.testing.assert_close(
+                    gather_global_value(table.weight.detach()), alone.weight.detach()
+                )
     plain = nn.Embedding.from_pretrained(values(5, 3).float(), freeze=False, sparse=True)
     plain(laid_out(ids, S(0))).sum().backward()
     assert plain.weight.grad is not None
@@ -401,7 +480,9 @@ def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
         table: Any = nn.Embedding(5, 3, sparse=True).to_global(everywhere(), sbp)  # type: ignore[operator]
         optimizer = torch.optim.SparseAdam([nn.Parameter(torch.zeros(2)), table.weight])
         table(torch.tensor([0, 1])).sum().backward()
-        with pytest.raises(GlobalTensorError, match=r"SparseAdam got a global parameter.*torch.optim.Adam"):
+        with pytest.raises(
+            GlobalTensorError, match=r"SparseAdam got a global parameter.*torch.optim.Adam"
+        ):
             optimizer.step()
     alone = nn.Embedding(5, 3, sparse=True)
     before = alone.weight.detach().clone()
@@ -413,7 +494,7 @@ def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     assert (alone.weight.detach() != before).any(1).tolist() == [True, True, False, False, False]
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch.func
+# --------------------------------------------------------------------------------------- torch.func
 
 
 class Doubled(torch.autograd.Function):
@@ -432,12 +513,16 @@ class Doubled(torch.autograd.Function):
 
 @on()
 def test_transforms_name_the_way_that_works() -> None:
-    """Whatever is transformed, and wherever the global tensors come from: an error on all ranks that names `local_map`, before anything is sent."""
+    """Whatever is transformed, and wherever the global tensors come from: an error on all ranks
+    that names `local_map`, before anything is sent."""
     func, row, rows = torch.func, values(3), values(4, 3)
     for sbp in (B, S(0), S(1), P):
         g = laid_out(rows, sbp)
         leaf = laid_out(rows, sbp).requires_grad_()
-        weights = {name: laid_out(q.detach(), S(0)) for name, q in nn.Linear(3, 2).double().named_parameters()}
+        weights = {
+            name: laid_out(q.detach(), S(0))
+            for name, q in nn.Linear(3, 2).double().named_parameters()
+        }
         layer: Any = nn.Linear(3, 2).double().to_global(everywhere(), B)  # type: ignore[operator]
         programs: list[Callable[[], Any]] = [
             lambda g=g: func.grad(lambda x: x.to_global(sbp=B).square().sum())(g),
@@ -453,21 +538,30 @@ def test_transforms_name_the_way_that_works() -> None:
             lambda g=g: func.vmap(lambda v: (g * v).sum())(rows),
             lambda g=g: func.vmap(lambda v: g @ v)(rows),
             lambda g=g: func.grad(lambda v: v.to_global(everywhere(), S(0)).square().sum())(row),
-            lambda leaf=leaf: func.grad(lambda v: (leaf.to_global(sbp=S(1 if leaf.sbp == (S(0),) else 0)) * v).sum())(row),
-            lambda g=g, layer=layer, w=weights: func.grad(lambda p: func.functional_call(layer, p, (g,)).square().sum())(w),
+            lambda leaf=leaf: func.grad(
+                lambda v: (leaf.to_global(sbp=S(1 if leaf.sbp == (S(0),) else 0)) * v).sum()
+            )(row),
+            lambda g=g, layer=layer, w=weights: func.grad(
+                lambda p: func.functional_call(layer, p, (g,)).square().sum()
+            )(w),
             lambda leaf=leaf: func.grad(lambda v: v.sum() * Doubled.apply(leaf).sum())(row),
         ]
         for i, program in enumerate(programs):
             with pytest.raises(KernelError, match=r"globaltensor\.local_map"):
                 pytest.fail(f"program {i} with {sbp} gave {program()}")
         same(
-            func.functional_call(layer, weights, (g,)), nn.functional.linear(rows, gather_global_value(weights["weight"]), gather_global_value(weights["bias"]))
+            func.functional_call(layer, weights, (g,)),
+            nn.functional.linear(
+                rows, gather_global_value(weights["weight"]), gather_global_value(weights["bias"])
+            ),
         )
-        parts = flow.local_map(func.vmap(func.grad(lambda x: x.square().sum())), out_sbp=S(0), in_sbp=S(0))
+        parts = flow.local_map(
+            func.vmap(func.grad(lambda x: x.square().sum())), out_sbp=S(0), in_sbp=S(0)
+        )
         same(parts(g), rows * 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------- type_as
+# ------------------------------------------------------------------------------------------ type_as
 
 
 @on()

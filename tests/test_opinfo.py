@@ -1,4 +1,5 @@
-"""Torch's first sample of every op, in up to three layouts on two simulated ranks: forward, backward, in-place and ``out=`` are plain torch's.
+"""Torch's first sample of every op, in up to three layouts on two simulated ranks: forward,
+backward, in-place and ``out=`` are plain torch's.
 
 `make coverage` looks at more samples, more layouts and more ranks, and writes docs/coverage.md.
 """
@@ -17,7 +18,9 @@ REFUSED = {
     "sparse.mm.reduce": "a sparse matrix has no dims to split",
     "to_sparse": "a sparse matrix has no dims to split",
     "jiterator": "compiles code for CUDA",
-    "torch.ops.aten._efficient_attention_forward": "leaves the end of its logsumexp unwritten (on a GPU; the CPU has no such kernel)",
+    "torch.ops.aten._efficient_attention_forward": (
+        "leaves the end of its logsumexp unwritten (on a GPU; the CPU has no such kernel)"
+    ),
     "_batch_norm_with_update": "a kernel that writes into its arguments, with no function above it",
 }
 
@@ -33,5 +36,9 @@ def test_samples(start: int) -> None:
         wrong += [o for o in found if o.how in ("wrong", "error")]
         for what in {o.what for o in found}:
             mine = [o for o in found if o.what == what]
-            wrong += mine[:1] if all(o.how == "refused" for o in mine) and what in ("forward", "backward") else []
+            wrong += (
+                mine[:1]
+                if all(o.how == "refused" for o in mine) and what in ("forward", "backward")
+                else []
+            )
     assert not wrong, "\n".join(map(str, wrong))

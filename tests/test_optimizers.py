@@ -1,4 +1,5 @@
-"""torch.optim on global parameters: the numbers of plain ones, the state global between steps, whole through saving, loading and a step that fails."""
+"""torch.optim on global parameters: the numbers of plain ones, the state global between steps,
+whole through saving, loading and a step that fails."""
 
 from __future__ import annotations
 
@@ -37,18 +38,31 @@ MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator)
+        for name, shape in SHAPES.items()
+    }
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
-    return x.clone().to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0) if x.dim() else B).detach()
+    return (
+        x.clone()
+        .to_global(flow.placement.all("cpu"), B)
+        .to_global(sbp=S(0) if x.dim() else B)
+        .detach()
+    )
 
 
 def whole(x: Any) -> torch.Tensor:
     return x.detach().to_global(sbp=B).to_local() if x.is_global else x
 
 
-def step(optimizer: optim.Optimizer, parameters: dict[str, torch.Tensor], seed: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def step(
+    optimizer: optim.Optimizer,
+    parameters: dict[str, torch.Tensor],
+    seed: int,
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     for name, grad in values(seed).items():
         parameters[name].grad = None if seed == 2 and name == "b" else make(grad)
     optimizer.step()
@@ -73,7 +87,9 @@ def on_rank(maker: str) -> None:
         for key, value in reference.state[plain[name]].items():
             if isinstance(value, torch.Tensor):
                 mine = optimizer.state[p][key]
-                assert mine.is_global == (value.shape == p.shape and (p.dim() > 0 or mine.is_global)), (name, key)
+                assert mine.is_global == (
+                    value.shape == p.shape and (p.dim() > 0 or mine.is_global)
+                ), (name, key)
                 torch.testing.assert_close(whole(mine), value, rtol=1e-12, atol=1e-12)
     assert all(p.is_global for group in optimizer.param_groups for p in group["params"])
 
@@ -92,7 +108,9 @@ def rate_in_a_tensor(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> 
 
 
 def another_state(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
-    optimizer.state[params[0]] = {k: v.clone() if k == "step" else v * 0.5 for k, v in optimizer.state[params[0]].items()}
+    optimizer.state[params[0]] = {
+        k: v.clone() if k == "step" else v * 0.5 for k, v in optimizer.state[params[0]].items()
+    }
 
 
 #: What may happen between two steps: (after backward, where gradients are; before it).
@@ -114,9 +132,13 @@ AFTER_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] 
 }
 BEFORE_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] = {
     "a parameter held still": lambda o, p: p[0].requires_grad_(False),
-    "a group more": lambda o, p: o.add_param_group({"params": [o.param_groups[0]["params"].pop()], "lr": 0.2}),
+    "a group more": lambda o, p: o.add_param_group(
+        {"params": [o.param_groups[0]["params"].pop()], "lr": 0.2}
+    ),
     "a parameter written": lambda o, p: p[0].data.mul_(0.5),
-    "a parameter laid otherwise": lambda o, p: setattr(p[0], "data", p[0].data.to_global(sbp=S(1))) if p[0].is_global else None,
+    "a parameter laid otherwise": lambda o, p: (
+        setattr(p[0], "data", p[0].data.to_global(sbp=S(1))) if p[0].is_global else None
+    ),
 }
 
 
@@ -137,20 +159,35 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
             if i == 3:
                 after(optimizer, params)
             swap = local_step._swaps.get(optimizer)
-            again = swap is not None and swap.last is not None and swap.last.gradients(optimizer) is not None
+            again = (
+                swap is not None
+                and swap.last is not None
+                and swap.last.gradients(optimizer) is not None
+            )
             optimizer.step()
-            if isinstance(params[0], flow.GlobalTensor) and (change in ("nothing", "gradients set") or i < 3):
+            if isinstance(params[0], flow.GlobalTensor) and (
+                change in ("nothing", "gradients set") or i < 3
+            ):
                 assert again == (i > 0)
         return params
 
     generator = torch.Generator().manual_seed(0)
-    first, second, idle, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), (3, 3), (5, 4)))
-    expected = [p.detach() for p in train([w.clone().requires_grad_() for w in (first, second, idle)], x)]
+    first, second, idle, x = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((4, 6), (6, 2), (3, 3), (5, 4))
+    )
+    expected = [
+        p.detach() for p in train([w.clone().requires_grad_() for w in (first, second, idle)], x)
+    ]
 
     def ranks() -> None:
         everyone = flow.placement.all("cpu")
         put = [
-            w.clone().to_global(everyone, B).to_global(sbp=B if shared else layout).detach().requires_grad_()  # type: ignore[attr-defined]
+            w.clone()
+            .to_global(everyone, B)
+            .to_global(sbp=B if shared else layout)
+            .detach()
+            .requires_grad_()  # type: ignore[attr-defined]
             for w, layout in ((first, S(1)), (second, S(0)), (idle, S(1)))
         ]
         got = train(put, x.to_global(everyone, B).to_global(sbp=S(0) if shared else B))
@@ -163,11 +200,15 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
 @pytest.mark.parametrize("how", ["plainly", "with a closure", "in a loop"])
 @pytest.mark.parametrize("make", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop, optim.NAdam])
 def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
-    """No step of a summand is that of the sum: such a parameter is stepped whole, and lies as it did afterwards."""
+    """No step of a summand is that of the sum: such a parameter is stepped whole, and lies as it
+    did afterwards."""
     settings = {"momentum": 0.9} if make is optim.SGD else {}
 
     def train(params: list[Any], x: Any) -> tuple[list[Any], optim.Optimizer, list[Any]]:
-        optimizer, losses = make(params, lr=0.1, foreach=False if how == "in a loop" else None, **settings), []
+        optimizer, losses = (
+            make(params, lr=0.1, foreach=False if how == "in a loop" else None, **settings),
+            [],
+        )
 
         def closure() -> Any:
             optimizer.zero_grad()
@@ -184,14 +225,20 @@ def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
         return params, optimizer, losses
 
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), ())]
+    starts = [
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((4, 6), (6, 2), ())
+    ]
     x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
     expected, reference, losses = train([s.clone().requires_grad_() for s in starts], x)
 
     def ranks() -> None:
         everyone = flow.placement("cpu", [[0, 1], [2, 3]])
         layouts = ([P, S(1)], [B, P], [P, P])
-        put = [s.to_global(everyone, [B, B]).to_global(sbp=layout).detach().requires_grad_() for s, layout in zip(starts, layouts, strict=True)]
+        put = [
+            s.to_global(everyone, [B, B]).to_global(sbp=layout).detach().requires_grad_()
+            for s, layout in zip(starts, layouts, strict=True)
+        ]
         got, optimizer, mine = train(put, x.to_global(everyone, [B, B]))
         for g, w in zip([*got, *mine], [*expected, *losses], strict=True):
             torch.testing.assert_close(full(g), w.detach(), rtol=1e-10, atol=1e-10)
@@ -199,7 +246,9 @@ def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
             assert p.sbp == tuple(layout)
             for key, value in reference.state[q].items():
                 if isinstance(value, torch.Tensor) and value.shape == q.shape:
-                    torch.testing.assert_close(whole_of(optimizer.state[p][key]), value, rtol=1e-10, atol=1e-10)
+                    torch.testing.assert_close(
+                        whole_of(optimizer.state[p][key]), value, rtol=1e-10, atol=1e-10
+                    )
 
     def whole_of(t: Any) -> torch.Tensor:
         return full(t) if t.is_global else t
@@ -236,7 +285,12 @@ def _loaded() -> None:
     p = flow.placement("cpu", [0, 1])
     w = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
     plain = w.clone().requires_grad_()
-    ours = w.to_global(p, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)).detach().requires_grad_()  # type: ignore[attr-defined]
+    ours = (
+        w.to_global(p, flow.sbp.broadcast)
+        .to_global(sbp=flow.sbp.split(0))
+        .detach()
+        .requires_grad_()
+    )  # type: ignore[attr-defined]
     one, two = torch.optim.Adam([plain], lr=0.1), torch.optim.Adam([ours], lr=0.1)
     plain.grad, ours.grad = w.sin(), w.sin().to_global(p, flow.sbp.broadcast)  # type: ignore[attr-defined]
     one.step()
@@ -245,9 +299,15 @@ def _loaded() -> None:
         ours.copy_(plain)
     one.step(), two.step()
     assert two.state[ours]["exp_avg"].sbp == (flow.sbp.split(0),)
-    assert torch.allclose(torch.from_numpy(ours.detach().numpy()), plain.detach(), rtol=1e-12, atol=0)
+    assert torch.allclose(
+        torch.from_numpy(ours.detach().numpy()), plain.detach(), rtol=1e-12, atol=0
+    )
     seen: list[bool] = []
-    two.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups[0]["params"][0].is_global))
+    two.register_step_pre_hook(
+        lambda optimizer, args, kwargs: seen.append(
+            optimizer.param_groups[0]["params"][0].is_global
+        )
+    )
     two.step()
     assert seen == [True], "a user's hook sees the global parameters"
 
@@ -258,7 +318,9 @@ def test_loaded_state_and_hooks_of_others() -> None:
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "sgd": lambda p, **k: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01, **k),
-    "adam": lambda p, **k: optim.Adam(p, lr=torch.tensor(0.1, dtype=torch.float64), weight_decay=0.01, amsgrad=True, **k),
+    "adam": lambda p, **k: optim.Adam(
+        p, lr=torch.tensor(0.1, dtype=torch.float64), weight_decay=0.01, amsgrad=True, **k
+    ),
     "adamw": lambda p, **k: optim.AdamW(p, lr=0.1, **k),
     "adagrad": lambda p, **k: optim.Adagrad(p, lr=0.1, lr_decay=0.01, **k),
 }
@@ -272,7 +334,11 @@ def kernels_of(optimizer: optim.Optimizer) -> set[str]:
 
 
 def on_one_rank(size: int = 40, dtype: torch.dtype = torch.float64) -> Any:
-    p = torch.linspace(-1, 1, size, dtype=dtype).to_global(flow.placement("cpu", [0]), B).requires_grad_()
+    p = (
+        torch.linspace(-1, 1, size, dtype=dtype)
+        .to_global(flow.placement("cpu", [0]), B)
+        .requires_grad_()
+    )
     p.grad = torch.linspace(1, -2, size, dtype=dtype).to_global(flow.placement("cpu", [0]), B)
     return p
 
@@ -286,7 +352,9 @@ def test_steps_with_the_fused_kernel_where_the_user_has_not_chosen(maker: str) -
         assert not kernels_of(loop)
         assert fused.param_groups[0]["fused"] is None
         assert fused.state_dict()["param_groups"][0]["fused"] is None
-        torch.testing.assert_close(one.to_local().detach(), two.to_local().detach(), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(
+            one.to_local().detach(), two.to_local().detach(), rtol=1e-14, atol=1e-14
+        )
         if round_ == 1:  # states change places
             saved = copy.deepcopy((fused.state_dict(), loop.state_dict()))
             for optimizer, state in zip((loop, fused), saved, strict=True):
@@ -321,13 +389,19 @@ def test_foreach_writes_as_other_in_place_ops_do() -> None:
 
     def body() -> None:
         rows = x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
-        norms, sums, twos = rows.norm(dim=0), rows.sum(0), rows[0] * 0 + 2  # parts of norms and of sums, left so by ops
+        norms, sums, twos = (
+            rows.norm(dim=0),
+            rows.sum(0),
+            rows[0] * 0 + 2,
+        )  # parts of norms and of sums, left so by ops
         torch._foreach_mul_([norms, sums], [twos, twos])
         assert torch.allclose(full(norms), x.norm(dim=0) * 2)
         assert torch.allclose(full(sums), x.sum(0) * 2)
         part = rows[1:3]
         torch._foreach_mul_([part], 10.0)
-        assert torch.equal(full(rows), torch.cat([x[:1], x[1:3] * 10, x[3:]])), "the base of a view that had to move gets it too"
+        assert torch.equal(full(rows), torch.cat([x[:1], x[1:3] * 10, x[3:]])), (
+            "the base of a view that had to move gets it too"
+        )
         columns = rows.to_global(sbp=S(1))
         torch._foreach_mul_([columns.view(-1)], 2.0)
         assert torch.equal(full(columns), full(rows) * 2), "by whatever view"
@@ -370,7 +444,10 @@ def test_who_looks_at_whole_tensors_steps_parts_of_a_sum(name: str) -> None:
         "Adafactor in lists": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
         "Muon": lambda p: optim.Muon(p, lr=0.1),
     }
-    start = [torch.arange(24.0, dtype=torch.float64).view(6, 4).cos(), torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()]
+    start = [
+        torch.arange(24.0, dtype=torch.float64).view(6, 4).cos(),
+        torch.arange(24.0, dtype=torch.float64).view(6, 4).sin(),
+    ]
 
     def steps(params: list[Any]) -> list[Any]:
         optimizer = makers[name](params)
@@ -390,7 +467,10 @@ def test_who_looks_at_whole_tensors_steps_parts_of_a_sum(name: str) -> None:
     def body() -> None:
         everyone = flow.placement.all("cpu")
         for layout in ((P, B), (B, P), (P, P)) if name == "Muon" else ((P, B), (B, P), (P, S(0))):
-            params = [t.to_global(everyone, B).to_global(sbp=sbp).detach().requires_grad_() for t, sbp in zip(start, layout, strict=True)]
+            params = [
+                t.to_global(everyone, B).to_global(sbp=sbp).detach().requires_grad_()
+                for t, sbp in zip(start, layout, strict=True)
+            ]
             for got, plain in zip(steps(params), want, strict=True):
                 near = 1e-2 if name == "Muon" else 1e-9  # which computes in bfloat16
                 assert torch.allclose(full(got), plain.detach(), rtol=near, atol=near)

@@ -1,4 +1,5 @@
-"""flow.check_ranks: ranks that run other ops than the rest are told, with both ranks' ops and lines, before data is exchanged; the others see nothing."""
+"""flow.check_ranks: ranks that run other ops than the rest are told, with both ranks' ops and
+lines, before data is exchanged; the others see nothing."""
 
 from __future__ import annotations
 
@@ -48,15 +49,32 @@ def another_backward(rank: int) -> None:
 
 
 APART = {
-    another_number: [r"rank 0 ran mul\(f32\[4, 4\] S\(0\), 2\)  \(test_pace.py:\d+: y = rows\(\) \* ", r"rank 1 ran mul\(f32\[4, 4\] S\(0\), 3\)", "number 1"],
-    another_order: [r"rank 0 at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 0 ops", r"rank 1 at all_to_all of to_global\(.* sbp=S\(1\)\)"],
-    one_op_more: [r"rank 1 ran double\(f32\[4, 4\] S\(0\)\)  \(test_pace.py:\d+: x = x.double\(\)", r"rank 0 ran sum\(f32\[4, 4\] S\(0\)\)"],
-    another_backward: [r"rank 1 at all_gather of to_global", r"rank 1 ran exp\(f32\[4, 4\] S\(0\)\)", r"rank 0 ran mul\("],
+    another_number: [
+        r"rank 0 ran mul\(f32\[4, 4\] S\(0\), 2\)  \(test_pace.py:\d+: y = rows\(\) \* ",
+        r"rank 1 ran mul\(f32\[4, 4\] S\(0\), 3\)",
+        "number 1",
+    ],
+    another_order: [
+        r"rank 0 at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 0 ops",
+        r"rank 1 at all_to_all of to_global\(.* sbp=S\(1\)\)",
+    ],
+    one_op_more: [
+        r"rank 1 ran double\(f32\[4, 4\] S\(0\)\)  \(test_pace.py:\d+: x = x.double\(\)",
+        r"rank 0 ran sum\(f32\[4, 4\] S\(0\)\)",
+    ],
+    another_backward: [
+        r"rank 1 at all_gather of to_global",
+        r"rank 1 ran exp\(f32\[4, 4\] S\(0\)\)",
+        r"rank 0 ran mul\(",
+    ],
 }
 
 
 def told(body: Callable[[int], None]) -> str:
-    with pytest.raises(WorldError, match="the ranks went apart: all must run the same ops") as found, flow.check_ranks():
+    with (
+        pytest.raises(WorldError, match="the ranks went apart: all must run the same ops") as found,
+        flow.check_ranks(),
+    ):
         body(world().rank)
     return str(found.value)
 
@@ -99,8 +117,15 @@ def one_does_not_come() -> str:
 def test_a_rank_that_does_not_come() -> None:
     said, _ = run_on(2, one_does_not_come)
     assert re.search(r"not all of ranks \[0, 1\] came within 5 s", said)
-    assert re.search(r"rank 0 is at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 1 op  \(test_pace.py:\d+: rows\(\).to_global", said)
-    assert re.search(r"rank 1 was last at all_reduce, after 1 op  \(test_pace.py:\d+: rows\(\).sum\(\).item", said)
+    assert re.search(
+        r"rank 0 is at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 1 op  "
+        r"\(test_pace.py:\d+: rows\(\).to_global",
+        said,
+    )
+    assert re.search(
+        r"rank 1 was last at all_reduce, after 1 op  \(test_pace.py:\d+: rows\(\).sum\(\).item",
+        said,
+    )
 
 
 def trained() -> list[float]:
@@ -111,7 +136,9 @@ def trained() -> list[float]:
             p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=numbers))
     flow.parallelize(model, flow.placement("cpu", [[0, 1]]), ["data", "fsdp"])
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
-    x = flow.ones(5, 4, placement=flow.placement("cpu", [[0, 1]]), sbp=[B, S(0)], dtype=torch.float64)
+    x = flow.ones(
+        5, 4, placement=flow.placement("cpu", [[0, 1]]), sbp=[B, S(0)], dtype=torch.float64
+    )
     for _ in range(2):
         loss = model(x).square().mean()
         loss.backward()

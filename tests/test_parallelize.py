@@ -1,4 +1,5 @@
-"""flow.parallelize: who holds what under each plan, what it costs in collectives, and unmodified Hugging Face models that train as on one device."""
+"""flow.parallelize: who holds what under each plan, what it costs in collectives, and unmodified
+Hugging Face models that train as on one device."""
 
 from __future__ import annotations
 
@@ -23,8 +24,20 @@ transformers = pytest.importorskip("transformers", reason="needs globaltensor[hf
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 WORDS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **WORDS}
-WIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **WORDS,
+}
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LENGTH = 12
 
@@ -37,28 +50,41 @@ def text(n: int) -> dict[str, Tensor]:
 
 
 def image(n: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(n, 3, 16, 16, dtype=torch.float64), "labels": torch.arange(n) % 7}
+    return {
+        "pixel_values": torch.randn(n, 3, 16, 16, dtype=torch.float64),
+        "labels": torch.arange(n) % 7,
+    }
 
 
 def speech(n: int) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(n, 16, 2 * LENGTH, dtype=torch.float64), "labels": text(n)["labels"]}
+    return {
+        "input_features": torch.randn(n, 16, 2 * LENGTH, dtype=torch.float64),
+        "labels": text(n)["labels"],
+    }
 
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Tensor]]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, text),
+             {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                 "attn_pdrop": 0.0, **WORDS}, text),
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, text),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8, **DECODER}, text),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**DECODER, "num_key_value_heads": 4}, text),
     "bert": ("BertForMaskedLM", "BertConfig", {**WIDE, **STILL, **WORDS}, text),
     "t5": ("T5ForConditionalGeneration", "T5Config",
-           {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "vocab_size": 99, "decoder_start_token_id": 0}, text),
-    "vit": ("ViTForImageClassification", "ViTConfig", {"image_size": 16, "patch_size": 4, "num_labels": 7, **WIDE, **STILL}, image),
+           {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+               "dropout_rate": 0.0, "vocab_size": 99, "decoder_start_token_id": 0}, text),
+    "vit": ("ViTForImageClassification", "ViTConfig",
+        {"image_size": 16, "patch_size": 4, "num_labels": 7, **WIDE, **STILL}, image),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig",
-                {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
-                 "decoder_ffn_dim": 64, "num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH, "decoder_start_token_id": 1,
+                {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+                    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                    "encoder_ffn_dim": 64,
+                 "decoder_ffn_dim": 64, "num_mel_bins": 16, "max_source_positions": LENGTH,
+                 "max_target_positions": LENGTH, "decoder_start_token_id": 1,
                  "dropout": 0.0, **WORDS}, speech),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "experts_implementation": "eager", **DECODER}, text),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig",
+        {"num_local_experts": 4, "experts_implementation": "eager", **DECODER}, text),
 }  # fmt: skip
 
 
@@ -98,16 +124,41 @@ def train(family: str, plans: list[tuple[Any, list[int] | list[list[int]], Any]]
         names = [name for name, _ in model.named_parameters()]
         assert flow.parallelize(model, placement, plan) is model
         assert [name for name, _ in model.named_parameters()] == names
-        shared = {key: value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp) for key, value in batch.items()}  # type: ignore[attr-defined]
+        shared = {
+            key: value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp)
+            for key, value in batch.items()
+        }  # type: ignore[attr-defined]
         got = steps(model, shared)
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6, msg=lambda m, plan=plan: f"{family} {plan}: {m}")
+        torch.testing.assert_close(
+            torch.tensor(got),
+            torch.tensor(want),
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda m, plan=plan: f"{family} {plan}: {m}",
+        )
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, at=(plan, name): f"{family} {at}: {m}")
+            torch.testing.assert_close(
+                whole(p),
+                q.detach(),
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda m, at=(plan, name): f"{family} {at}: {m}",
+            )
 
 
 LINE = [0, 1]
-ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B]), ("sequence", LINE, [B]), ("auto", LINE, [S(0)])]
-ON_FOUR = [("hybrid", [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B]), ("auto", [[0, 1], [2, 3]], [S(0), B])]
+ON_TWO = [
+    ("data", LINE, [S(0)]),
+    ("fsdp", LINE, [S(0)]),
+    ("tensor", LINE, [B]),
+    ("sequence", LINE, [B]),
+    ("auto", LINE, [S(0)]),
+]
+ON_FOUR = [
+    ("hybrid", [[0, 1], [2, 3]], [S(0), B]),
+    (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B]),
+    ("auto", [[0, 1], [2, 3]], [S(0), B]),
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +172,7 @@ def test_trains_as_on_one_device_on_a_grid(family: str) -> None:
     run_on(4, train, family, ON_FOUR, 4)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a plan costs
+# -------------------------------------------------------------------------------- what a plan costs
 
 
 def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[str]]:
@@ -136,7 +187,11 @@ def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[st
     model(**shared)  # plans are made
     here = world()
     here.trace = forward = []
-    out = model.model(input_ids=shared["input_ids"]) if family == "llama" else model.bert(input_ids=shared["input_ids"])
+    out = (
+        model.model(input_ids=shared["input_ids"])
+        if family == "llama"
+        else model.bert(input_ids=shared["input_ids"])
+    )
     here.trace = backward = []
     out.last_hidden_state.sum().backward()
     here.trace = None
@@ -154,7 +209,10 @@ def sequence_plan(family: str) -> None:
     """Of every all-reduce there is a reduce-scatter and an all-gather, which move as many bytes."""
     one, two = collectives(family, "sequence", 1), collectives(family, "sequence", 2)
     for fewer, more in zip(one, two, strict=True):
-        assert [more.count(kind) - fewer.count(kind) for kind in ("reduce_scatter", "all_gather", "all_reduce")] == [2, 2, 0], (fewer, more)
+        assert [
+            more.count(kind) - fewer.count(kind)
+            for kind in ("reduce_scatter", "all_gather", "all_reduce")
+        ] == [2, 2, 0], (fewer, more)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -163,7 +221,8 @@ def test_a_block_split_in_time(family: str) -> None:
 
 
 def fused_plan(family: str) -> None:
-    """Queries, keys and values in one: ranks hand each other what they lack of each, and nothing is gathered."""
+    """Queries, keys and values in one: ranks hand each other what they lack of each, and nothing is
+    gathered."""
     torch.manual_seed(0)
     batch, everyone = text(2), flow.placement.all("cpu")
     model = flow.parallelize(build(family), everyone, "tensor")
@@ -175,7 +234,9 @@ def fused_plan(family: str) -> None:
     kinds = [move.kind for entry in log if hasattr(entry, "plan") for move in entry.plan.moves]
     assert set(kinds) <= {"all_reduce", "mask"}, [str(entry) for entry in log]
     exchanged = [entry.bytes for entry in log if not hasattr(entry, "plan")]
-    gathered = 2 * sum([96] if family == "gpt2" else [96, 128]) * 2 * LENGTH * 8 // 2  # by each of two ranks, in two layers
+    gathered = (
+        2 * sum([96] if family == "gpt2" else [96, 128]) * 2 * LENGTH * 8 // 2
+    )  # by each of two ranks, in two layers
     assert 0 < sum(exchanged) <= gathered / 2, exchanged
 
 
@@ -189,19 +250,29 @@ def test_a_megatron_block_reduces_twice_each_way(family: str) -> None:
     run_on(2, tensor_plan, family)
 
 
-#: The settings that say how many layers a family has, where it is another; layers of an encoder and of a decoder together.
-DEPTHS = {"gpt2": ["n_layer"], "t5": ["num_layers", "num_decoder_layers"], "whisper": ["encoder_layers", "decoder_layers"]}
+#: The settings that say how many layers a family has, where it is another; layers of an encoder and
+#: of a decoder together.
+DEPTHS = {
+    "gpt2": ["n_layer"],
+    "t5": ["num_layers", "num_decoder_layers"],
+    "whisper": ["encoder_layers", "decoder_layers"],
+}
 
 
 def of_depth(family: str, layers: int) -> nn.Module:
     name, config, settings, _ = FAMILIES[family]
     torch.manual_seed(7)
     depth = dict.fromkeys(DEPTHS.get(family, ["num_hidden_layers"]), layers)
-    return getattr(transformers, name)(getattr(transformers, config)(**{**settings, **depth})).double().train()  # type: ignore[no-any-return]
+    return (
+        getattr(transformers, name)(getattr(transformers, config)(**{**settings, **depth}))
+        .double()
+        .train()
+    )  # type: ignore[no-any-return]
 
 
 def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], Counter[str]]:
-    """A training step on four ranks -> what the forward and the backward of the tensor plan issue."""
+    """A training step on four ranks -> what the forward and the backward of the tensor plan
+    issue."""
     placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
     flow.parallelize(model, placement, "tensor")
     shared = {key: value.to_global(placement, B) for key, value in batch.items()}  # type: ignore[attr-defined]
@@ -219,11 +290,14 @@ def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], C
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_on_four_ranks(family: str) -> None:
-    """Two all-reduces each way; an encoder's and a decoder's layer, with attention between them, five. What gives queries, keys and values in one exchanges."""
+    """Two all-reduces each way; an encoder's and a decoder's layer, with attention between them,
+    five. What gives queries, keys and values in one exchanges."""
     transformers.logging.set_verbosity_error()
     batch = FAMILIES[family][3](4)
     (fewer, more) = (simulate(4, one_step, of_depth(family, n), batch)[0] for n in (1, 2))
-    fused = {"gpt2": {"exchange": 1}, "phi3": {"exchange": 4}}.get(family, {})  # phi3: those of both its pairs
+    fused = {"gpt2": {"exchange": 1}, "phi3": {"exchange": 4}}.get(
+        family, {}
+    )  # phi3: those of both its pairs
     for one, two in zip(fewer, more, strict=True):
         assert dict(two - one) == {"all_reduce": 5 if family in ("t5", "whisper") else 2, **fused}
 
@@ -240,7 +314,9 @@ def test_data_parallel_forward_on_four_ranks(family: str) -> None:
         placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
         flow.parallelize(model, placement, "data")
         model.config.pad_token_id = None  # for which GPT-2 looks through the words, to warn of it
-        shared = {key: value.to_global(placement, B).to_global(sbp=S(0)) for key, value in inputs.items()}  # type: ignore[attr-defined]
+        shared = {
+            key: value.to_global(placement, B).to_global(sbp=S(0)) for key, value in inputs.items()
+        }  # type: ignore[attr-defined]
         with flow.no_boxing():
             model(**shared)
 
@@ -248,11 +324,14 @@ def test_data_parallel_forward_on_four_ranks(family: str) -> None:
 
 
 def few_heads(plan: str) -> None:
-    """Two heads of keys and values, four of queries: on four ranks each has one of queries, and all compute those of keys."""
+    """Two heads of keys and values, four of queries: on four ranks each has one of queries, and all
+    compute those of keys."""
     one, two = collectives("llama", plan, 1), collectives("llama", plan, 2)
     wanted = {"tensor": {"all_reduce": 2}, "sequence": {"reduce_scatter": 2, "all_gather": 2}}[plan]
     for fewer, more in zip(one, two, strict=True):
-        assert {kind: n for kind in set(more) if (n := more.count(kind) - fewer.count(kind))} == wanted, (fewer, more)
+        assert {
+            kind: n for kind in set(more) if (n := more.count(kind) - fewer.count(kind))
+        } == wanted, (fewer, more)
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
@@ -272,7 +351,7 @@ def test_data_parallel_forward_does_not_communicate() -> None:
     run_on(2, data_plan)
 
 
-# ---------------------------------------------------------------------------------------------------------------- who holds what
+# ----------------------------------------------------------------------------------- who holds what
 
 
 class Classifier(nn.Module):
@@ -284,29 +363,47 @@ class Classifier(nn.Module):
 
 def held(model: Callable[[], nn.Module], plan: Any, ranks: Any) -> dict[str, str]:
     placed = flow.parallelize(model(), flow.placement("cpu", ranks), plan)
-    return {name: " ".join(e.short for e in p.sbp) for name, p in [*placed.named_parameters(), *placed.named_buffers()]}
+    return {
+        name: " ".join(e.short for e in p.sbp)
+        for name, p in [*placed.named_parameters(), *placed.named_buffers()]
+    }
 
 
 def test_tensor_plan_by_structure() -> None:
-    encoder = functools.partial(nn.TransformerEncoder, nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    encoder = functools.partial(
+        nn.TransformerEncoder, nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
+    )
     here = simulate(2, held, encoder, "tensor", [0, 1])[0]
     assert here["layers.1.linear1.weight"] == here["layers.1.linear1.bias"] == "S(0)"
     assert here["layers.1.linear2.weight"] == "S(1)"
     assert here["layers.1.linear2.bias"] == here["layers.1.norm1.weight"] == "B"
-    assert {name for name, sbp in simulate(2, held, Classifier, "tensor", [0, 1])[0].items() if sbp != "B"} == {"classifier.1.weight", "classifier.1.bias"}
+    assert {
+        name
+        for name, sbp in simulate(2, held, Classifier, "tensor", [0, 1])[0].items()
+        if sbp != "B"
+    } == {"classifier.1.weight", "classifier.1.bias"}
 
 
 def test_fsdp_splits_evenly_where_it_can() -> None:
     here = simulate(2, held, Classifier, "fsdp", [0, 1])[0]
     assert here["features.0.weight"] == here["classifier.1.weight"] == "S(0)"
     assert here["features.1.running_mean"] == here["features.1.num_batches_tracked"] == "B"
-    assert simulate(4, held, lambda: nn.Linear(8, 3), "fsdp", [0, 1, 2, 3])[0] == {"weight": "S(1)", "bias": "S(0)"}
-    assert simulate(4, held, lambda: nn.Linear(8, 4), ["data", "fsdp"], [[0, 1], [2, 3]])[0] == {"weight": "B S(0)", "bias": "B S(0)"}
-    assert simulate(4, held, lambda: nn.Linear(8, 4), {"weight": [S(0), S(1)], "*": [B, B]}, [[0, 1], [2, 3]])[0] == {"weight": "S(0) S(1)", "bias": "B B"}
+    assert simulate(4, held, lambda: nn.Linear(8, 3), "fsdp", [0, 1, 2, 3])[0] == {
+        "weight": "S(1)",
+        "bias": "S(0)",
+    }
+    assert simulate(4, held, lambda: nn.Linear(8, 4), ["data", "fsdp"], [[0, 1], [2, 3]])[0] == {
+        "weight": "B S(0)",
+        "bias": "B S(0)",
+    }
+    assert simulate(
+        4, held, lambda: nn.Linear(8, 4), {"weight": [S(0), S(1)], "*": [B, B]}, [[0, 1], [2, 3]]
+    )[0] == {"weight": "S(0) S(1)", "bias": "B B"}
 
 
 @pytest.mark.parametrize(("plan", "ranks", "says"), [
-    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'expert', 'hybrid'"),
+    ("tensr", [0],
+        "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'expert', 'hybrid'"),
     ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
     (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1"),
     ({"bias": B}, [0], "no pattern matches 'weight'"),
@@ -317,7 +414,8 @@ def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
 
 
 def parametrized(plain: nn.Module) -> None:
-    """A weight that is computed anew whenever somebody asks is not asked: spectral norm's would be another one."""
+    """A weight that is computed anew whenever somebody asks is not asked: spectral norm's would be
+    another one."""
     kept = [b.clone() for b in plain.buffers()]
     for plan in ("tensor", "sequence"):
         model = flow.parallelize(copy.deepcopy(plain), flow.placement("cpu", [0, 1]), plan)
@@ -326,4 +424,10 @@ def parametrized(plain: nn.Module) -> None:
 
 
 def test_parametrized_weights_are_as_they_were() -> None:
-    simulate(2, parametrized, nn.Sequential(*[nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]))
+    simulate(
+        2,
+        parametrized,
+        nn.Sequential(
+            *[nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
+        ),
+    )

@@ -1,4 +1,5 @@
-"""Parameters stay the same objects when a module becomes global, moves or becomes local: what was made before them still trains, averages and hooks them."""
+"""Parameters stay the same objects when a module becomes global, moves or becomes local: what was
+made before them still trains, averages and hooks them."""
 
 from __future__ import annotations
 
@@ -50,10 +51,14 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 def given(x: Tensor, placement: Any) -> Tensor:
-    return x.to_global(placement, [B] * placement.axes).to_global(sbp=[S(0), *[B] * (placement.axes - 1)])  # type: ignore[attr-defined,no-any-return]
+    return x.to_global(placement, [B] * placement.axes).to_global(
+        sbp=[S(0), *[B] * (placement.axes - 1)]
+    )  # type: ignore[attr-defined,no-any-return]
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int = STEPS) -> list[float]:
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int = STEPS
+) -> list[float]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(x).square().mean()
@@ -70,13 +75,18 @@ def optimizers_made_before(axes: int) -> None:
             for before in (0, 1):  # steps that the optimizer has taken, so that it has state
                 reference = mlp()
                 reference_optimizer = make(reference.parameters())
-                want = trained(reference, reference_optimizer, rows(), before) + trained(reference, reference_optimizer, rows())
+                want = trained(reference, reference_optimizer, rows(), before) + trained(
+                    reference, reference_optimizer, rows()
+                )
                 model = mlp()
                 held, known = list(model.parameters()), weakref.ref(model[0].weight)  # type: ignore[index]
                 optimizer = make(model.parameters())
                 got = trained(model, optimizer, rows(), before)
                 flow.parallelize(model, where, [plan] * axes)
-                assert all(p is q for p, q in zip(model.parameters(), held, strict=True)), (name, plan)
+                assert all(p is q for p, q in zip(model.parameters(), held, strict=True)), (
+                    name,
+                    plan,
+                )
                 assert known() is held[0]
                 assert all(isinstance(p, nn.Parameter) and p.is_global for p in held)  # type: ignore[attr-defined]
                 got += trained(model, optimizer, given(rows(), where))
@@ -98,7 +108,9 @@ def hooks_and_gradients() -> None:
             weight.register_hook(lambda g: g * 2),
             weight.register_hook(lambda g: g + 1),
             bias.register_hook(lambda g: seen.append(f"bias {list(g.shape)}")),
-            bias.register_post_accumulate_grad_hook(lambda p: seen.append(f"whole {p.grad is not None}")),
+            bias.register_post_accumulate_grad_hook(
+                lambda p: seen.append(f"whole {p.grad is not None}")
+            ),
         ]
         return handles, seen
 
@@ -184,12 +196,18 @@ def moved_and_back() -> None:
     losses, expected = [], []
     for sbp in (B, {"0.*": S(0), "*": B}, B):
         model.to_global(where, sbp)  # type: ignore[operator]
-        assert all(p is q for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True))
+        assert all(
+            p is q
+            for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True)
+        )
         losses += trained(model, optimizer, given(rows(), where), 1)
         expected += trained(want, reference, rows(), 1)
     assert losses == pytest.approx(expected, rel=1e-9)
     model.to_local()  # type: ignore[operator]
-    assert all(p is q for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True))
+    assert all(
+        p is q
+        for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True)
+    )
     assert all(type(p) is nn.Parameter for p in held)
     assert all(type(b) is Tensor for b in buffers)
     assert model[0].weight.grad is None  # type: ignore[index]
@@ -226,7 +244,10 @@ def test_a_graph_from_before_refuses_to_go_backward() -> None:
 def averages() -> None:
     """An average of weights that was made before, plain, follows the model that became global."""
     model, want = mlp(), mlp()
-    mean, reference = (torch.optim.swa_utils.AveragedModel(m, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5) for m in (model, want))
+    mean, reference = (
+        torch.optim.swa_utils.AveragedModel(m, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5)
+        for m in (model, want)
+    )
     flow.parallelize(model, everyone(), "fsdp")
     for m, average, x in ((model, mean, given(rows(), everyone())), (want, reference, rows())):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
@@ -250,7 +271,9 @@ class Slotted(nn.Parameter):
 def cannot_stay() -> str:
     model = nn.Linear(2, 2)
     model.weight = Slotted(torch.ones(2, 2))
-    with pytest.raises(GlobalTensorError, match=r"weight of Linear is a Slotted, whose class has slots of its own") as found:
+    with pytest.raises(
+        GlobalTensorError, match=r"weight of Linear is a Slotted, whose class has slots of its own"
+    ) as found:
         model.to_global(everyone(), B)  # type: ignore[operator]
     assert not any(p.is_global for p in model.parameters())  # type: ignore[attr-defined]
     return str(found.value)

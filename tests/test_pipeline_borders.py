@@ -1,4 +1,5 @@
-"""What crosses the borders between stages: values and gradients for any two layouts, and edges of every kind."""
+"""What crosses the borders between stages: values and gradients for any two layouts, and edges of
+every kind."""
 
 from __future__ import annotations
 
@@ -31,10 +32,17 @@ TARGETS = [[4], [4, 5], [[4, 5]], [[4], [5]], [0, 1], [3, 1, 5], [[2, 3], [4, 0]
 
 def layouts(ranks: list[Any], shape: tuple[int, ...] = SHAPE) -> list[Spec]:
     where = Placement("cpu", ranks)
-    return [Spec.make(shape, F64, where, row) for row in itertools.product([broadcast, split(0), split(1)], repeat=where.axes)]
+    return [
+        Spec.make(shape, F64, where, row)
+        for row in itertools.product([broadcast, split(0), split(1)], repeat=where.axes)
+    ]
 
 
-PAIRS = [(a, b) for left, right in itertools.product(SOURCES, TARGETS) for a, b in itertools.product(layouts(left), layouts(right))]
+PAIRS = [
+    (a, b)
+    for left, right in itertools.product(SOURCES, TARGETS)
+    for a, b in itertools.product(layouts(left), layouts(right))
+]
 
 
 def part(t: Tensor, spec: Spec, rank: int) -> Tensor:
@@ -43,10 +51,17 @@ def part(t: Tensor, spec: Spec, rank: int) -> Tensor:
 
 
 def cross(src: Spec, dst: Spec) -> Tensor | None:
-    """A leaf that lies as ``src`` goes to the next stage, which weighs it up -> this rank's part of the leaf's gradient."""
+    """A leaf that lies as ``src`` goes to the next stage, which weighs it up -> this rank's part of
+    the leaf's gradient."""
     rank, c, placements = world().rank, values(*SHAPE, seed=1), [src.placement, dst.placement]
-    leaf = part(values(*SHAPE), src, rank).clone().requires_grad_() if src.placement.coordinate(rank) is not None else None
-    loss = Spec.make((), F64, dst.placement, [partial_sum if e.is_split else broadcast for e in dst.layout])
+    leaf = (
+        part(values(*SHAPE), src, rank).clone().requires_grad_()
+        if src.placement.coordinate(rank) is not None
+        else None
+    )
+    loss = Spec.make(
+        (), F64, dst.placement, [partial_sum if e.is_split else broadcast for e in dst.layout]
+    )
 
     def weigh(x: Tensor) -> tuple[Tensor, ...]:
         torch.testing.assert_close(x, part(values(*SHAPE), dst, rank), rtol=0, atol=0)
@@ -58,7 +73,9 @@ def cross(src: Spec, dst: Spec) -> Tensor | None:
     if dst.placement.coordinate(rank) is not None:
         stages[1] = Stage(weigh, [0], (0, loss))
     lanes = (0, 0) if set(src.placement.flat) & set(dst.placement.flat) else (0, 1)
-    Pipeline(stages, placements, [Edge(0, 0, 1, 0, src, dst, True)], schedule("gpipe", lanes, 2)).run()
+    Pipeline(
+        stages, placements, [Edge(0, 0, 1, 0, src, dst, True)], schedule("gpipe", lanes, 2)
+    ).run()
     return None if leaf is None else leaf.grad
 
 
@@ -70,7 +87,9 @@ def test_values_and_gradients_cross_between_any_layouts(chunk: int) -> None:
         total = torch.zeros(SHAPE, dtype=F64)
         for rank in src.placement.flat:
             part(total, src, rank).add_(found[rank][i])
-        torch.testing.assert_close(total, 2 * values(*SHAPE, seed=1), msg=lambda text, pair=(src, dst): f"{pair}: {text}")
+        torch.testing.assert_close(
+            total, 2 * values(*SHAPE, seed=1), msg=lambda text, pair=(src, dst): f"{pair}: {text}"
+        )
 
 
 def on(rank: int, shape: tuple[int, ...], dtype: torch.dtype = F64) -> Spec:
@@ -78,7 +97,8 @@ def on(rank: int, shape: tuple[int, ...], dtype: torch.dtype = F64) -> Spec:
 
 
 def test_masks_numbers_and_weights_cross_too() -> None:
-    """An integer mask, a 0-dim tensor, a weight that two stages share, an input that a stage does not use, and losses of two stages."""
+    """An integer mask, a 0-dim tensor, a weight that two stages share, an input that a stage does
+    not use, and losses of two stages."""
     embedding, ids = values(7, 4), torch.tensor([0, 3, 3, 6])
 
     def model(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,20 +112,34 @@ def test_masks_numbers_and_weights_cross_too() -> None:
     def run() -> Any:
         rank = world().rank
         weight = embedding.clone().requires_grad_()
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((4, 4), F64), ((), F64), ((7, 4), F64), ((4,), torch.int64)]
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((4, 4), F64),
+            ((), F64),
+            ((7, 4), F64),
+            ((4,), torch.int64),
+        ]
         edges = [Edge(-1, 0, 0, 0, on(0, (4,), torch.int64), on(0, (4,), torch.int64), False)]
         edges += [Edge(0, i, 1, i, on(0, *s), on(1, *s), s[1] is F64) for i, s in enumerate(shapes)]
-        edges.append(Edge(0, 0, 1, 4, on(0, *shapes[0]), on(1, *shapes[0]), True))  # the same output again, for nothing
+        edges.append(
+            Edge(0, 0, 1, 4, on(0, *shapes[0]), on(1, *shapes[0]), True)
+        )  # the same output again, for nothing
 
         def start(ids: Tensor) -> tuple[Tensor, ...]:
             x = weight[ids]
             return x, weight.mean(), weight, ids, x.square().sum()
 
-        def end(x: Tensor, scale: Tensor, weight: Tensor, ids: Tensor, unused: Tensor) -> tuple[Tensor, ...]:
+        def end(
+            x: Tensor, scale: Tensor, weight: Tensor, ids: Tensor, unused: Tensor
+        ) -> tuple[Tensor, ...]:
             return (((x * scale) @ weight.t() * (ids > 1).unsqueeze(1)).square().sum(),)
 
         stages = [Stage(start, [], (4, on(0, ()))), Stage(end, [0, 1, 2, 4], (0, on(1, ())))]
-        pipeline = Pipeline({rank: stages[rank]}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 2))
+        pipeline = Pipeline(
+            {rank: stages[rank]},
+            [Placement("cpu", [r]) for r in (0, 1)],
+            edges,
+            schedule("1f1b", (0, 1), 2),
+        )
         found = pipeline.run({0: [{0: ids}] * 2} if rank == 0 else None, 0.5)
         return [row[4 if rank == 0 else 0] for row in found[rank]], weight.grad
 
@@ -121,10 +155,21 @@ def test_a_stage_whose_weights_are_frozen_lets_gradients_pass() -> None:
     def run() -> Any:
         rank = world().rank
         leaf = torch.nn.Parameter(values(3, seed=1))
-        functions: list[Callable[..., tuple[Tensor, ...]]] = [lambda: (leaf * 2,), lambda x: (x @ w,), lambda x: (x.sum(),)]
+        functions: list[Callable[..., tuple[Tensor, ...]]] = [
+            lambda: (leaf * 2,),
+            lambda x: (x @ w,),
+            lambda x: (x.sum(),),
+        ]
         edges = [Edge(k, 0, k + 1, 0, on(k, (3,)), on(k + 1, (3,)), True) for k in (0, 1)]
-        stage = Stage(functions[rank], [] if rank == 0 else [0], (0, on(2, ())) if rank == 2 else None)
-        Pipeline({rank: stage}, [Placement("cpu", [r]) for r in range(3)], edges, schedule("zb-h1", (0, 1, 2), 3)).run()
+        stage = Stage(
+            functions[rank], [] if rank == 0 else [0], (0, on(2, ())) if rank == 2 else None
+        )
+        Pipeline(
+            {rank: stage},
+            [Placement("cpu", [r]) for r in range(3)],
+            edges,
+            schedule("zb-h1", (0, 1, 2), 3),
+        ).run()
         return leaf.grad
 
     torch.testing.assert_close(simulate(3, run)[0], 3 * 2 * w.sum(1))
@@ -132,18 +177,29 @@ def test_a_stage_whose_weights_are_frozen_lets_gradients_pass() -> None:
 
 def hangs() -> None:
     rank = world().rank
-    stage = Stage(lambda: (torch.ones(3, dtype=F64, requires_grad=True) * 2,)) if rank == 0 else Stage(lambda x: (x.sum(),), [0], (0, on(1, ())))
+    stage = (
+        Stage(lambda: (torch.ones(3, dtype=F64, requires_grad=True) * 2,))
+        if rank == 0
+        else Stage(lambda x: (x.sum(),), [0], (0, on(1, ())))
+    )
     edges = [Edge(0, 0, 1, 0, on(0, (3,)), on(1, (3,)), True)]
-    pipeline = Pipeline({rank: stage}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 3))
+    pipeline = Pipeline(
+        {rank: stage}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 3)
+    )
     if rank == 1:
         pipeline._transfer.begin()  # until here they go together
         time.sleep(30)
     pipeline.run()
 
 
-def test_a_rank_that_hangs_is_named(fresh_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_named(
+    fresh_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "3")
-    with pytest.raises(RanksFailed, match="stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"):
+    with pytest.raises(
+        RanksFailed,
+        match="stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1",
+    ):
         fresh_pool(2).run(hangs, timeout=25.0)
 
 
@@ -153,14 +209,18 @@ def test_gradients_of_global_parameters_are_summed_once_after_the_run() -> None:
     def run() -> tuple[list[str], list[str], Any]:
         rank, where = world().rank, Placement("cpu", [0, 1])
         rows = Spec.make((5, 3), F64, where, split(0))
-        weight = torch.nn.Parameter(flow.tensor(w.tolist(), dtype=F64, placement=where, sbp=broadcast))
+        weight = torch.nn.Parameter(
+            flow.tensor(w.tolist(), dtype=F64, placement=where, sbp=broadcast)
+        )
 
         def function(x: Tensor) -> tuple[Tensor, ...]:
             return (linear(x.tanh(), weight._local).square().sum(),)
 
         loss = Spec.make((), F64, where, partial_sum)
         edges = [Edge(-1, 0, 0, 0, rows, rows, False)]
-        by_hand = Schedule("by hand", 1, 2, (tuple(Action(kind, 0, m) for m in (0, 1) for kind in "FIW"),), (0,))
+        by_hand = Schedule(
+            "by hand", 1, 2, (tuple(Action(kind, 0, m) for m in (0, 1) for kind in "FIW"),), (0,)
+        )
         pipeline = Pipeline({0: Stage(function, [], (0, loss))}, [where], edges, by_hand)
         with record_collectives() as during:
             pipeline.run({0: [{0: part(values(5, 3, seed=m), rows, rank)} for m in (0, 1)]}, 0.5)
@@ -169,7 +229,10 @@ def test_gradients_of_global_parameters_are_summed_once_after_the_run() -> None:
         return [t.kind for t in during], [t.kind for t in after], grad.clone()
 
     leaf = w.clone().requires_grad_()
-    sum(0.5 * torch.nn.functional.linear(values(5, 3, seed=m).tanh(), leaf).square().sum() for m in (0, 1)).backward()  # type: ignore[union-attr]
+    sum(
+        0.5 * torch.nn.functional.linear(values(5, 3, seed=m).tanh(), leaf).square().sum()
+        for m in (0, 1)
+    ).backward()  # type: ignore[union-attr]
     for during, after, grad in simulate(2, run):
         assert (during, after) == ([], ["all_reduce"])
         torch.testing.assert_close(grad, leaf.grad)

@@ -30,15 +30,43 @@ CASES: dict[str, Case] = {
     "matmul of a vector": (torch.matmul, split_backward.matmul, [(5,), (5, 4)], {}),
     "lighter linear": (F.linear, split_backward.lighter_linear, [(2, 5, 3), (4, 3), (4,)], {}),
     "lighter linear without bias": (F.linear, split_backward.lighter_linear, [(5, 3), (4, 3)], {}),
-    "lighter linear of a vector": (F.linear, split_backward.lighter_linear, [(3,), (4, 3), (4,)], {}),
-    "lighter linear of no features": (F.linear, split_backward.lighter_linear, [(2, 5, 0), (4, 0), (4,)], {}),
-    "lighter linear of columns": (
-        lambda x, w, b: F.linear(x.mT, w, b), lambda *a: split_backward.lighter_linear(a[0].mT, *a[1:]), [(2, 3, 5), (4, 3), (4,)], {},
+    "lighter linear of a vector": (
+        F.linear,
+        split_backward.lighter_linear,
+        [(3,), (4, 3), (4,)],
+        {},
     ),
-    "lighter linear of nothing": (F.linear, split_backward.lighter_linear, [(0, 3), (4, 3), (4,)], {}),
+    "lighter linear of no features": (
+        F.linear,
+        split_backward.lighter_linear,
+        [(2, 5, 0), (4, 0), (4,)],
+        {},
+    ),
+    "lighter linear of columns": (
+        lambda x, w, b: F.linear(x.mT, w, b),
+        lambda *a: split_backward.lighter_linear(a[0].mT, *a[1:]),
+        [(2, 3, 5), (4, 3), (4,)],
+        {},
+    ),
+    "lighter linear of nothing": (
+        F.linear,
+        split_backward.lighter_linear,
+        [(0, 3), (4, 3), (4,)],
+        {},
+    ),
     "lighter matmul": (torch.matmul, split_backward.lighter_matmul, [(2, 3, 5), (5, 4)], {}),
-    "conv1d": (F.conv1d, split_backward.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),
-    "conv2d": (F.conv2d, split_backward.conv2d, [(2, 3, 8, 7), (5, 3, 3, 2), (5,)], {"stride": (2, 1), "dilation": 2, "padding": (1, 0)}),
+    "conv1d": (
+        F.conv1d,
+        split_backward.conv1d,
+        [(2, 4, 9), (6, 2, 3), (6,)],
+        {"groups": 2, "padding": 1},
+    ),
+    "conv2d": (
+        F.conv2d,
+        split_backward.conv2d,
+        [(2, 3, 8, 7), (5, 3, 3, 2), (5,)],
+        {"stride": (2, 1), "dilation": 2, "padding": (1, 0)},
+    ),
     "conv2d without bias": (F.conv2d, split_backward.conv2d, [(2, 3, 8, 7), (5, 3, 3, 3)], {}),
     "conv3d": (F.conv3d, split_backward.conv3d, [(1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)], {}),
 }
@@ -48,7 +76,9 @@ def operands(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [values(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
-def whole(plain: Callable[..., Tensor], shapes: list[tuple[int, ...]], more: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def whole(
+    plain: Callable[..., Tensor], shapes: list[tuple[int, ...]], more: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
     given = operands(shapes)
     out = plain(*given, **more)
     out.backward(values(*out.shape, seed=9))
@@ -96,7 +126,14 @@ def test_without_holding_all_comes_at_once(name: str) -> None:
     same([t.grad for t in given], grads)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not any(word in name for word in ("nothing", "no features", "conv3d", "lighter"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in CASES
+        if not any(word in name for word in ("nothing", "no features", "conv3d", "lighter"))
+    ],
+)
 def test_second_derivatives(name: str) -> None:
     _, ours, shapes, more = CASES[name]
 
@@ -123,7 +160,10 @@ def test_what_cannot_wait_comes_at_once() -> None:
     with later.holding():
         out.sum().backward()
     assert later.waiting == 0
-    same([w.grad, b.grad], [2 * x.detach().sum(0).expand(4, 3), torch.full((4,), 20.0, dtype=torch.float64)])
+    same(
+        [w.grad, b.grad],
+        [2 * x.detach().sum(0).expand(4, 3), torch.full((4,), 20.0, dtype=torch.float64)],
+    )
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     with later.recording():
         out = split_backward.linear(x, w, b * 3)  # a weight that can wait, a bias that cannot
@@ -132,7 +172,10 @@ def test_what_cannot_wait_comes_at_once() -> None:
     same([b.grad], [torch.full((4,), 15.0, dtype=torch.float64)])
     assert w.grad is None
     later.run()
-    same([w.grad, b.grad], [x.detach().sum(0).expand(4, 3), torch.full((4,), 15.0, dtype=torch.float64)])
+    same(
+        [w.grad, b.grad],
+        [x.detach().sum(0).expand(4, 3), torch.full((4,), 15.0, dtype=torch.float64)],
+    )
 
 
 def test_an_input_that_was_written_to_is_told() -> None:
@@ -143,7 +186,10 @@ def test_an_input_that_was_written_to_is_told() -> None:
         out = split_backward.lighter_linear(h, w)
     h.add_(1)
     out.sum().backward()
-    with pytest.raises(RuntimeError, match=r"the input \[5, 3\] of a linear layer is at version 1, expected version 0"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the input \[5, 3\] of a linear layer is at version 1, expected version 0",
+    ):
         later.run()
 
 
@@ -151,7 +197,9 @@ def test_an_input_that_was_written_to_is_told() -> None:
 @pytest.mark.parametrize("lighter", [False, True])
 def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: torch.dtype) -> None:
     shapes = [(2, 3, 5), (2, 5, 4)] if dtype is torch.float64 else [(3, 5), (5, 4)]
-    given, theirs = ([t.detach().to(dtype).requires_grad_() for t in operands(shapes)] for _ in range(2))
+    given, theirs = (
+        [t.detach().to(dtype).requires_grad_() for t in operands(shapes)] for _ in range(2)
+    )
     later = DeferredWeightGrads()
     with later.recording():
         out = (split_backward.lighter_matmul if lighter else split_backward.matmul)(*given)
@@ -164,7 +212,8 @@ def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: to
 
 
 def test_results_that_nobody_differentiates() -> None:
-    """Of two products one reaches the loss; and where nobody asks for gradients, none is put off."""
+    """Of two products one reaches the loss; and where nobody asks for gradients, none is put
+    off."""
     x, w, v = operands([(5, 3), (4, 3), (4, 3)])
     later = DeferredWeightGrads()
     with later.recording():
@@ -186,14 +235,19 @@ def test_a_whole_backward_of_a_stage_that_could_split_it(linear: Callable[..., T
     stage = Stage(lambda x: (linear(x, w, b),), [0])
     stage.forward(0, [x.detach()], split=True)
     (of_x,) = stage.backward(0, {0: torch.ones(5, 4, dtype=torch.float64)}).values()
-    want = [w.detach().sum(0).expand(5, 3), x.detach().sum(0).expand(4, 3), torch.full((4,), 5.0, dtype=torch.float64)]
+    want = [
+        w.detach().sum(0).expand(5, 3),
+        x.detach().sum(0).expand(4, 3),
+        torch.full((4,), 5.0, dtype=torch.float64),
+    ]
     same([of_x, w.grad, b.grad], want)
     assert stage.micros == ()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_that_are_written_to(name: str) -> None:
-    """As activations in place do. A product of more than two dims is a view, and what writes to it puts another op in its place."""
+    """As activations in place do. A product of more than two dims is a view, and what writes to it
+    puts another op in its place."""
     plain, ours, shapes, more = CASES[name]
     given, theirs, later = operands(shapes), operands(shapes), DeferredWeightGrads()
     with later.recording():
@@ -255,8 +309,13 @@ def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
 
     if hooked:
         w.register_hook(hook)
-    w.register_post_accumulate_grad_hook(lambda t: steps.append("added") if t.grad is not None else None)
-    laters, want = [DeferredWeightGrads(), DeferredWeightGrads()], torch.zeros(4, 3, dtype=torch.float64)
+    w.register_post_accumulate_grad_hook(
+        lambda t: steps.append("added") if t.grad is not None else None
+    )
+    laters, want = (
+        [DeferredWeightGrads(), DeferredWeightGrads()],
+        torch.zeros(4, 3, dtype=torch.float64),
+    )
     for i, later in enumerate(laters):
         x = values(5, 3, seed=2 + i)
         want += (10 if hooked else 1) * x.sum(0)
@@ -264,7 +323,9 @@ def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
             out = split_backward.linear(x, w).sum()
         with later.holding():
             out.backward()
-    assert steps == ["hook", "added"] * (2 if hooked else 0), "a gradient that somebody watches does not wait"
+    assert steps == ["hook", "added"] * (2 if hooked else 0), (
+        "a gradient that somebody watches does not wait"
+    )
     for later in laters:
         later.run()
     assert steps == (["hook", "added"] if hooked else ["added"]) * 2
@@ -309,7 +370,9 @@ def test_between_i_and_w_only_inputs_and_gradients_of_results_are_kept() -> None
     def function(x: Tensor) -> tuple[Tensor, ...]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.t):
             h = split_backward.matmul(x, w)
-            return (split_backward.matmul(h.sin().exp(), v),)  # the sine and what it is of are saved by autograd alone
+            return (
+                split_backward.matmul(h.sin().exp(), v),
+            )  # the sine and what it is of are saved by autograd alone
 
     stage = Stage(function, [0])
     stage.forward(0, [values(3, 4)], split=True)
@@ -317,7 +380,9 @@ def test_between_i_and_w_only_inputs_and_gradients_of_results_are_kept() -> None
     stage.backward_input(0, {0: values(3, 2, seed=5)})
     assert [ref() for ref in boxes if ref() is not None] == []
     kept = [t for work in stage._later[0]._work for t in work.args]  # type: ignore[attr-defined]
-    shapes = sorted(tuple(t.shape) for t in kept if isinstance(t, Tensor) and t is not w and t is not v)
+    shapes = sorted(
+        tuple(t.shape) for t in kept if isinstance(t, Tensor) and t is not w and t is not v
+    )
     assert shapes == [(3, 2), (3, 4), (3, 6), (3, 6)]
     stage.backward_weight(0)
     assert stage.micros == ()
@@ -332,12 +397,21 @@ def test_outputs_are_not_kept() -> None:
     same([w.grad], [values(3, 4).sum(0)])
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": split_backward.checkpointing}], ids=["plain", "context_fn"])
+@pytest.mark.parametrize(
+    "context", [{}, {"context_fn": split_backward.checkpointing}], ids=["plain", "context_fn"]
+)
 def test_checkpoints(context: dict[str, Any]) -> None:
     w = values(4, 4, seed=1).requires_grad_()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        return (checkpoint(lambda x: split_backward.linear(split_backward.linear(x, w).tanh(), w), x, use_reentrant=False, **context),)
+        return (
+            checkpoint(
+                lambda x: split_backward.linear(split_backward.linear(x, w).tanh(), w),
+                x,
+                use_reentrant=False,
+                **context,
+            ),
+        )
 
     x = values(3, 4).requires_grad_()
     (F.linear(F.linear(x, w).tanh(), w)).sum().backward()

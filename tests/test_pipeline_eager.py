@@ -1,4 +1,5 @@
-"""Models in stages outside a graph: what their forward computes between stages takes place in the stage that ran last. Same numbers as on one device."""
+"""Models in stages outside a graph: what their forward computes between stages takes place in the
+stage that ran last. Same numbers as on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WIDTH, ROWS = 4, 6
 
 
 class Skips(nn.Module):
-    """Skip connections from stage to stage, a mask, a scale of the model's own, and a loss of an input with the last stage's output."""
+    """Skip connections from stage to stage, a mask, a scale of the model's own, and a loss of an
+    input with the last stage's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,11 @@ def made() -> nn.Module:
 def drawn(step: int) -> tuple[Tensor, ...]:
     gen = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, WIDTH, generator=gen, dtype=torch.float64)
-    return x, (torch.rand(ROWS, 1, generator=gen) > 0.3).double(), torch.randint(0, 3, (ROWS,), generator=gen)
+    return (
+        x,
+        (torch.rand(ROWS, 1, generator=gen) > 0.3).double(),
+        torch.randint(0, 3, (ROWS,), generator=gen),
+    )
 
 
 def trained(model: nn.Module, given: Any) -> tuple[list[float], list[Tensor]]:
@@ -61,7 +67,11 @@ def trained(model: nn.Module, given: Any) -> tuple[list[float], list[Tensor]]:
 
 
 def everywhere(t: Any) -> Tensor:
-    return (t.detach().to_global(flow.placement.all("cpu"), B)._local if isinstance(t, flow.GlobalTensor) else t.detach()).clone()
+    return (
+        t.detach().to_global(flow.placement.all("cpu"), B)._local
+        if isinstance(t, flow.GlobalTensor)
+        else t.detach()
+    ).clone()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,10 @@ def test_stages_outside_a_graph(stages: Any, at: list[str], sbp: Any) -> None:
         lie = [flow.placement("cpu", each) for each in stages]
         model = flow.pipeline.cut(made(), lie, at)
         axes = lie[0].axes
-        losses, parameters = trained(model, lambda t: t.to_global(lie[0], [B] * axes, check_meta=False).to_global(sbp=[sbp] * axes))
+        losses, parameters = trained(
+            model,
+            lambda t: t.to_global(lie[0], [B] * axes, check_meta=False).to_global(sbp=[sbp] * axes),
+        )
         assert losses == pytest.approx(want[0], rel=1e-12)
         for ours, theirs in zip(parameters, want[1], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -92,7 +105,8 @@ def test_stages_outside_a_graph(stages: Any, at: list[str], sbp: Any) -> None:
 
 
 def test_elsewhere_operands_must_lie_together() -> None:
-    """Before the model and after it, and for what writes into a tensor of another stage, there is no placement to meet on."""
+    """Before the model and after it, and for what writes into a tensor of another stage, there is
+    no placement to meet on."""
 
     class Writes(Skips):
         def forward(self, x: Tensor, *others: Tensor) -> Tensor:
@@ -127,7 +141,10 @@ def test_what_a_stage_writes_into_its_own_takes_from_those_before() -> None:
 
     def run() -> None:
         lie = [flow.placement("cpu", [0]), flow.placement("cpu", [1])]
-        losses, _ = trained(flow.pipeline.cut(initialised(Residual()), lie, ["blocks.2"]), lambda t: t.to_global(lie[0], B, check_meta=False))
+        losses, _ = trained(
+            flow.pipeline.cut(initialised(Residual()), lie, ["blocks.2"]),
+            lambda t: t.to_global(lie[0], B, check_meta=False),
+        )
         assert losses == pytest.approx(want[0], rel=1e-12)
 
     simulate(2, run)
@@ -187,7 +204,9 @@ def test_a_shared_norm_does_not_draw_the_rest_of_a_stage_with_it() -> None:
 def test_a_stage_that_is_called_alone_leaves_nothing_behind() -> None:
     def run() -> None:
         lie = [flow.placement("cpu", [0]), flow.placement("cpu", [1])]
-        model = flow.pipeline.cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), lie, ["1"])
+        model = flow.pipeline.cut(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), lie, ["1"]
+        )
         x = drawn(0)[0].to_global(lie[0], B, check_meta=False)  # type: ignore[attr-defined]
         model[0](x)
         y = model(x)
@@ -201,7 +220,12 @@ def test_what_is_written_into_a_shared_buffer_stays() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), norm := nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), norm)])
+            self.blocks = nn.ModuleList(
+                [
+                    nn.Sequential(nn.Linear(4, 4), norm := nn.BatchNorm1d(4)),
+                    nn.Sequential(nn.Linear(4, 4), norm),
+                ]
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -217,7 +241,11 @@ def test_what_is_written_into_a_shared_buffer_stays() -> None:
             want, got = plain(x), model(x.to_global(lie[0], B, check_meta=False))  # type: ignore[attr-defined]
             torch.testing.assert_close(everywhere(got), want.detach())
         for name, buffer in plain.named_buffers():
-            torch.testing.assert_close(everywhere(dict(model.named_buffers())[name]), buffer, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                everywhere(dict(model.named_buffers())[name]),
+                buffer,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
 
     simulate(2, run)
 
@@ -233,7 +261,12 @@ def initialised(model: nn.Module) -> nn.Module:
 class Stages(torch.nn.Module):
     def __init__(self, places: Sequence[Any], again: bool) -> None:
         super().__init__()
-        self.stages = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)).double() for _ in range(3))
+        self.stages = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)
+            ).double()
+            for _ in range(3)
+        )
         self.places, self.again = places, again
 
     def forward(self, x: Any) -> Any:
@@ -247,7 +280,9 @@ class Stages(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layout", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str
+)
 def test_checkpoints_around_whole_stages(layout: Any) -> None:
     """Ranks that compute nothing of a stage take part in what moves when it runs again."""
     torch.manual_seed(0)
@@ -261,7 +296,9 @@ def test_checkpoints_around_whole_stages(layout: Any) -> None:
         model.load_state_dict(plain.state_dict())
         for stage, place in zip(model.stages, places, strict=True):
             stage.to_global(place, lambda path, t: layout if t.dim() > 1 else flow.sbp.broadcast)
-        given = x.to_global(placement=places[0], sbp=flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
+        given = x.to_global(placement=places[0], sbp=flow.sbp.broadcast).to_global(
+            sbp=flow.sbp.split(0)
+        )
         for step in range(2):
             model(given).square().mean().backward()
             for p, q in zip(model.parameters(), plain.parameters(), strict=True):

@@ -1,4 +1,5 @@
-"""Pipelines run: hand-written stages against the same model in one piece, on simulated ranks and on real processes."""
+"""Pipelines run: hand-written stages against the same model in one piece, on simulated ranks and on
+real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ WIDTH, HIDDEN, F64 = 6, 7, torch.float64
 
 
 class Case(NamedTuple):
-    """A model of one block for each stage, ``tanh(x @ w) @ v``: ``data``: stages split the batch, ``tensor``: they split the hidden width."""
+    """A model of one block for each stage, ``tanh(x @ w) @ v``: ``data``: stages split the batch,
+    ``tensor``: they split the hidden width."""
 
     placements: tuple[tuple[int, ...], ...]
     lanes: tuple[int, ...]
@@ -41,7 +43,9 @@ class Case(NamedTuple):
     name: str = "gpipe"
     micros: int = 4
     batch: int = 5
-    skips: tuple[tuple[int, int], ...] = ()  # (from stage, to stage): added to what that stage gets anyway
+    skips: tuple[
+        tuple[int, int], ...
+    ] = ()  # (from stage, to stage): added to what that stage gets anyway
     credits: int = 2
 
     @property
@@ -53,9 +57,16 @@ class Case(NamedTuple):
         return max(r for ranks in self.placements for r in ranks) + 1
 
 
-def case(*placements: Sequence[int], lanes: Sequence[int] = (), kinds: str = "", **more: Any) -> Case:
+def case(
+    *placements: Sequence[int], lanes: Sequence[int] = (), kinds: str = "", **more: Any
+) -> Case:
     where = tuple(tuple(p) for p in placements)
-    return Case(where, tuple(lanes) or tuple(range(len(where))), tuple({"d": "data", "t": "tensor"}[k] for k in kinds or "d" * len(where)), **more)
+    return Case(
+        where,
+        tuple(lanes) or tuple(range(len(where))),
+        tuple({"d": "data", "t": "tensor"}[k] for k in kinds or "d" * len(where)),
+        **more,
+    )
 
 
 class Weights(NamedTuple):
@@ -84,12 +95,18 @@ def whole(c: Case) -> tuple[list[float], list[tuple[Tensor, Tensor]], list[Tenso
         losses.append((out[-1] - target).square().mean())
         results.append(out[-1].detach())
     (sum(losses) / c.micros).backward()  # type: ignore[union-attr]
-    return [float(loss.detach()) for loss in losses], [(w.grad, v.grad) for w, v in all_weights], results  # type: ignore[misc]
+    return (
+        [float(loss.detach()) for loss in losses],
+        [(w.grad, v.grad) for w, v in all_weights],
+        results,
+    )  # type: ignore[misc]
 
 
 def spec(c: Case, stage: int, shape: Sequence[int] | None = None) -> Spec:
     where = Placement("cpu", list(c.placements[stage]))
-    return Spec.make(shape or (c.batch, WIDTH), F64, where, split(0) if c.kinds[stage] == "data" else broadcast)
+    return Spec.make(
+        shape or (c.batch, WIDTH), F64, where, split(0) if c.kinds[stage] == "data" else broadcast
+    )
 
 
 def local(t: Tensor, how: Spec) -> Tensor:
@@ -97,7 +114,9 @@ def local(t: Tensor, how: Spec) -> Tensor:
     return t[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].clone()
 
 
-def build(c: Case, timetable: Schedule, **options: Any) -> tuple[Pipeline, dict[int, list[dict[int, Tensor]]], dict[int, Weights]]:
+def build(
+    c: Case, timetable: Schedule, **options: Any
+) -> tuple[Pipeline, dict[int, list[dict[int, Tensor]]], dict[int, Weights]]:
     """This rank's pipeline, what the call gives it, and its weights."""
     rank, last = world().rank, c.stages - 1
     placements = [Placement("cpu", list(p)) for p in c.placements]
@@ -122,15 +141,23 @@ def build(c: Case, timetable: Schedule, **options: Any) -> tuple[Pipeline, dict[
         mine[k] = Weights(*(t.requires_grad_() for t in shares(c, k, rank)))
         number = {e.input for e in edges if e.target == k and e.differentiable}
         scalar = Spec.make((), F64, where, partial_sum if c.kinds[k] == "data" else broadcast)
-        stages[k] = Stage(function(c, k, mine[k]), number, (0, scalar) if k == last and timetable.trains else None)
+        stages[k] = Stage(
+            function(c, k, mine[k]), number, (0, scalar) if k == last and timetable.trains else None
+        )
         rows: list[dict[int, Tensor]] = [{} for _ in range(c.micros)]
         for micro, row in enumerate(rows):
             x, target = data(c, micro)
             for e in edges:
                 if e.source < 0 and e.target == k:
-                    row[e.input] = local(target if k == last and e.input == counts[k] - 1 else x, spec(c, k))
+                    row[e.input] = local(
+                        target if k == last and e.input == counts[k] - 1 else x, spec(c, k)
+                    )
         inputs[k] = rows
-    return Pipeline(stages, placements, edges, timetable, credits=c.credits, **options), inputs, mine
+    return (
+        Pipeline(stages, placements, edges, timetable, credits=c.credits, **options),
+        inputs,
+        mine,
+    )
 
 
 def shares(c: Case, stage: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +166,9 @@ def shares(c: Case, stage: int, rank: int) -> tuple[Tensor, Tensor]:
     if c.kinds[stage] == "data":
         return w, v
     where = Placement("cpu", list(c.placements[stage]))
-    return local(w, Spec.make(w.shape, F64, where, split(1))), local(v, Spec.make(v.shape, F64, where, split(0)))
+    return local(w, Spec.make(w.shape, F64, where, split(1))), local(
+        v, Spec.make(v.shape, F64, where, split(0))
+    )
 
 
 def function(c: Case, stage: int, own: Weights) -> Callable[..., tuple[Tensor, ...]]:
@@ -162,7 +191,9 @@ def function(c: Case, stage: int, own: Weights) -> Callable[..., tuple[Tensor, .
     return run
 
 
-def trained(c: Case, runs: int = 1) -> tuple[dict[int, list[float]], dict[int, list[Tensor]], dict[int, list[Tensor | None]]]:
+def trained(
+    c: Case, runs: int = 1
+) -> tuple[dict[int, list[float]], dict[int, list[Tensor]], dict[int, list[Tensor | None]]]:
     """What a rank does: losses, results of the last stage, gradients by stage."""
     timetable = schedule(c.name, c.lanes, c.micros)
     pipeline, inputs, mine = build(c, timetable)
@@ -189,7 +220,10 @@ def compare(c: Case, answers: Sequence[Any]) -> None:
         where = spec(c, last)
         for micro, result in enumerate(results):
             offsets, lengths = where.box(rank)
-            torch.testing.assert_close(answers[rank][1][last][micro], result[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
+            torch.testing.assert_close(
+                answers[rank][1][last][micro],
+                result[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))],
+            )
     for k in range(c.stages):
         parts = [answers[rank][2][k] for rank in c.placements[k]]
         if c.kinds[k] == "data":
@@ -202,9 +236,17 @@ def compare(c: Case, answers: Sequence[Any]) -> None:
 
 def every(*cases: Case) -> list[Any]:
     """Each case with each schedule that can do its lanes."""
-    names = [(c, f.name) for c in cases for f in FAMILIES.values() if f.fits(c.lanes) and f.name != "forward"]
+    names = [
+        (c, f.name)
+        for c in cases
+        for f in FAMILIES.values()
+        if f.fits(c.lanes) and f.name != "forward"
+    ]
     return [
-        pytest.param(c._replace(name=name), id=f"{'|'.join(''.join(map(str, p)) for p in c.placements)}-{''.join(k[0] for k in c.kinds)}-{name}")
+        pytest.param(
+            c._replace(name=name),
+            id=f"{'|'.join(''.join(map(str, p)) for p in c.placements)}-{''.join(k[0] for k in c.kinds)}-{name}",  # noqa: E501
+        )
         for c, name in names
     ]
 
@@ -235,13 +277,19 @@ def test_uneven_batches_and_any_number_of_micro_batches(batch: int, micros: int)
     compare(c, simulate(c.ranks, trained, c, 2, timeout=20.0))
 
 
-# ---------------------------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------- real processes
 
 
 def several() -> list[Case]:
     two = [case([0], [1], name=name) for name in ("gpipe", "1f1b")]
-    lanes = case([0], [1], [0], [1], lanes=(0, 1, 0, 1), name="1f1b", skips=((0, 2), (0, 3)), credits=1)
-    split_up = [case([0], [1], name=f.name, micros=6) for f in FAMILIES.values() if f.name.startswith("zb") and f.fits((0, 1))]
+    lanes = case(
+        [0], [1], [0], [1], lanes=(0, 1, 0, 1), name="1f1b", skips=((0, 2), (0, 3)), credits=1
+    )
+    split_up = [
+        case([0], [1], name=f.name, micros=6)
+        for f in FAMILIES.values()
+        if f.name.startswith("zb") and f.fits((0, 1))
+    ]
     both = case([0, 1], [0, 1], lanes=(0, 0), kinds="td", name="1f1b")
     return [*two, lanes, *split_up, both]
 
@@ -265,12 +313,19 @@ def large(megabytes: int) -> list[list[float]]:
     scalar = Spec.make((), F64, where[1], broadcast)
     given = torch.ones(n, dtype=F64, requires_grad=True)
     functions = [lambda x: (x * given,), lambda x: (x.sum(),)]
-    edges = [Edge(-1, 0, 0, 0, there[0], there[0], False), Edge(0, 0, 1, 0, there[0], there[1], True)]
+    edges = [
+        Edge(-1, 0, 0, 0, there[0], there[0], False),
+        Edge(0, 0, 1, 0, there[0], there[1], True),
+    ]
     rank = world().rank
     stage = Stage(functions[rank], [[], [0]][rank], [None, (0, scalar)][rank])
     pipeline = Pipeline({rank: stage}, where, edges, schedule("gpipe", (0, 1), 4))
     found = pipeline.run({0: [{0: torch.full((n,), float(m), dtype=F64)} for m in range(4)]})
-    return [float(row[0]) / n for row in found[1]] if rank else [float(given.grad.min()), float(given.grad.max())]  # type: ignore[union-attr,arg-type]
+    return (
+        [float(row[0]) / n for row in found[1]]
+        if rank
+        else [float(given.grad.min()), float(given.grad.max())]
+    )  # type: ignore[union-attr,arg-type]
 
 
 @pytest.mark.parametrize("run", [simulate, run_on, pytest.param(run_by_mpi, marks=needs_mpi)])
@@ -279,12 +334,15 @@ def test_large_messages(run: Callable[..., list[Any]]) -> None:
 
 
 def test_one_rank_and_two_on_real_processes() -> None:
-    cases = [case([0], [1, 2], kinds="dt", name="1f1b", skips=()), case([0, 1], [2], kinds="dd", name="gpipe", batch=3)]
+    cases = [
+        case([0], [1, 2], kinds="dt", name="1f1b", skips=()),
+        case([0, 1], [2], kinds="dd", name="gpipe", batch=3),
+    ]
     for c, answers in zip(cases, zip(*run_on(3, train_several, cases), strict=True), strict=True):
         compare(c, answers)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is kept, sent, said
+# ------------------------------------------------------------------------- what is kept, sent, said
 
 
 def test_a_rank_outside_returns_at_once() -> None:
@@ -369,7 +427,9 @@ def test_receives_are_posted_ahead_and_buffers_serve_again() -> None:
 
             pipeline.stages[1].function = seeing
         pipeline.run(inputs)
-        assert asked == ([min(m + 3, 8) for m in range(8)] if world().rank == 1 else []), "two receives beyond the one at work"
+        assert asked == ([min(m + 3, 8) for m in range(8)] if world().rank == 1 else []), (
+            "two receives beyond the one at work"
+        )
         return tuple(len(pool._all) for pool in pipeline._transfer._pools.values())  # type: ignore[return-value]
 
     assert all(n <= 2 for kept in simulate(2, run) for n in kept)
@@ -384,7 +444,13 @@ def test_what_does_not_lie_as_its_edge_says_is_refused() -> None:
             pipeline.stages[0].function = function
         pipeline.run(inputs)
 
-    with pytest.raises(ScheduleError, match=r"rank 0: stage 0 gives output 0 of torch\.float64 \[4, 6\]; its edge says torch\.float64 \[5, 6\]"):
+    with pytest.raises(
+        ScheduleError,
+        match=(
+            r"rank 0: stage 0 gives output 0 of torch\.float64 \[4, 6\]; its edge says "
+            r"torch\.float64 \[5, 6\]"
+        ),
+    ):
         simulate(2, run, lambda x: (x[1:],))
     with pytest.raises(ScheduleError, match="stage 0 gives 0 outputs; an edge takes number 0"):
         simulate(2, run, lambda x: ())
@@ -394,7 +460,9 @@ def test_outputs_that_are_asked_for_come_back() -> None:
     c = case([0], [1], micros=2)
 
     def run() -> list[Any]:
-        pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros), outputs={0: [0], 1: [0]})
+        pipeline, inputs, _ = build(
+            c, schedule(c.name, c.lanes, c.micros), outputs={0: [0], 1: [0]}
+        )
         return next(iter(pipeline.run(inputs).values()))
 
     first, last = simulate(2, run)
@@ -413,7 +481,11 @@ def test_spans_are_in_order() -> None:
             pipeline.run(inputs)
         times = [t for span in pipeline.spans for t in (span.start, span.end)]
         rows = timetable.rows[world().rank]
-        return [s.action for s in pipeline.spans] == list(rows) and times == sorted(times) and {s.lane for s in pipeline.spans} == {world().rank}
+        return (
+            [s.action for s in pipeline.spans] == list(rows)
+            and times == sorted(times)
+            and {s.lane for s in pipeline.spans} == {world().rank}
+        )
 
     assert simulate(2, run) == [True, True]
 
@@ -425,7 +497,10 @@ def test_between_spans_a_rank_waits_for_messages_and_does_nothing_else() -> None
     def run() -> list[tuple[str, bool]]:
         pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros), trace=True)
         pipeline.run(inputs)
-        return [(after.action.kind, after.start == before.end) for before, after in itertools.pairwise(pipeline.spans)]
+        return [
+            (after.action.kind, after.start == before.end)
+            for before, after in itertools.pairwise(pipeline.spans)
+        ]
 
     for rank, found in enumerate(simulate(2, run)):
         alone = "FW" if rank == 0 else "IW"  # the first rank gets gradients, the last activations
@@ -459,7 +534,7 @@ def test_weights_wait_until_the_schedule_says() -> None:
     torch.testing.assert_close(mine[0].v.grad, v)
 
 
-# ---------------------------------------------------------------------------------------------------------------- when something is wrong
+# -------------------------------------------------------------------------- when something is wrong
 
 
 def test_a_lost_peer_is_named() -> None:
@@ -477,7 +552,10 @@ def test_a_lost_peer_is_named() -> None:
         return str(error.value)
 
     said = simulate(2, run, timeout=10.0)[0]
-    assert said.startswith("rank 0: stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1: "), said
+    assert said.startswith(
+        "rank 0: stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on "
+        "rank 1: "
+    ), said
     assert "it has ended" in said
 
 
@@ -508,12 +586,18 @@ def lost(c: Case, connected: bool) -> None:
 
 
 def test_a_lost_process_is_named(fresh_pool: Callable[[int], Pool]) -> None:
-    # Which of the two comes first is chance: that nothing can be sent any more, or that nothing comes.
+    # Which of the two comes first is chance: that nothing can be sent any more, or that nothing
+    # comes.
     waited = "waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"
     sent = "could not give the output 0 of micro-batch [01] to stage 1 on rank 1"
     with pytest.raises(RanksFailed, match=f"rank 0: stage 0 ({waited}|{sent}): "):
         fresh_pool(2).run(lost, case([0], [1], name="1f1b"), True)
-    with pytest.raises(RanksFailed, match="rank 0: cannot connect with rank 1, which has a stage beside one of its own: rank 0: "):
+    with pytest.raises(
+        RanksFailed,
+        match=(
+            "rank 0: cannot connect with rank 1, which has a stage beside one of its own: rank 0: "
+        ),
+    ):
         fresh_pool(2).run(lost, case([0], [1], name="1f1b"), False)
 
 
@@ -524,30 +608,68 @@ ON_A, ON_B = Spec.make((2,), F64, A, broadcast), Spec.make((2,), F64, B, broadca
 @pytest.mark.parametrize(
     ("edges", "said"),
     [
-        ([Edge(0, 0, 1, 1, ON_A, ON_B, True)], r"stage 1 gets inputs \[1\]: each input, counted from 0, needs one edge"),
+        (
+            [Edge(0, 0, 1, 1, ON_A, ON_B, True)],
+            r"stage 1 gets inputs \[1\]: each input, counted from 0, needs one edge",
+        ),
         ([Edge(1, 0, 0, 0, ON_B, ON_A, True)], "does not lead on"),
         ([Edge(0, 0, 1, 0, ON_B, ON_B, True)], "are not the placements of its stages"),
         ([Edge(0, 0, 1, 0, ON_A, ON_B.replace(shape=(3,)), True)], "changes what it carries"),
         ([Edge(0, 0, 1, 0, ON_A, ON_B.dual(), True)], "is partial"),
         ([Edge(-1, 0, 0, 0, ON_A, ON_A, True)], "takes no gradient"),
-        ([Edge(0, 0, 1, 0, ON_A, ON_B, True), Edge(0, 0, 1, 1, ON_A.replace(layout=[split(0)]), ON_B, True)], "lies as .* for one edge and as"),
+        (
+            [
+                Edge(0, 0, 1, 0, ON_A, ON_B, True),
+                Edge(0, 0, 1, 1, ON_A.replace(layout=[split(0)]), ON_B, True),
+            ],
+            "lies as .* for one edge and as",
+        ),
     ],
 )
 def test_edges_that_do_not_fit_are_refused(edges: list[Edge], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
-        simulate(1, lambda: Pipeline({0: Stage(lambda x: (x,))}, [A, B], edges, schedule("gpipe", (0, 1), 2)))
+        simulate(
+            1,
+            lambda: Pipeline(
+                {0: Stage(lambda x: (x,))}, [A, B], edges, schedule("gpipe", (0, 1), 2)
+            ),
+        )
 
 
 def test_stages_that_do_not_fit_are_refused() -> None:
-    edges, timetable, stage = [Edge(0, 0, 1, 0, ON_A, ON_B, True)], schedule("gpipe", (0, 1), 2), Stage(lambda x: (x,))
+    edges, timetable, stage = (
+        [Edge(0, 0, 1, 0, ON_A, ON_B, True)],
+        schedule("gpipe", (0, 1), 2),
+        Stage(lambda x: (x,)),
+    )
     for stages, placements, said in (
-        ({1: stage}, [A, B], r"rank 0 stands in the placements of stages \[0\], but was given stages \[1\]"),
+        (
+            {1: stage},
+            [A, B],
+            r"rank 0 stands in the placements of stages \[0\], but was given stages \[1\]",
+        ),
         ({0: stage}, [A], "is for 2 stages, but there are 1 placements"),
         ({0: stage, 1: stage}, [A, A], "stages that share ranks belong on one lane"),
     ):
         lies = [Edge(0, 0, 1, 0, ON_A, ON_A, True)] if placements == [A, A] else edges
         able = {k: Stage(lambda x: (x,), [0]) for k in stages}
         with pytest.raises(ScheduleError, match=said):
-            simulate(1, lambda able=able, placements=placements, lies=lies: Pipeline(able, placements, lies, timetable))  # type: ignore[misc]
-    with pytest.raises(ScheduleError, match=r"stage 0 needs its inputs \[0\] from the call for each of 2 micro-batches"):
-        simulate(1, lambda: Pipeline({0: stage}, [A], [Edge(-1, 0, 0, 0, ON_A, ON_A, False)], schedule("forward", (0,), 2)).run())
+            simulate(
+                1,
+                lambda able=able, placements=placements, lies=lies: Pipeline(
+                    able, placements, lies, timetable
+                ),
+            )  # type: ignore[misc]
+    with pytest.raises(
+        ScheduleError,
+        match=r"stage 0 needs its inputs \[0\] from the call for each of 2 micro-batches",
+    ):
+        simulate(
+            1,
+            lambda: Pipeline(
+                {0: stage},
+                [A],
+                [Edge(-1, 0, 0, 0, ON_A, ON_A, False)],
+                schedule("forward", (0,), 2),
+            ).run(),
+        )

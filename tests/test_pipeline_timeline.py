@@ -1,4 +1,5 @@
-"""The timeline of a graph's run: spans of all ranks, steps after them, and a trace beside the simulated one."""
+"""The timeline of a graph's run: spans of all ranks, steps after them, and a trace beside the
+simulated one."""
 
 from __future__ import annotations
 
@@ -57,7 +58,13 @@ def _run(directory: str, groups: list[list[int]], name: str) -> Any:
     written = json.loads(path.read_text())["traceEvents"]
     graph.config.enable_timeline(False)
     graph(x)
-    return line.names, [[str(s.action) for s in line.spans if s.lane == i] for i in range(line.lanes)], [str(a) for row in rows for a in row], line, written
+    return (
+        line.names,
+        [[str(s.action) for s in line.spans if s.lane == i] for i in range(line.lanes)],
+        [str(a) for row in rows for a in row],
+        line,
+        written,
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -65,14 +72,24 @@ def test_spans_of_all_ranks_and_their_steps(name: str, tmp_path: Path) -> None:
     groups = [[0], [1, 2]]
     for names, each, actions, line, written in simulate(3, _run, str(tmp_path), groups, name):
         assert names == ("rank 0", "rank 1", "rank 2")
-        assert sorted(each[0] + each[1]) == sorted(actions), "the last run's actions, once for each rank"
+        assert sorted(each[0] + each[1]) == sorted(actions), (
+            "the last run's actions, once for each rank"
+        )
         assert each[1] == each[2]
         for lane, start, end in line.steps:
             assert max(s.end for s in line.spans if s.lane == lane) <= start <= end
         assert [lane for lane, _, _ in line.steps] == [0, 1, 2]
         threads = [(e["pid"], e["args"]["name"]) for e in written if e["name"] == "thread_name"]
-        assert threads == [(0, "rank 0"), (0, "rank 1"), (0, "rank 2"), (1, "lane 0"), (1, "lane 1")]
-        assert sorted(e["name"] for e in written if e["pid"] == 1 and e["ph"] == "X" and e["name"] != "step") == sorted(actions)
+        assert threads == [
+            (0, "rank 0"),
+            (0, "rank 1"),
+            (0, "rank 2"),
+            (1, "lane 0"),
+            (1, "lane 1"),
+        ]
+        assert sorted(
+            e["name"] for e in written if e["pid"] == 1 and e["ph"] == "X" and e["name"] != "step"
+        ) == sorted(actions)
         assert sum(e["name"] == "step" for e in written) == 3 + 2
 
 

@@ -1,4 +1,5 @@
-"""In-place ops with global operands on plain tensors: all ranks have the whole result in them, and gradients go through."""
+"""In-place ops with global operands on plain tensors: all ranks have the whole result in them, and
+gradients go through."""
 
 from __future__ import annotations
 

@@ -45,12 +45,16 @@ def test_ranks_of_one_world(n: int) -> None:
 def test_a_failure_shows_its_traceback_and_ends_the_pool(fresh_pool: Callable[[int], Pool]) -> None:
     pool = fresh_pool(2)
     pool.run(who)
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: Traceback.*in fails_on_one.*ValueError: the sky fell"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 1 of 2: Traceback.*in fails_on_one.*ValueError: the sky fell"
+    ):
         pool.run(fails_on_one)
 
 
 def test_a_late_rank_shows_where_it_is(fresh_pool: Callable[[int], Pool]) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: no answer within 1 s.*in sleeps_on_one"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 1 of 2: no answer within 1 s.*in sleeps_on_one"
+    ):
         fresh_pool(2).run(sleeps_on_one, timeout=1)
 
 

@@ -1,4 +1,5 @@
-"""Profiling: a measured cluster is lawful, the same on all ranks, and comes out of the command line as it went in."""
+"""Profiling: a measured cluster is lawful, the same on all ranks, and comes out of the command line
+as it went in."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import ClusterError
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "exchange", "send")
+KINDS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "exchange",
+    "send",
+)
 
 
 def measured(seconds: float) -> Cluster:
@@ -33,8 +42,13 @@ def lawful(c: Cluster, ranks: int) -> None:
     for n in (0, 1 << 10, 1 << 20, 1 << 30):
         for kind in KINDS:
             assert 0 < c.seconds(kind, n, ranks) <= c.seconds(kind, 2 * n + 1, ranks)
-        whole, halves = c.seconds("all_reduce", n, ranks), [c.seconds(kind, n, ranks) for kind in ("all_gather", "reduce_scatter")]
-        assert max(halves) <= whole <= 2 * sum(halves)  # as measured, not as a ring would: a machine at work on other things has its own mind
+        whole, halves = (
+            c.seconds("all_reduce", n, ranks),
+            [c.seconds(kind, n, ranks) for kind in ("all_gather", "reduce_scatter")],
+        )
+        assert (
+            max(halves) <= whole <= 2 * sum(halves)
+        )  # as measured, not as a ring would: a machine at work on other things has its own mind
     assert 1 <= c.overlap <= 2
     assert 0 <= c.skew < 1
     for dtype in ("float64", "float32", "bfloat16"):
@@ -68,7 +82,11 @@ def test_four_ranks_of_two_nodes() -> None:
     assert all(c == found[0] for c in found)
     c = found[0]
     assert (c.size, c.node_size, c.nodes) == (4, 2, 2)
-    assert {(curve.ranks, curve.nodes) for curve in c.measured if curve.kind == "all_gather"} == {(2, 1), (2, 2), (4, 2)}
+    assert {(curve.ranks, curve.nodes) for curve in c.measured if curve.kind == "all_gather"} == {
+        (2, 1),
+        (2, 2),
+        (4, 2),
+    }
     assert c.seconds("all_gather", 1 << 20, (0, 1)) <= c.seconds("all_gather", 1 << 20, (0, 2))
     lawful(c, 2)
     lawful(c, 4)
@@ -97,7 +115,12 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
         def __init__(self, ranks: tuple[int, ...]) -> None:
             self.size = len(ranks)
 
-        def exchange_into(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], device: torch.device) -> None:
+        def exchange_into(
+            self,
+            sends: dict[int, torch.Tensor],
+            recvs: dict[int, torch.Tensor],
+            device: torch.device,
+        ) -> None:
             assert [t.numel() for t in sends.values()] == [t.numel() for t in recvs.values()]
             assert all(t.numel() for t in sends.values())
             sent.append(sum(t.nbytes for t in sends.values()))
@@ -106,7 +129,9 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
         """A clock that only calls."""
 
         device = torch.device("cpu")
-        world = SimpleNamespace(rank=0, size=ranks, comm=Alone, channel=lambda *_: SimpleNamespace(connect=lambda: None))
+        world = SimpleNamespace(
+            rank=0, size=ranks, comm=Alone, channel=lambda *_: SimpleNamespace(connect=lambda: None)
+        )
 
         def time(self, cases: list[Case], seconds: float, longest: float) -> dict[int, float]:
             chosen = [i for i, case in enumerate(cases) if case.name == ("exchange", ranks, 1)]
@@ -123,12 +148,25 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
 
 @pytest.mark.parametrize(
     ("device", "gpus", "nproc", "started"),
-    [("auto", 0, 0, 2), ("auto", 1, 0, 2), ("auto", 4, 0, 4), ("cpu", 4, 0, 2), ("cuda", 1, 0, 1), ("cuda", 4, 0, 4), ("cuda", 1, 3, 3), ("auto", 4, 3, 3)],
+    [
+        ("auto", 0, 0, 2),
+        ("auto", 1, 0, 2),
+        ("auto", 4, 0, 4),
+        ("cpu", 4, 0, 2),
+        ("cuda", 1, 0, 1),
+        ("cuda", 4, 0, 4),
+        ("cuda", 1, 3, 3),
+        ("auto", 4, 3, 3),
+    ],
 )
-def test_how_many_ranks_are_started(device: str, gpus: int, nproc: int, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_ranks_are_started(
+    device: str, gpus: int, nproc: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sys.modules["globaltensor.auto.profile.measure"], "run", lambda *_, nprocs, **__: [nprocs])
+    monkeypatch.setattr(
+        sys.modules["globaltensor.auto.profile.measure"], "run", lambda *_, nprocs, **__: [nprocs]
+    )
     assert profile(1.0, nproc, device) == started
 
 
@@ -136,17 +174,26 @@ def test_rates_are_found_again() -> None:
     def took(f: float) -> float:
         return 2e-6 + f / 5e12 * (1 + (3e9 / f) ** (1 / 3))
 
-    rate, saturation = fitted([(2.0 * n**3, took(2.0 * n**3)) for n in (128, 512, 2048, 8192)], 2e-6)
+    rate, saturation = fitted(
+        [(2.0 * n**3, took(2.0 * n**3)) for n in (128, 512, 2048, 8192)], 2e-6
+    )
     assert rate == pytest.approx(5e12)
     assert saturation == pytest.approx(3e9)
     assert fitted([(1e9, 1.0)], 0.0) == (1e9, 0.0)
 
 
 def test_constants_are_found_again() -> None:
-    known = Cluster(node_size=2, launch=1e-4, latency=2e-5, bandwidth=1e9, node_latency=5e-5, node_bandwidth=2e8)
+    known = Cluster(
+        node_size=2, launch=1e-4, latency=2e-5, bandwidth=1e9, node_latency=5e-5, node_bandwidth=2e8
+    )
     sizes = [1 << 10, 1 << 28]
     groups = {(2, 1): (0, 1), (2, 2): (0, 2), (4, 4): (0, 2, 4, 6)}
-    curves = [Curve("all_gather", p, nodes, tuple((n, known.seconds("all_gather", n, ranks)) for n in sizes)) for (p, nodes), ranks in groups.items()]
+    curves = [
+        Curve(
+            "all_gather", p, nodes, tuple((n, known.seconds("all_gather", n, ranks)) for n in sizes)
+        )
+        for (p, nodes), ranks in groups.items()
+    ]
     found = constants(curves)
     assert found["bandwidth"] == pytest.approx(1e9, rel=1e-3)
     assert found["node_bandwidth"] == pytest.approx(2e8, rel=1e-3)
@@ -167,7 +214,9 @@ def timed() -> tuple[dict[int, float], list[int]]:
 
         return Case("slow" if waits else "quick", i, None if i == 3 and world().rank else work)
 
-    times = Clock(torch.device("cpu")).time([call(0, 0.0), call(1, 0.02), call(2, 0.9), call(3, 0.0)], 2.0, 0.2)
+    times = Clock(torch.device("cpu")).time(
+        [call(0, 0.0), call(1, 0.02), call(2, 0.9), call(3, 0.0)], 2.0, 0.2
+    )
     return times, calls
 
 
@@ -188,7 +237,15 @@ def linear() -> tuple[Any, list[Any]]:
 
 def with_ops() -> Cluster:
     c = Cluster(ops={"old": (1.0, 2.0)})
-    return measure_ops(c, [("linear", linear, True), ("same", linear, False), ("argmax", lambda: (torch.argmax, [torch.ones(4)]), True)], seconds=0.5)
+    return measure_ops(
+        c,
+        [
+            ("linear", linear, True),
+            ("same", linear, False),
+            ("argmax", lambda: (torch.argmax, [torch.ones(4)]), True),
+        ],
+        seconds=0.5,
+    )
 
 
 def test_ops_are_timed() -> None:
@@ -216,9 +273,14 @@ def different_ops() -> list[str]:
 def test_ranks_that_measure_different_ops_are_told() -> None:
     a, b = simulate(2, different_ops, timeout=20)
     assert a == b
-    assert "number 0 is 'a' with needs_grad=True on rank 0, 'b' with needs_grad=True on rank 1" in a[0]
+    assert (
+        "number 0 is 'a' with needs_grad=True on rank 0, 'b' with needs_grad=True on rank 1" in a[0]
+    )
     assert "number 1 is none on rank 0, 'b'" in a[1]
-    assert "number 0 is 'a' with needs_grad=True on rank 0, 'a' with needs_grad=False on rank 1" in a[2]
+    assert (
+        "number 0 is 'a' with needs_grad=True on rank 0, 'a' with needs_grad=False on rank 1"
+        in a[2]
+    )
 
 
 def test_a_world_of_one_has_no_links_to_measure() -> None:
@@ -232,7 +294,25 @@ def test_a_world_of_one_has_no_links_to_measure() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.json"
-    assert main(["profile", "--nproc", "2", "--seconds", "1", "--device", "cpu", "--out", str(path), "--name", "here", "--json"]) == 0
+    assert (
+        main(
+            [
+                "profile",
+                "--nproc",
+                "2",
+                "--seconds",
+                "1",
+                "--device",
+                "cpu",
+                "--out",
+                str(path),
+                "--name",
+                "here",
+                "--json",
+            ]
+        )
+        == 0
+    )
     c = Cluster.load(path)
     assert (c.name, c.size) == ("here", 2)
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
@@ -240,13 +320,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code, told in ((["--help"], 0, "Under a launcher"), (["--device", "tpu"], 2, "'tpu'"), (["--seconds", "soon"], 2, "'soon'")):
+    for arguments, code, told in (
+        (["--help"], 0, "Under a launcher"),
+        (["--device", "tpu"], 2, "'tpu'"),
+        (["--seconds", "soon"], 2, "'soon'"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["profile", *arguments])
         assert ended.value.code == code
         said = capsys.readouterr()
         assert told.lower() in (said.out + said.err).lower()
-    for arguments, told in ((["--seconds", "0"], "seconds=0.0"), (["--out", str(tmp_path)], "Is a directory")):
+    for arguments, told in (
+        (["--seconds", "0"], "seconds=0.0"),
+        (["--out", str(tmp_path)], "Is a directory"),
+    ):
         assert main(["profile", *arguments]) == 1
         said = capsys.readouterr()
         assert said.err.startswith("globaltensor profile: ")
@@ -254,7 +341,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         assert not said.out
 
 
-def test_a_command_that_fails_leaves_the_output_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_fails_leaves_the_output_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, old, link = tmp_path / "new.json", tmp_path / "old.json", tmp_path / "link.json"
     Cluster(name="old").save(old)
     link.symlink_to(tmp_path / "end.json")
@@ -263,7 +352,13 @@ def test_a_command_that_fails_leaves_the_output_as_it_was(tmp_path: Path, monkey
         assert "seconds=0.0" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [link, old]
     assert Cluster.load(old).name == "old"
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["profile", "--seconds", "0", "--out", str(tmp_path / "none" / "x.json")]) == 1
     assert "seconds=0.0" in capsys.readouterr().err  # the file is another rank's business

@@ -1,6 +1,8 @@
-"""Laws on drawn input: boxing keeps values and gradients whatever the placements and sbp; small programs of ops equal plain torch, forward and gradient.
+"""Laws on drawn input: boxing keeps values and gradients whatever the placements and sbp; small
+programs of ops equal plain torch, forward and gradient.
 
-Simulated ranks; every example ends with a value that all ranks read. A failure prints the program as Python.
+Simulated ranks; every example ends with a value that all ranks read. A failure prints the program
+as Python.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
         assert torch.equal(got, want), f"{what}:\n{got}\nnot\n{want}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- drawing
+# ------------------------------------------------------------------------------------------ drawing
 
 
 def placements(n: int) -> st.SearchStrategy[list[Any]]:
@@ -49,14 +51,23 @@ def placements(n: int) -> st.SearchStrategy[list[Any]]:
         grids = [[r for r in range(1, k + 1) if k % r == 0] for k in range(n + 1)]
         count = st.integers(1, n)
         return count.flatmap(
-            lambda k: st.one_of(st.just(order[:k]), st.sampled_from(grids[k]).map(lambda r: torch.tensor(order[:k]).view(r, -1).tolist()))
+            lambda k: st.one_of(
+                st.just(order[:k]),
+                st.sampled_from(grids[k]).map(
+                    lambda r: torch.tensor(order[:k]).view(r, -1).tolist()
+                ),
+            )
         )
 
     return st.permutations(range(n)).flatmap(arranged)
 
 
 def sbps(axes: int, dims: int, partial: bool = True) -> st.SearchStrategy[list[Any]]:
-    return st.lists(st.sampled_from([B, *([P] if partial else []), *[S(d) for d in range(dims)]]), min_size=axes, max_size=axes)
+    return st.lists(
+        st.sampled_from([B, *([P] if partial else []), *[S(d) for d in range(dims)]]),
+        min_size=axes,
+        max_size=axes,
+    )
 
 
 def axes_of(ranks: list[Any]) -> int:
@@ -66,10 +77,16 @@ def axes_of(ranks: list[Any]) -> int:
 def spread(t: torch.Tensor, ranks: list[Any], sbp: Sequence[Any]) -> torch.Tensor:
     """A leaf with this value and sbp."""
     placement = flow.placement("cpu", ranks)
-    return t.clone().to_global(placement, [B] * placement.axes).to_global(sbp=list(sbp)).detach().requires_grad_(t.is_floating_point())  # type: ignore[no-any-return]
+    return (
+        t.clone()
+        .to_global(placement, [B] * placement.axes)
+        .to_global(sbp=list(sbp))
+        .detach()
+        .requires_grad_(t.is_floating_point())
+    )  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------------------------------------------------------- boxing
+# ------------------------------------------------------------------------------------------- boxing
 
 
 @st.composite
@@ -89,7 +106,9 @@ def travel(t: torch.Tensor, c: torch.Tensor, stops: list[tuple[list[Any], list[A
         y = y.to_global(placement=flow.placement("cpu", ranks), sbp=sbp)
         assert y.sbp == tuple(sbp)
         here = flow.env.get_rank()
-        assert y.to_local().shape == (y.spec.local_shape(here) if y.placement.coordinate(here) is not None else (0,))
+        assert y.to_local().shape == (
+            y.spec.local_shape(here) if y.placement.coordinate(here) is not None else (0,)
+        )
         close(read(y), t, f"at {ranks} {sbp}")
     if not t.is_floating_point():
         return
@@ -109,7 +128,10 @@ def test_boxing_keeps_values_and_gradients(case: Any) -> None:
     simulate(n, travel, t, c, stops, timeout=10.0)
 
 
-DTYPES = [getattr(torch, name) for name in "float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()]
+DTYPES = [
+    getattr(torch, name)
+    for name in "float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()  # noqa: E501
+]
 
 
 def travel_any(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> None:
@@ -125,7 +147,11 @@ def travel_any(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> Non
 @given(moves(), st.sampled_from(DTYPES))
 def test_boxing_of_every_dtype(case: Any, dtype: torch.dtype) -> None:
     n, shape, stops = case
-    t = (torch.arange(math.prod(shape)) % 7 - (0 if dtype in (torch.uint8, torch.bool) else 3)).reshape(shape).to(dtype)
+    t = (
+        (torch.arange(math.prod(shape)) % 7 - (0 if dtype in (torch.uint8, torch.bool) else 3))
+        .reshape(shape)
+        .to(dtype)
+    )
     simulate(n, travel_any, t, stops, timeout=10.0)
 
 
@@ -144,11 +170,18 @@ def twice(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> None:
 @given(moves())
 def test_boxing_is_differentiable_twice(case: Any) -> None:
     n, shape, stops = case
-    simulate(n, twice, torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), stops, timeout=10.0)
+    simulate(
+        n,
+        twice,
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+        stops,
+        timeout=10.0,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- programs
-# An op is (text, function of the tensors made up to now -> a new one). The text is Python: `t` is the list of tensors.
+# ----------------------------------------------------------------------------------------- programs
+# An op is (text, function of the tensors made up to now -> a new one). The text is Python: `t` is
+# the list of tensors.
 
 Op = tuple[str, Callable[[list[torch.Tensor]], torch.Tensor]]
 NAMES = {"torch": torch, "F": F}
@@ -168,7 +201,7 @@ UNARY = ops("""
     {x}.masked_fill({x} < 0, 3.0)
     ({x} > 0).float().double() * {x}; {x}.sum(); {x}.t(); {x}.flatten(); {x}.reshape(-1); {x}.square().mean() + {x}; {x}.contiguous()
     {x}.detach() * {x}; F.normalize({x}, dim=0); {x} - {x}.mean(); torch.logsumexp({x}, tuple(range({x}.ndim)))
-""")
+""")  # noqa: E501
 # Along a dim.
 ALONG = ops("""
     {x}.sum({d}); {x}.sum({d}, keepdim=True); {x}.mean({d}); {x}.mean({d}, keepdim=True); {x}.amax({d}); {x}.max({d}).values; {x}.min({d}, True).values
@@ -180,22 +213,22 @@ ALONG = ops("""
     {x} - {x}.amax({d}, keepdim=True); F.layer_norm({x}, {x}.shape[-1:]); {x}.unflatten({d}, (1, -1)); {x}.tensor_split(2, {d})[0]
     {x}.swapaxes({d}, 0).clone(); {x}.scatter({d}, {x}.argmax({d}, keepdim=True), 0.5); {x}.index_fill({d}, torch.tensor([0]), 1.5)
     {x}.std({d}, correction=0) + 1
-""")
+""")  # noqa: E501
 INDEX = ops("""
     {x}[0]; {x}[-1]; {x}[1:]; {x}[:-1]; {x}[::2]; {x}[..., :1]; {x}[..., 0]; {x}[None]; {x}[:, None]; {x}[torch.tensor([0, 0, -1])]
     {x}[..., torch.tensor([0, -1])]; {x}.view({x}.shape); {x}.reshape({x}.shape[0], -1); {x}.flatten(0, 1); {x}.flatten(-2); {x}.tril(); {x}.triu(1)
     {x}.mT; {x}.diagonal(); {x}.view(-1, {x}.shape[-1]); F.pad({x}, (1, 2)); F.pad({x}, (0, 0, 1, 0)); {x}.repeat(2, *[1] * ({x}.ndim - 1))
     {x}.permute(*reversed(range({x}.ndim))); {x}.reshape(-1, 2); {x}.T; written({x}, 0, 7.0); written({x}, slice(1, None), 0.25)
     written({x}, (..., 0), {x}.mean())
-""")
+""")  # noqa: E501
 BINARY = ops("""
     {x} + {y}; {x} - {y}; {x} * {y}; torch.maximum({x}, {y}); torch.where({x} > {y}, {x}, {y}); {x} / ({y}.square() + 1); torch.addcmul({x}, {y}, {y})
     {x}.clone().add_({y}); {x}.lerp({y}, 0.3); {x} * ({y} > 0); torch.hypot({x}, {y} + 3)
-""")
+""")  # noqa: E501
 PRODUCT = ops("""
     {x} @ {y}; {x} @ {y}.mT; {x}.mT @ {y}; F.linear({x}, {y}); F.linear({x}, {y}, {y}.sum(-1)); torch.einsum('...ij,...ij->...i', {x}, {y})
     torch.outer({x}, {y}); {x}.matmul({y})
-""")
+""")  # noqa: E501
 
 
 def written(x: torch.Tensor, where: Any, value: Any) -> torch.Tensor:
@@ -213,7 +246,16 @@ def programs(draw: Draw) -> tuple[list[torch.Tensor], list[str]]:
     """Up to three operands and three to six ops that plain torch accepts."""
     gen = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     a, b, c = (draw(st.sampled_from([1, 2, 3, 4, 5, 7])) for _ in range(3))
-    choices = [[(a, b)], [(a, b), (b, c)], [(a, b), (a, b)], [(a, b, c), (c, b)], [(a, b, c), (b, c)], [(a, b), (b,)], [(a, b, c, 2), (2, c)], [(0, b), (b, c)]]
+    choices = [
+        [(a, b)],
+        [(a, b), (b, c)],
+        [(a, b), (a, b)],
+        [(a, b, c), (c, b)],
+        [(a, b, c), (b, c)],
+        [(a, b), (b,)],
+        [(a, b, c, 2), (2, c)],
+        [(0, b), (b, c)],
+    ]
     shapes = draw(st.sampled_from(choices))
     tensors = [torch.randn(s, dtype=torch.float64, generator=gen) for s in shapes]
     values, texts = list(tensors), []
@@ -228,13 +270,21 @@ def programs(draw: Draw) -> tuple[list[torch.Tensor], list[str]]:
 def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | None:
     """An op that fits, and what it gives; None after a few misses."""
     for _ in range(6):
-        x = draw(st.integers(0, len(values) - 1)) if draw(st.integers(0, 3)) == 0 else len(values) - 1
+        x = (
+            draw(st.integers(0, len(values) - 1))
+            if draw(st.integers(0, 3)) == 0
+            else len(values) - 1
+        )
         y = draw(st.integers(0, len(values) - 1))
-        template = draw(st.sampled_from([UNARY, ALONG, ALONG, INDEX, BINARY, PRODUCT]).flatmap(st.sampled_from))
+        template = draw(
+            st.sampled_from([UNARY, ALONG, ALONG, INDEX, BINARY, PRODUCT]).flatmap(st.sampled_from)
+        )
         dim = draw(st.integers(-values[x].ndim, values[x].ndim - 1)) if values[x].ndim else 0
         text = template.format(x=f"t[{x}]", y=f"t[{y}]", d=dim)
         before = torch.is_warn_always_enabled()
-        torch.set_warn_always(True)  # what torch warns of once must not be drawn the second time either
+        torch.set_warn_always(
+            True
+        )  # what torch warns of once must not be drawn the second time either
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -243,17 +293,28 @@ def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | 
             continue
         finally:
             torch.set_warn_always(before)
-        if value.numel() <= 600 and bool(value.isfinite().all()) and (not value.numel() or float(value.abs().max()) < 1e4):
+        if (
+            value.numel() <= 600
+            and bool(value.isfinite().all())
+            and (not value.numel() or float(value.abs().max()) < 1e4)
+        ):
             return text, value
     return None
 
 
-def run_program(tensors: list[torch.Tensor], texts: list[str], boxes: Sequence[Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run_program(
+    tensors: list[torch.Tensor], texts: list[str], boxes: Sequence[Any]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The last value, and the weighed sum of all."""
     values = list(tensors)
     for i, text in enumerate(texts):
         out = op(text)[1](values)
-        if out.is_global and i < len(boxes) and boxes[i] is not None and all(not e.is_split or e.dim < out.ndim for e in boxes[i]):
+        if (
+            out.is_global
+            and i < len(boxes)
+            and boxes[i] is not None
+            and all(not e.is_split or e.dim < out.ndim for e in boxes[i])
+        ):
             out = out.to_global(sbp=boxes[i])
         values.append(out)
     return values[-1], values[len(tensors) :]
@@ -269,11 +330,20 @@ def weighed(values: list[torch.Tensor]) -> torch.Tensor:
     return total  # type: ignore[no-any-return]
 
 
-def on_rank(tensors: list[torch.Tensor], texts: list[str], ranks: list[Any], layouts: Any, boxes: Any, want: Any) -> None:
+def on_rank(
+    tensors: list[torch.Tensor],
+    texts: list[str],
+    ranks: list[Any],
+    layouts: Any,
+    boxes: Any,
+    want: Any,
+) -> None:
     ours = [spread(t, ranks, sbp) for t, sbp in zip(tensors, layouts, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*0-dim operands", flow.errors.FallbackWarning)  # right, if not fast: nobody splits a number
+        warnings.filterwarnings(
+            "ignore", ".*0-dim operands", flow.errors.FallbackWarning
+        )  # right, if not fast: nobody splits a number
         _, values = run_program(ours, texts, boxes)
         for text, got, expected in zip(texts, values, want[0], strict=True):
             assert got.is_global
@@ -291,7 +361,19 @@ def on_rank(tensors: list[torch.Tensor], texts: list[str], ranks: list[Any], lay
 @st.composite
 def spread_programs(draw: Draw) -> Any:
     tensors, texts = draw(programs())
-    ranks = draw(st.sampled_from([[0, 1], [0, 1, 2], [2, 0, 1], [3, 1, 2, 0], [[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0], [1]]]))
+    ranks = draw(
+        st.sampled_from(
+            [
+                [0, 1],
+                [0, 1, 2],
+                [2, 0, 1],
+                [3, 1, 2, 0],
+                [[0, 1], [2, 3]],
+                [[0, 1, 2, 3]],
+                [[0], [1]],
+            ]
+        )
+    )
     axes = axes_of(ranks)
     layouts = [draw(sbps(axes, t.ndim)) for t in tensors]
     boxes = [draw(st.one_of(st.none(), st.none(), sbps(axes, 3))) for _ in texts]
@@ -307,8 +389,13 @@ def check_program(case: Any) -> None:
     if isinstance(total, torch.Tensor):
         total.backward()
     want = [v.detach() for v in values], [p.grad for p in plain]
-    lines = [f"t.append({x})" + (f".to_global(sbp={b})" if b else "") for x, b in zip(texts, boxes, strict=True)]
-    note("\n".join([f"operands {[list(t.shape) for t in tensors]} as {layouts} on {ranks}", *lines]))
+    lines = [
+        f"t.append({x})" + (f".to_global(sbp={b})" if b else "")
+        for x, b in zip(texts, boxes, strict=True)
+    ]
+    note(
+        "\n".join([f"operands {[list(t.shape) for t in tensors]} as {layouts} on {ranks}", *lines])
+    )
     simulate(n, on_rank, tensors, texts, ranks, layouts, boxes, want, timeout=10.0)
 
 
@@ -330,5 +417,8 @@ def test_many_programs_equal_plain_torch(case: Any) -> None:
 @given(moves())
 def test_many_boxings(case: Any) -> None:
     n, shape, stops = case
-    t, c = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    t, c = (
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for i in range(2)
+    )
     simulate(n, travel, t, c, stops, timeout=10.0)

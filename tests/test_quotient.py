@@ -1,4 +1,5 @@
-"""A mean whose count is on its way: the same loss and gradients as on one device, whoever looks when, and no wait in the forward pass."""
+"""A mean whose count is on its way: the same loss and gradients as on one device, whoever looks
+when, and no wait in the forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def data(kept: str) -> tuple[Tensor, Tensor, Tensor]:
         target[[0, 1, 3, 8]] = IGNORED
     if kept == "none":
         target[:] = IGNORED
-    return torch.randn(9, 7, dtype=torch.float64, generator=draw), target, torch.randn(7, 5, dtype=torch.float64, generator=draw)
+    return (
+        torch.randn(9, 7, dtype=torch.float64, generator=draw),
+        target,
+        torch.randn(7, 5, dtype=torch.float64, generator=draw),
+    )
 
 
 def backward(x: Tensor, target: Tensor, weight: Tensor) -> None:
@@ -116,9 +121,17 @@ def divided(x: Tensor, target: Tensor, weight: Tensor) -> tuple[float, float]:
 
 
 def looked_at_anew(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
-    """Some steps ask for the loss first, some afterwards, some not at all: when its count starts goes by that."""
+    """Some steps ask for the loss first, some afterwards, some not at all: when its count starts
+    goes by that."""
     values = []
-    for first, later in ((False, False), (True, False), (True, True), (False, True), (False, False), (True, False)):
+    for first, later in (
+        (False, False),
+        (True, False),
+        (True, True),
+        (False, True),
+        (False, False),
+        (True, False),
+    ):
         loss = F.cross_entropy(x @ weight, target)
         if first:
             values.append(loss.item())
@@ -139,12 +152,17 @@ def hooked_from_now_on(x: Tensor, target: Tensor, weight: Tensor) -> list[float]
 
 
 def detached(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
-    """A loss and what is detached from it are one number: what is written into one is in the other."""
+    """A loss and what is detached from it are one number: what is written into one is in the
+    other."""
     values = []
     for order in range(4):
         loss = F.cross_entropy(x @ weight, target)
         alone = loss.detach()
-        assert [t.requires_grad for t in (loss, alone)] == [t.is_leaf for t in (alone, loss)] == [True, False]
+        assert (
+            [t.requires_grad for t in (loss, alone)]
+            == [t.is_leaf for t in (alone, loss)]
+            == [True, False]
+        )
         if order == 0:
             values.append(alone.item())
         loss.backward()
@@ -160,11 +178,14 @@ def detached(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
 
 
 def recomputed(x: Tensor, target: Tensor, weight: Tensor) -> None:
-    """A checkpoint of the older kind runs a backward pass within the backward pass; what comes before it is met after that."""
+    """A checkpoint of the older kind runs a backward pass within the backward pass; what comes
+    before it is met after that."""
     from torch.utils.checkpoint import checkpoint
 
     h = x * weight.sum(1)
-    F.cross_entropy(checkpoint(lambda h: h.tanh() @ weight, h, use_reentrant=True), target).backward()
+    F.cross_entropy(
+        checkpoint(lambda h: h.tanh() @ weight, h, use_reentrant=True), target
+    ).backward()
 
 
 def failing(x: Tensor, target: Tensor, weight: Tensor) -> float:
@@ -194,7 +215,8 @@ def failing(x: Tensor, target: Tensor, weight: Tensor) -> float:
 
 USES: list[Uses] = [
     backward, scaled, read_first, read_without_gradients, read_detached_without_gradients,
-    read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses, divided, looked_at_anew,
+    read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses, divided,
+    looked_at_anew,
     hooked_from_now_on, detached, recomputed, failing,
 ]  # fmt: skip
 
@@ -207,12 +229,22 @@ def run(use: Uses, kept: str, shape: tuple[int, ...], rides: bool) -> None:
     want = use(x, target, plain)
     ours = weight.to_global(everyone, B if len(shape) == 1 else [B, B]).requires_grad_()  # type: ignore[attr-defined]
     split = [S(0)] if len(shape) == 1 else [S(0), B]
-    got = use(*(t.to_global(everyone, [B] * len(shape)).to_global(sbp=split) for t in (x, target)), ours)  # type: ignore[attr-defined]
+    got = use(
+        *(t.to_global(everyone, [B] * len(shape)).to_global(sbp=split) for t in (x, target)), ours
+    )  # type: ignore[attr-defined]
     assert (want is None) == (got is None)
     if want is not None:
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-13, equal_nan=True)
+        torch.testing.assert_close(
+            torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-13, equal_nan=True
+        )
     assert plain.grad is not None
-    torch.testing.assert_close(torch.tensor(ours.grad.tolist(), dtype=torch.float64), plain.grad, rtol=1e-12, atol=1e-13, equal_nan=True)
+    torch.testing.assert_close(
+        torch.tensor(ours.grad.tolist(), dtype=torch.float64),
+        plain.grad,
+        rtol=1e-12,
+        atol=1e-13,
+        equal_nan=True,
+    )
 
 
 @pytest.mark.parametrize("kept", ["all", "some", "none"])
@@ -247,7 +279,9 @@ def one_rank_looks() -> None:
 def ours_of(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(logits, targets), split over the samples."""
     everyone = flow.placement.all("cpu")
-    return x.to_global(everyone, B).to_global(sbp=S(0)) @ weight, target.to_global(everyone, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    return x.to_global(everyone, B).to_global(sbp=S(0)) @ weight, target.to_global(
+        everyone, B
+    ).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
 
 def test_ranks_may_differ_in_who_looks() -> None:
@@ -274,7 +308,10 @@ def traffic() -> list[str]:
 
     numbers, loss = weight.numel() * 8, "all_reduce 8"
     found = {
-        "not read": step("") == [f"all_reduce {numbers + 8}"],  # between two ranks an all-reduce sends as much as there is
+        "not read": step("")
+        == [
+            f"all_reduce {numbers + 8}"
+        ],  # between two ranks an all-reduce sends as much as there is
         "after": step("after") == [f"all_reduce {numbers + 8}", loss],
         "before": step("before") == [loss, loss, f"all_reduce {numbers}"],
         "before, again": step("before") == [loss, loss, f"all_reduce {numbers}"],
@@ -292,7 +329,10 @@ def narrow() -> None:
     """Counts that a bucket's dtype cannot hold do not ride in it."""
     flow.fuse_loss_count()
     everyone, draw = flow.placement.all("cpu"), torch.Generator().manual_seed(2)
-    x, weight = torch.randn(700, 3, generator=draw).bfloat16(), torch.randn(3, 4, generator=draw).bfloat16()
+    x, weight = (
+        torch.randn(700, 3, generator=draw).bfloat16(),
+        torch.randn(3, 4, generator=draw).bfloat16(),
+    )
     target = torch.randint(0, 4, (700,), generator=draw)
     target[:301] = IGNORED
     plain, ours = weight.clone().requires_grad_(), weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
@@ -301,7 +341,9 @@ def narrow() -> None:
     with record_collectives() as log:
         F.cross_entropy(logits, targets).backward()
     assert [t.bytes for t in log] in ([8, 24], [24, 8])
-    torch.testing.assert_close(ours.grad.float().to_local(), plain.grad.float(), rtol=0.02, atol=1e-3)  # type: ignore[union-attr]
+    torch.testing.assert_close(
+        ours.grad.float().to_local(), plain.grad.float(), rtol=0.02, atol=1e-3
+    )  # type: ignore[union-attr]
 
 
 def test_what_a_dtype_cannot_hold_does_not_ride() -> None:
@@ -309,19 +351,25 @@ def test_what_a_dtype_cannot_hold_does_not_ride() -> None:
 
 
 def stages() -> None:
-    """The loss lies where only half of the ranks are; the others have leaves too, and do not know the count."""
+    """The loss lies where only half of the ranks are; the others have leaves too, and do not know
+    the count."""
     first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2, 3])
     x, target, weight = data("some")
     other = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     plain, plain_other = weight.clone().requires_grad_(), other.clone().requires_grad_()
     F.cross_entropy((x @ plain_other).tanh() @ plain, target).backward()
-    ours, ours_other = weight.to_global(second, B).requires_grad_(), other.to_global(first, B).requires_grad_()  # type: ignore[attr-defined]
+    ours, ours_other = (
+        weight.to_global(second, B).requires_grad_(),
+        other.to_global(first, B).requires_grad_(),
+    )  # type: ignore[attr-defined]
     h = (x.to_global(first, B).to_global(sbp=S(0)) @ ours_other).tanh().to_global(second, S(0))  # type: ignore[attr-defined]
     F.cross_entropy(h @ ours, target.to_global(second, B).to_global(sbp=S(0))).backward()  # type: ignore[attr-defined]
     everyone = flow.placement.all("cpu")
     for mine, want in ((ours, plain), (ours_other, plain_other)):
         assert want.grad is not None
-        torch.testing.assert_close(mine.grad.to_global(everyone, B).to_local(), want.grad, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            mine.grad.to_global(everyone, B).to_local(), want.grad, rtol=1e-12, atol=1e-13
+        )
 
 
 def test_stages_on_some_of_the_ranks() -> None:
@@ -330,7 +378,10 @@ def test_stages_on_some_of_the_ranks() -> None:
 
 def plain_targets() -> None:
     x, target, weight = data("some")
-    plain, ours = weight.clone().requires_grad_(), weight.to_global(flow.placement.all("cpu"), B).requires_grad_()  # type: ignore[attr-defined]
+    plain, ours = (
+        weight.clone().requires_grad_(),
+        weight.to_global(flow.placement.all("cpu"), B).requires_grad_(),
+    )  # type: ignore[attr-defined]
     backward(x, target, plain)
     F.cross_entropy(ours_of(x, ours, target)[0], target).backward()
     assert plain.grad is not None

@@ -1,4 +1,5 @@
-"""Random numbers: those of one device on any placement, and streams that replicas share and split ranks do not."""
+"""Random numbers: those of one device on any placement, and streams that replicas share and split
+ranks do not."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
-    """What the ranks' parts stand for; each rank starts from the same seed and must end in the same state."""
+    """What the ranks' parts stand for; each rank starts from the same seed and must end in the same
+    state."""
     whole, states = torch.zeros(spec.shape, dtype=spec.dtype), []
     for rank in range(size):
         with as_rank(rank, size):
@@ -85,15 +87,25 @@ def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
     return whole
 
 
-def on_one_device(fill: RandomFill, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def on_one_device(
+    fill: RandomFill, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(7)
     return fill(torch.empty(shape, dtype=dtype), None), torch.get_rng_state()
 
 
-def check(fill: RandomFill, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, layout: tuple[Sbp, ...]) -> None:
+def check(
+    fill: RandomFill,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    placement: Placement,
+    layout: tuple[Sbp, ...],
+) -> None:
     spec = Spec.make(shape, dtype, placement, layout)
     want, state = on_one_device(fill, shape, dtype)
-    got = assembled(spec, placement.size + 1, lambda: fill_local(spec, fill))  # one rank more than the placement has
+    got = assembled(
+        spec, placement.size + 1, lambda: fill_local(spec, fill)
+    )  # one rank more than the placement has
     assert torch.equal(got, want), f"{fill} {spec}"
     assert torch.equal(torch.get_rng_state(), state), f"{fill} {spec}: the generator ends elsewhere"
 
@@ -108,7 +120,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("fill", "dtypes"), FILLS, ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "")
+@pytest.mark.parametrize(
+    ("fill", "dtypes"),
+    FILLS,
+    ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "",
+)
 def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         for n in (*range(20), *range(20, 200, 7), 1000):
@@ -117,8 +133,12 @@ def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...])
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("placement", "layout"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("shape", [(37, 19), (5, 70), (70, 3), (3, 1), (2, 0), (7, 3, 2, 5), (1, 4, 33)], ids=str)
-def test_every_layout(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(37, 19), (5, 70), (70, 3), (3, 1), (2, 0), (7, 3, 2, 5), (1, 4, 33)], ids=str
+)
+def test_every_layout(
+    shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]
+) -> None:
     for fill in (RandomFill("normal_"), RandomFill("uniform_")):
         check(fill, shape, torch.float32, placement, layout)
 
@@ -129,9 +149,15 @@ def test_units_and_zero_dims() -> None:
     check(RandomFill("normal_"), (), torch.float32, LINE, (broadcast,))
 
 
-@pytest.mark.parametrize("n", [draws.BLOCK - 1, draws.BLOCK + 15, draws.BLOCK + 16, 3 * draws.BLOCK + 5])
+@pytest.mark.parametrize(
+    "n", [draws.BLOCK - 1, draws.BLOCK + 15, draws.BLOCK + 16, 3 * draws.BLOCK + 5]
+)
 def test_large_tensors(n: int) -> None:
-    for fill in (RandomFill("normal_"), RandomFill("bernoulli_", (0.5,)), RandomFill("exponential_")):
+    for fill in (
+        RandomFill("normal_"),
+        RandomFill("bernoulli_", (0.5,)),
+        RandomFill("exponential_"),
+    ):
         check(fill, (n,), torch.float32, LINE, (S0,))
         check(fill, (2, n // 2), torch.float32, GRID, (S1, S0))
 
@@ -142,7 +168,7 @@ def test_a_kernel_without_blocks_is_drawn_whole(monkeypatch: pytest.MonkeyPatch)
     check(RandomFill("bernoulli_", (0.3,)), (37, 19), torch.float32, GRID, (S0, S1))
 
 
-# ---------------------------------------------------------------------------------------------------------------- through the dispatcher
+# --------------------------------------------------------------------------- through the dispatcher
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
     "rand": lambda **k: flow.rand(37, 19, **k),
@@ -152,7 +178,9 @@ DRAWS: dict[str, Callable[..., Tensor]] = {
     "randint one bound": lambda **k: flow.randint(50, (37, 19), dtype=torch.int32, **k),
     "randint named": lambda **k: flow.randint(low=3, high=9, size=(37, 19), **k),
     "normal": lambda **k: flow.normal(1.0, 2.0, (37, 19), **k),
-    "normal of tensors": lambda **k: flow.normal(torch.arange(8.0).view(2, 4), torch.ones(2, 4), **k),
+    "normal of tensors": lambda **k: flow.normal(
+        torch.arange(8.0).view(2, 4), torch.ones(2, 4), **k
+    ),
     "rand_like": lambda **k: flow.rand_like(torch.zeros(37, 19), **k),
     "randn_like": lambda **k: flow.randn_like(torch.zeros(37, 19, dtype=torch.float64), **k),
     "randint_like": lambda **k: flow.randint_like(torch.zeros(37, 19), 5, 11, **k),
@@ -188,17 +216,25 @@ def test_randperm_and_generator() -> None:
 
     own = torch.Generator().manual_seed(11)
     torch.manual_seed(3)
-    want = [torch.randn(50, 3, generator=own), torch.empty(50, 3).uniform_(generator=own), torch.randperm(19, generator=own), torch.randperm(19)]
+    want = [
+        torch.randn(50, 3, generator=own),
+        torch.empty(50, 3).uniform_(generator=own),
+        torch.randperm(19, generator=own),
+        torch.randperm(19),
+    ]
     for got in simulate(4, on_ranks):
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 INITS: list[Callable[[Tensor], object]] = [
-    nn.init.uniform_, nn.init.normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
-    nn.init.trunc_normal_, lambda w: nn.init.constant_(w, 3.0), lambda w: w.uniform_(-2, 3), lambda w: w.bernoulli_(0.3),
+    nn.init.uniform_, nn.init.normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_,
+    nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
+    nn.init.trunc_normal_, lambda w: nn.init.constant_(w, 3.0), lambda w: w.uniform_(-2, 3),
+    lambda w: w.bernoulli_(0.3),
     lambda w: w.bernoulli_(p=torch.full((16, 12), 0.4)),
-    lambda w: w.exponential_(), lambda w: w.random_(2, 9), lambda w: w.random_(), lambda w: w.geometric_(0.2), lambda w: w.log_normal_(), lambda w: w.cauchy_(),
+    lambda w: w.exponential_(), lambda w: w.random_(2, 9), lambda w: w.random_(),
+    lambda w: w.geometric_(0.2), lambda w: w.log_normal_(), lambda w: w.cauchy_(),
 ]  # fmt: skip
 
 
@@ -224,8 +260,11 @@ def test_initialisers_equal_one_device(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "constant_", "kaiming_uniform_"])
-def test_an_initialiser_whose_place_another_library_has_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers does so while it makes a model; in torch's own, which is called in the end, the name then stands for the other."""
+def test_an_initialiser_whose_place_another_library_has_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers does so while it makes a model; in torch's own, which is called in the end, the
+    name then stands for the other."""
     own = getattr(nn.init, name)
 
     def theirs(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +287,8 @@ def test_an_initialiser_whose_place_another_library_has_taken(name: str, monkeyp
 
 
 IN_ANOTHER_ORDER: list[Callable[[Any], Any]] = [
-    lambda w: w.mT, lambda w: w.transpose(0, 1), lambda w: w.mT * 2, lambda w: w.permute(2, 0, 1), lambda w: w.mT.mT, lambda w: w.movedim(0, -1),
+    lambda w: w.mT, lambda w: w.transpose(0, 1), lambda w: w.mT * 2, lambda w: w.permute(2, 0, 1),
+    lambda w: w.mT.mT, lambda w: w.movedim(0, -1),
 ]  # fmt: skip
 
 
@@ -258,9 +298,16 @@ def test_what_lies_in_another_order_is_filled_as_one_device_does(number: int, en
     seen = IN_ANOTHER_ORDER[number]
 
     def on_ranks() -> tuple[Any, Any]:
-        target = seen(torch.zeros(5, 4, 7).to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast).to_global(sbp=entry))
+        target = seen(
+            torch.zeros(5, 4, 7)
+            .to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast)
+            .to_global(sbp=entry)
+        )
         torch.manual_seed(4)
-        return target.stride(), [torch.from_numpy(fill(target).numpy().copy()) for fill in (Tensor.normal_, Tensor.uniform_)]
+        return target.stride(), [
+            torch.from_numpy(fill(target).numpy().copy())
+            for fill in (Tensor.normal_, Tensor.uniform_)
+        ]
 
     want = seen(torch.zeros(5, 4, 7))
     torch.manual_seed(4)
@@ -273,9 +320,18 @@ def test_what_lies_in_another_order_is_filled_as_one_device_does(number: int, en
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3), (5, 3, 3), (1, 3), (3, 1)], ids=str)
 def test_ranks_agree_on_the_order_where_some_part_cannot_tell(shape: tuple[int, ...]) -> None:
     def on_ranks(entry: Sbp) -> Any:
-        target = torch.zeros(shape).to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast).to_global(sbp=entry).transpose(0, 1)
+        target = (
+            torch.zeros(shape)
+            .to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast)
+            .to_global(sbp=entry)
+            .transpose(0, 1)
+        )
         torch.manual_seed(4)
-        return target.stride(), target.normal_().tolist(), target.as_strided((2, 2), (1, 1)).tolist()
+        return (
+            target.stride(),
+            target.normal_().tolist(),
+            target.as_strided((2, 2), (1, 1)).tolist(),
+        )
 
     want = torch.zeros(shape).transpose(0, 1)
     torch.manual_seed(4)
@@ -295,7 +351,7 @@ def test_in_place_checks() -> None:
         torch.zeros(4).bernoulli_(w.detach())
 
 
-# ---------------------------------------------------------------------------------------------------------------- streams
+# ------------------------------------------------------------------------------------------ streams
 
 
 def drawn_at(*coordinate: int) -> Tensor:
@@ -321,7 +377,15 @@ def test_streams() -> None:
     torch.manual_seed(6)
     assert not torch.equal(drawn_at(0), first)
     own = [torch.Generator().manual_seed(5) for _ in range(16)]
-    assert len({tuple(run(torch.rand, (2,), {"generator": g}, (i // 4, i % 4)).tolist()) for i, g in enumerate(own)}) == 16
+    assert (
+        len(
+            {
+                tuple(run(torch.rand, (2,), {"generator": g}, (i // 4, i % 4)).tolist())
+                for i, g in enumerate(own)
+            }
+        )
+        == 16
+    )
 
 
 def test_streams_are_saved_and_restored_with_the_generator() -> None:
@@ -355,7 +419,9 @@ def test_streams_of_a_given_generator() -> None:
     before = torch.get_rng_state()
     a = run(torch.rand, (8,), {"generator": own}, (0,))
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(run(torch.rand, (8,), {"generator": torch.Generator().manual_seed(5)}, (0,)), a)
+    assert torch.equal(
+        run(torch.rand, (8,), {"generator": torch.Generator().manual_seed(5)}, (0,)), a
+    )
     assert not torch.equal(run(torch.rand, (8,), {"generator": own}, (0,)), a)
 
 
@@ -387,7 +453,11 @@ def test_replicas_agree_and_split_ranks_do_not() -> None:
         return torch.bernoulli(x).to_local(), torch.bernoulli(y).to_local()
 
     first, again = simulate(3, on_ranks), simulate(3, on_ranks)
-    assert all(torch.equal(a, b) for pair in zip(first, again, strict=True) for a, b in zip(*pair, strict=True)), "not reproducible from the seed"
+    assert all(
+        torch.equal(a, b)
+        for pair in zip(first, again, strict=True)
+        for a, b in zip(*pair, strict=True)
+    ), "not reproducible from the seed"
     same, parts = zip(*first, strict=True)
     assert all(torch.equal(s, same[0]) for s in same)
     assert not torch.equal(parts[0], parts[1])
@@ -409,7 +479,10 @@ def test_multinomial_by_rows() -> None:
 def test_normal_of_global_tensors() -> None:
     def on_ranks() -> list[Tensor]:
         torch.manual_seed(3)
-        mean, std = flow.arange(20.0, placement=LINE, sbp=S0), flow.full((20,), 0.5, placement=LINE, sbp=S0)
+        mean, std = (
+            flow.arange(20.0, placement=LINE, sbp=S0),
+            flow.full((20,), 0.5, placement=LINE, sbp=S0),
+        )
         drawn = torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std)
         into = [flow.zeros(20, placement=LINE, sbp=S0) for _ in range(2)]
         torch.normal(0.5, 2.0, (20,), out=into[0])
@@ -418,7 +491,13 @@ def test_normal_of_global_tensors() -> None:
 
     torch.manual_seed(3)
     mean, std = torch.arange(20.0), torch.full((20,), 0.5)
-    want = [torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std), torch.normal(0.5, 2.0, (20,)), torch.normal(mean, std)]
+    want = [
+        torch.normal(mean, std),
+        torch.normal(mean, 2.0),
+        torch.normal(1.0, std),
+        torch.normal(0.5, 2.0, (20,)),
+        torch.normal(mean, std),
+    ]
     for got in simulate(3, on_ranks):
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w)
@@ -429,7 +508,7 @@ def test_the_rest_of_torch_random_is_there() -> None:
     assert flow.random.manual_seed is torch.random.manual_seed
 
 
-# ---------------------------------------------------------------------------------------------------------------- accelerators
+# ------------------------------------------------------------------------------------- accelerators
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""Indices and classes out of range are told as one device tells them: in the numbers of the whole tensor, the same on all ranks that know the index."""
+"""Indices and classes out of range are told as one device tells them: in the numbers of the whole
+tensor, the same on all ranks that know the index."""
 
 from __future__ import annotations
 
@@ -39,13 +40,18 @@ Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
 
 
 def cases(at: int, wrong: int) -> Iterator[Case]:
-    """(name, function, operands). ``at``: where the wrong index stands, so that one rank alone would see it."""
+    """(name, function, operands). ``at``: where the wrong index stands, so that one rank alone
+    would see it."""
     rows, columns = indices(2, 4, n=6, at=at, wrong=wrong), indices(6, 2, n=4, at=at, wrong=wrong)
     few, flat = indices(5, n=4, at=at, wrong=wrong), indices(5, n=24, at=at, wrong=wrong * 10)
     classes, ids = indices(6, n=4, at=at, wrong=wrong), indices(3, 2, n=6, at=at, wrong=wrong)
     yield "gather columns", lambda x, i: x.gather(1, i), (X, columns)
     yield "gather rows", lambda x, i: torch.gather(x, 0, i), (X, rows)
-    yield "gather numbers", lambda x, i: x.gather(0, i), (X[:, 0].clone(), indices(3, n=6, at=at, wrong=wrong))
+    yield (
+        "gather numbers",
+        lambda x, i: x.gather(0, i),
+        (X[:, 0].clone(), indices(3, n=6, at=at, wrong=wrong)),
+    )
     for dim in (0, 1):
         yield f"index_select {dim}", lambda x, i, dim=dim: x.index_select(dim, i), (X, few)
     yield "take_along_dim flat", lambda x, i: torch.take_along_dim(x, i), (X, flat)
@@ -66,16 +72,36 @@ def cases(at: int, wrong: int) -> Iterator[Case]:
     yield "embedding_bag", lambda i, x: F.embedding_bag(i, x), (ids, X)
     yield "rows", lambda x, i: x[i], (X, few)
     yield "columns", lambda x, i: x[:, i], (X, few)
-    yield "elements", lambda x, i, j: x[i, j], (X, indices(4, n=6, at=at, wrong=wrong), torch.arange(4))
+    yield (
+        "elements",
+        lambda x, i, j: x[i, j],
+        (X, indices(4, n=6, at=at, wrong=wrong), torch.arange(4)),
+    )
     yield "write rows", lambda x, i: written(x, i), (X, few)
     yield "write columns", lambda x, i: written(x, (slice(None), i)), (X, few)
     yield "a row", lambda x: x[wrong], (X,)
     yield "select", lambda x: x.select(1, wrong), (X,)
     for reduction in ("mean", "sum", "none"):
-        yield f"cross_entropy {reduction}", lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r), (X, classes)
-        yield f"nll_loss {reduction}", lambda x, t, r=reduction: F.nll_loss(x, t, reduction=r), (X, classes)
-    yield "weighted cross_entropy", lambda x, t, w: F.cross_entropy(x, t, weight=w), (X, classes, torch.ones(4))
-    yield "smoothed cross_entropy", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (X, classes)
+        yield (
+            f"cross_entropy {reduction}",
+            lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r),
+            (X, classes),
+        )
+        yield (
+            f"nll_loss {reduction}",
+            lambda x, t, r=reduction: F.nll_loss(x, t, reduction=r),
+            (X, classes),
+        )
+    yield (
+        "weighted cross_entropy",
+        lambda x, t, w: F.cross_entropy(x, t, weight=w),
+        (X, classes, torch.ones(4)),
+    )
+    yield (
+        "smoothed cross_entropy",
+        lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+        (X, classes),
+    )
     yield "multi_margin_loss", lambda x, t: F.multi_margin_loss(x, t), (X, classes)
     yield "one_hot", lambda t, x: F.one_hot(t, 4) + x, (classes, X)
 
@@ -103,7 +129,10 @@ def on_ranks() -> list[str]:
             want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
             assert "no error" not in want, name
             for sbp in layouts(operands):
-                ours = [t.clone() if s is None else t.to_global(everywhere, B).to_global(sbp=s) for t, s in zip(operands, sbp, strict=True)]  # type: ignore[attr-defined]
+                ours = [
+                    t.clone() if s is None else t.to_global(everywhere, B).to_global(sbp=s)
+                    for t, s in zip(operands, sbp, strict=True)
+                ]  # type: ignore[attr-defined]
                 got = said(lambda f=function, ts=ours: f(*ts))
                 assert got == want, (name, at, sbp)
                 told.append(got)
@@ -123,9 +152,13 @@ def test_on_a_grid() -> None:
         for sbp in ((S(0), S(0)), (S(0), S(1)), (B, S(0)), (S(1), B)):
             x = X.to_global(grid, (B, B)).to_global(sbp=sbp)  # type: ignore[attr-defined]
             for index in (rows, rows.to_global(grid, (B, B))):  # type: ignore[attr-defined]
-                with pytest.raises(RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"):
+                with pytest.raises(
+                    RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"
+                ):
                     torch.gather(x, 0, index)
-                with pytest.raises(RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"):
+                with pytest.raises(
+                    RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"
+                ):
                     x.scatter(0, index, 1.0)
 
     simulate(4, on_grid)
@@ -137,10 +170,17 @@ def test_right_indices_pass() -> None:
         x = X.to_global(everywhere, B).to_global(sbp=S(0)).detach().requires_grad_()  # type: ignore[attr-defined]
         target = torch.tensor([0, -100, 3, 1, -100, 2])
         loss = F.cross_entropy(x, target, reduction="none")
-        torch.testing.assert_close(gather_global_value(loss.detach()), F.cross_entropy(X, target, reduction="none"))
+        torch.testing.assert_close(
+            gather_global_value(loss.detach()), F.cross_entropy(X, target, reduction="none")
+        )
         loss = F.nll_loss(x, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7)
-        torch.testing.assert_close(gather_global_value(loss.detach()), F.nll_loss(X, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7))
-        torch.testing.assert_close(gather_global_value(x[torch.tensor([-1, -6, 5])].detach()), X[torch.tensor([-1, -6, 5])])
+        torch.testing.assert_close(
+            gather_global_value(loss.detach()),
+            F.nll_loss(X, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7),
+        )
+        torch.testing.assert_close(
+            gather_global_value(x[torch.tensor([-1, -6, 5])].detach()), X[torch.tensor([-1, -6, 5])]
+        )
         with pytest.raises(IndexError, match="Target 7 is out of bounds"):
             F.nll_loss(x, torch.tensor([0, 7, 3, 1, 8, 2]), reduction="none", ignore_index=8)
 

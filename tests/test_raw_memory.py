@@ -1,4 +1,5 @@
-"""No raw memory: whoever reads storage behind torch's functions gets a refusal that names the way, the same on every rank, and never bytes.
+"""No raw memory: whoever reads storage behind torch's functions gets a refusal that names the way,
+the same on every rank, and never bytes.
 
 A probe may crash the interpreter, so probes run in a child of their rank.
 """
@@ -34,7 +35,8 @@ B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
 
 def in_child(probes: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """What each probe comes to in a child process: ``value ...``, ``error ...``, or nothing where the child has died of it."""
+    """What each probe comes to in a child process: ``value ...``, ``error ...``, or nothing where
+    the child has died of it."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -119,12 +121,16 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "address": lambda x: int(x.data_ptr()),
     "address of Tensor": lambda x: hex(torch.Tensor.data_ptr(x)),
     "address of storage": lambda x: int(x.untyped_storage().data_ptr()),
-    "const address": lambda x: int(x.const_data_ptr()) if hasattr(x, "const_data_ptr") else int(x.data_ptr()),
+    "const address": lambda x: (
+        int(x.const_data_ptr()) if hasattr(x, "const_data_ptr") else int(x.data_ptr())
+    ),
     "address to read": lambda x: ctypes.string_at(x.data_ptr(), x.nbytes),
     "pointer": lambda x: ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_ubyte))[0],
     "share_memory_": lambda x: x.share_memory_(),
     "plain.data": lambda x: filled(torch.zeros(x.shape, dtype=x.dtype), x),
-    "weight.data": lambda x: filled(nn.Parameter(torch.zeros(x.shape, dtype=x.dtype), x.is_floating_point()), x),
+    "weight.data": lambda x: filled(
+        nn.Parameter(torch.zeros(x.shape, dtype=x.dtype), x.is_floating_point()), x
+    ),
     "plain.set_": lambda x: torch.zeros(x.shape, dtype=x.dtype).set_(x).sum(),
     "Tensor.set_": lambda x: torch.Tensor.set_(torch.zeros(x.shape, dtype=x.dtype), source=x).sum(),
     "safetensors": safetensors_of,
@@ -147,10 +153,16 @@ def tensors() -> dict[str, Any]:
         "moved view": spread(rows(), S(0))[1],
     }
     kept = found["S(0)"]._spec  # as ZeRO keeps a parameter that is shown whole
-    found["share"] = flow.GlobalTensor.wrap(found["S(0)"].to_local(), StorageSpec.of(kept, kept.replace(layout=[B]), [0]))
+    found["share"] = flow.GlobalTensor.wrap(
+        found["S(0)"].to_local(), StorageSpec.of(kept, kept.replace(layout=[B]), [0])
+    )
     if n == 4:
         grid, some = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [1, 2])
-        found = {"grid": spread(rows(), [S(0), S(1)], grid), "half": spread(rows(), [B, S(1)], grid), "some ranks": spread(rows(), S(0), some)}
+        found = {
+            "grid": spread(rows(), [S(0), S(1)], grid),
+            "half": spread(rows(), [B, S(1)], grid),
+            "some ranks": spread(rows(), S(0), some),
+        }
     return found
 
 
@@ -161,7 +173,9 @@ def read_in_children() -> dict[str, str]:
         torch.zeros(4, 3).set_(spread(rows(), S(0)))
     found = {}
     for name, x in tensors().items():
-        found |= in_child({f"{name}, {how}": functools.partial(read, x) for how, read in READERS.items()})
+        found |= in_child(
+            {f"{name}, {how}": functools.partial(read, x) for how, read in READERS.items()}
+        )
     return found
 
 
@@ -185,9 +199,17 @@ def whole_values() -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     rank = flow.env.get_rank()
     alone = flow.placement("cpu", [rank])
-    for x in (spread(rows(), B), flow.GlobalTensor.wrap(rows(), flow.Spec.make((4, 3), torch.float32, alone, [S(0)]))):
+    for x in (
+        spread(rows(), B),
+        flow.GlobalTensor.wrap(rows(), flow.Spec.make((4, 3), torch.float32, alone, [S(0)])),
+    ):
         local = x.to_local()
-        assert x.data_ptr() == local.data_ptr() == torch.Tensor.data_ptr(x) == x.untyped_storage().data_ptr()
+        assert (
+            x.data_ptr()
+            == local.data_ptr()
+            == torch.Tensor.data_ptr(x)
+            == x.untyped_storage().data_ptr()
+        )
         assert ctypes.string_at(x.data_ptr(), 48) == local.numpy().tobytes()
         assert x.untyped_storage().nbytes() == 48
         assert x.storage().tolist() == local.flatten().tolist()
@@ -210,7 +232,9 @@ def identities() -> None:
     model: Any = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 1))
     model[1].weight = model[0].weight
     for plan in ({"*.weight": S(0), "*": B}, B, {"*.weight": P, "*": P}):
-        shared: Any = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 1), nn.Linear(5, 1))
+        shared: Any = nn.Sequential(
+            nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 1), nn.Linear(5, 1)
+        )
         shared[1].weight = shared[0].weight
         shared.to_global(flow.placement.all("cpu"), plan)
         one, other = shared[0].weight, shared[1].weight.detach()
@@ -223,14 +247,20 @@ def identities() -> None:
         assert not torch.zeros(5, 4).is_set_to(one)
         assert one.clone().data_ptr() != one.data_ptr()
         state = shared.state_dict()
-        assert len({t.data_ptr() for t in state.values()}) == len(state) - 1  # those without elements on some rank too
+        assert (
+            len({t.data_ptr() for t in state.values()}) == len(state) - 1
+        )  # those without elements on some rank too
         assert one.data_ptr() != 0
         assert one.untyped_storage().nbytes() == 80
         assert one.data_ptr() < one.data_ptr() + 4
         assert (one.data_ptr() + 8) - one.data_ptr() == 8
         assert sorted([one.data_ptr() + 4, other.data_ptr()])[0] == one.data_ptr()
         assert one.storage_offset() == 0
-        end = one.view(-1)[-1]  # its value is on one rank; where it is looked for, as safetensors does, is in the memory of its base
+        end = one.view(
+            -1
+        )[
+            -1
+        ]  # its value is on one rank; where it is looked for, as safetensors does, is in the memory of its base  # noqa: E501
         assert plan is B or end.data_ptr() == other.view(-1)[-1].data_ptr()
         from safetensors.torch import _find_shared_tensors
 
@@ -253,7 +283,12 @@ def pretrained(folder: str) -> list[str]:
 
     logging.disable_progress_bar()
     rank, everyone = flow.env.get_rank(), flow.placement.all("cpu")
-    sizes: dict[str, Any] = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 33,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
     def llama() -> Any:
@@ -274,12 +309,16 @@ def pretrained(folder: str) -> list[str]:
                 with pytest.raises(StorageError) as caught:
                     model.save_pretrained(path)
                 said.append(str(caught.value))
-                assert not os.path.exists(path) or not [name for name in os.listdir(path) if "safetensors" in name]
+                assert not os.path.exists(path) or not [
+                    name for name in os.listdir(path) if "safetensors" in name
+                ]
             state = {k: v.to_global(sbp=B).to_local() for k, v in model.state_dict().items()}
             model.save_pretrained(path, **({} if plan == "data" else {"state_dict": state}))
             if rank == 0:  # transformers writes there
                 got = load_file(f"{path}/model.safetensors")
-                assert len(got) == len(want) - (tied and plan == "data")  # of plain copies transformers doesn't see that they were tied
+                assert len(got) == len(want) - (
+                    tied and plan == "data"
+                )  # of plain copies transformers doesn't see that they were tied
                 assert all(torch.equal(got[k], want[k]) for k in got)
             if not tied:
                 os.makedirs(path, exist_ok=True)
@@ -296,10 +335,17 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 
 def with_accelerate() -> None:
-    """accelerate is not needed for it: what it does is to call `save_model` on every rank, and to write on the first."""
+    """accelerate is not needed for it: what it does is to call `save_model` on every rank, and to
+    write on the first."""
 
     class Accelerator:
-        def save_model(self, model: nn.Module, save_directory: str, max_shard_size: Any = "10GB", safe_serialization: bool = True) -> str:
+        def save_model(
+            self,
+            model: nn.Module,
+            save_directory: str,
+            max_shard_size: Any = "10GB",
+            safe_serialization: bool = True,
+        ) -> str:
             return "written"
 
     home = types.ModuleType("accelerate.accelerator")
@@ -316,7 +362,9 @@ def with_accelerate() -> None:
     model.to_global(flow.placement.all("cpu"), S(0))
     with pytest.raises(StorageError, match=r"Accelerator\.save_model\(\)"):
         Accelerator().save_model(model, "x")
-    assert Accelerator().save_model(model, "x", safe_serialization=False) == "written"  # torch.save, whose parts say what they are
+    assert (
+        Accelerator().save_model(model, "x", safe_serialization=False) == "written"
+    )  # torch.save, whose parts say what they are
 
 
 def test_accelerate_is_asked_on_every_rank() -> None:
@@ -343,7 +391,9 @@ def test_plain_data_is_as_before() -> None:
     class Seen(torch.overrides.TorchFunctionMode):
         names: list[str] = []
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.names.append(torch.overrides.resolve_name(func))
             return func(*args, **(kwargs or {}))
 

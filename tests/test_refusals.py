@@ -1,6 +1,8 @@
-"""What PyTorch refuses on one device is refused of global tensors, in every layout: operands of dtypes and shapes that no kernel takes.
+"""What PyTorch refuses on one device is refused of global tensors, in every layout: operands of
+dtypes and shapes that no kernel takes.
 
-Kernels for meta tensors, by which calls are planned, and functions that stand in for a kernel where an operand is split take more.
+Kernels for meta tensors, by which calls are planned, and functions that stand in for a kernel where
+an operand is split take more.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def changed(operands: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for i in range(min(len(operands), 3)):
         others = list(operands)
         t = others[i]
-        for other in [t[None], *([torch.cat([t, t[..., :1]], -1)] if t.numel() and t.dim() else [])]:
+        for other in [
+            t[None],
+            *([torch.cat([t, t[..., :1]], -1)] if t.numel() and t.dim() else []),
+        ]:
             yield [*others[:i], other, *others[i + 1 :]]
 
 
@@ -50,7 +55,9 @@ def called(call: Callable[..., Any], operands: Sequence[Any], sample: Any) -> An
 
 def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, sbp: Any) -> None:
     everywhere = flow.placement.all("cpu")
-    ours = [t.clone().to_global(everywhere, B).to_global(sbp=sbp if t.dim() else B) for t in operands]  # type: ignore[attr-defined]
+    ours = [
+        t.clone().to_global(everywhere, B).to_global(sbp=sbp if t.dim() else B) for t in operands
+    ]  # type: ignore[attr-defined]
     for result in tensors_in(called(call, ours, sample)):
         if result.is_global:
             gather_global_value(result.detach())
@@ -74,30 +81,44 @@ def test_what_torch_refuses(start: int) -> None:
                     called(op.op, [t.clone() for t in operands], sample)
                     continue
                 except Exception as error:
-                    refused = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+                    refused = (
+                        f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                        if str(error)
+                        else type(error).__name__
+                    )
                 for sbp in (S(0), S(-1)):
                     try:
                         simulate(2, on_ranks, op.op, operands, sample, sbp, timeout=5.0)
                     except Exception:
                         continue
-                    wrong.append(f"{name_of(op)} {[(t.dtype, tuple(t.shape)) for t in operands]} {sbp}: torch {refused}")
+                    wrong.append(
+                        f"{name_of(op)} {[(t.dtype, tuple(t.shape)) for t in operands]} {sbp}: "
+                        f"torch {refused}"
+                    )
     assert not wrong, "\n".join(wrong)
 
 
 INTEGERS = torch.arange(12).view(4, 3)
 #: Calls by name, with the operand that is global.
 REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
-    **{f"{name} of whole numbers": (lambda x, name=name: getattr(F, name)(x, 0), INTEGERS) for name in ("softmax", "log_softmax", "softmin")},
+    **{f"{name} of whole numbers": (lambda x, name=name: getattr(F, name)(x, 0),
+        INTEGERS) for name in ("softmax", "log_softmax", "softmin")},
     "softmax as a method": (lambda x: x.softmax(0), INTEGERS),
     "softmax of truths": (lambda x: torch.softmax(x, 1), INTEGERS > 3),
-    "cross_entropy of whole numbers": (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 0])), INTEGERS),
-    "layer_norm with whole weights": (lambda x: F.layer_norm(x, (3,), torch.ones(3, dtype=torch.int64)), values(4, 3)),
-    "group_norm of complex numbers": (lambda x: F.group_norm(x, 3), values(4, 3).to(torch.complex128)),
+    "cross_entropy of whole numbers": (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 0])),
+        INTEGERS),
+    "layer_norm with whole weights": (lambda x: F.layer_norm(x, (3,),
+        torch.ones(3, dtype=torch.int64)), values(4, 3)),
+    "group_norm of complex numbers": (lambda x: F.group_norm(x, 3),
+        values(4, 3).to(torch.complex128)),
     "interpolation of whole numbers": (lambda x: F.interpolate(x[None], size=5), INTEGERS),
     "reflection of truths": (lambda x: F.pad(x, (1, 1), "reflect"), INTEGERS > 3),
-    "a bias of two dims": (lambda x: F.conv_transpose1d(x, torch.ones(4, 2, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)), values(4, 3)),
-    "running means of two dims": (lambda x: F.batch_norm(x, torch.zeros(1, 3).double(), torch.ones(1, 3).double(), training=True), values(4, 3)),
-    "values of more dims": (lambda x: x.index_put((torch.tensor(2),), torch.zeros(1, 3).double()), values(4, 3)),
+    "a bias of two dims": (lambda x: F.conv_transpose1d(x, torch.ones(4, 2, 2, dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.float64)), values(4, 3)),
+    "running means of two dims": (lambda x: F.batch_norm(x, torch.zeros(1, 3).double(),
+        torch.ones(1, 3).double(), training=True), values(4, 3)),
+    "values of more dims": (lambda x: x.index_put((torch.tensor(2),), torch.zeros(1, 3).double()),
+        values(4, 3)),
     "whole numbers for means": (lambda x: torch.normal(x, 1.0), INTEGERS),
     "a histogram of one dim": (lambda x: torch.histogramdd(x[:, 0], [2]), values(4, 3)),
 }  # fmt: skip
@@ -125,7 +146,11 @@ def accepted() -> None:
     everywhere = flow.placement.all("cpu")
     for sbp in (B, S(0), S(1)):
         x = INTEGERS.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
-        calls: list[Callable[[Any], Any]] = [lambda x: F.softmax(x, 0, dtype=torch.float64), lambda x: x.roll(1, 0), lambda x: F.pad(x, (1, 1))]
+        calls: list[Callable[[Any], Any]] = [
+            lambda x: F.softmax(x, 0, dtype=torch.float64),
+            lambda x: x.roll(1, 0),
+            lambda x: F.pad(x, (1, 1)),
+        ]
         for call in (*calls, lambda x: x.cumsum(0), lambda x: x.sort(1)[0]):
             torch.testing.assert_close(gather_global_value(call(x)), call(INTEGERS))
 
@@ -133,7 +158,11 @@ def accepted() -> None:
 def drawn() -> None:
     """Planning a call of narrow numbers draws none of the random numbers that the call will."""
     everywhere = flow.placement.all("cpu")
-    for call in (lambda x: F.dropout(x, 0.5), lambda x: F.gumbel_softmax(x, dim=0), lambda x: F.rrelu(x, training=True)):
+    for call in (
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.gumbel_softmax(x, dim=0),
+        lambda x: F.rrelu(x, training=True),
+    ):
         x = values(4, 3).bfloat16()
         torch.manual_seed(3)
         call(x.to_global(everywhere, B).to_global(sbp=S(1)))  # type: ignore[attr-defined]

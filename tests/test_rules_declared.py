@@ -1,4 +1,5 @@
-"""A rule that is declared while the program runs: whatever was made by the rules before is forgotten, in every thread and every cache."""
+"""A rule that is declared while the program runs: whatever was made by the rules before is
+forgotten, in every thread and every cache."""
 
 from __future__ import annotations
 
@@ -22,12 +23,19 @@ BY_ROWS = "a b -> a b"
 pytestmark = pytest.mark.filterwarnings("ignore::globaltensor.errors.FallbackWarning")
 
 
-def function(during: Callable[[], object] = lambda: None, factor: bool = False) -> Callable[..., Tensor]:
-    """A function that no rule knows. ``during``: what happens while it is tried on tensors without values."""
+def function(
+    during: Callable[[], object] = lambda: None, factor: bool = False
+) -> Callable[..., Tensor]:
+    """A function that no rule knows. ``during``: what happens while it is tried on tensors without
+    values."""
 
     def doubled(x: Tensor, by: float = 2.0) -> Tensor:
         if has_torch_function((x,)):
-            return handle_torch_function(doubled, (x,), x, by) if factor else handle_torch_function(doubled, (x,), x)  # type: ignore[no-any-return]
+            return (
+                handle_torch_function(doubled, (x,), x, by)
+                if factor
+                else handle_torch_function(doubled, (x,), x)
+            )  # type: ignore[no-any-return]
         if x.is_meta:
             during()
         return x * by
@@ -131,7 +139,8 @@ def test_plans_put_aside_are_forgotten() -> None:
 
 
 def while_planning() -> list[str]:
-    """The rule comes while a call is being planned by the rules before; there is one more call of that kind than there are trials."""
+    """The rule comes while a call is being planned by the rules before; there is one more call of
+    that kind than there are trials."""
     declare: list[Callable[[], object]] = []
     twice, x = function(lambda: [f() for f in declare]), rows()
 
@@ -148,7 +157,8 @@ def test_a_plan_that_is_being_made_is_not_kept() -> None:
 
 
 def numbers() -> tuple[list[float], list[float]]:
-    """A rule by which numbers do not matter to the plan gives way to one by which they do, and the other way round."""
+    """A rule by which numbers do not matter to the plan gives way to one by which they do, and the
+    other way round."""
     times, x = function(factor=True), rows()
 
     def by_number(op: Any, x: Any, by: float) -> None:

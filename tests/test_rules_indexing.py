@@ -1,4 +1,5 @@
-"""Indexing, gathering, scattering, tables: every signature against plain torch, forward and gradient."""
+"""Indexing, gathering, scattering, tables: every signature against plain torch, forward and
+gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ gen = torch.Generator().manual_seed(3)
 
 
 def x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 def ints(n: int, *shape: int) -> torch.Tensor:
@@ -125,7 +128,9 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -152,7 +157,9 @@ def test_writes(args: tuple[Any, ...]) -> None:
         (torch.index_add, (x(5, 3), 0, ints(5, 4), x(4, 3)), "S(0) B B -> S(0)"),
     ],
 )
-def test_stays_where_it_is(function: Callable[..., Any], args: tuple[Any, ...], signature: str) -> None:
+def test_stays_where_it_is(
+    function: Callable[..., Any], args: tuple[Any, ...], signature: str
+) -> None:
     assert signature in check(function, *args, grids=[(2,)], most=200)
 
 
@@ -168,12 +175,16 @@ INPLACE: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args"), [row[1:] for row in INPLACE], ids=[row[0] for row in INPLACE])
+@pytest.mark.parametrize(
+    ("function", "args"), [row[1:] for row in INPLACE], ids=[row[0] for row in INPLACE]
+)
 def test_in_place(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     assert check(function, *args, most=40, inplace=True)
 
 
-@pytest.mark.parametrize("index", [slice(1, 7, 2), slice(0, 9), slice(4, 5), slice(8, None, 3), slice(2, 2)])
+@pytest.mark.parametrize(
+    "index", [slice(1, 7, 2), slice(0, 9), slice(4, 5), slice(8, None, 3), slice(2, 2)]
+)
 def test_overlap(index: slice) -> None:
     r = range(*index.indices(9))
     for offset, length in [(0, 4), (4, 3), (7, 2), (9, 0)]:
@@ -188,8 +199,10 @@ def test_index_out_of_range_is_an_error_where_the_dim_is_split() -> None:
 
 
 LISTS: list[Any] = [
-    [], [[]], ([], 0), (every, []), [0, 3], [True, False, True, False, True], [[0, 1], [2, 3]], [[[0, 1], [2, 3]]], [slice(1, 3), 0], [None, 1], [..., 1],
-    [torch.tensor([1, 2]), torch.tensor([2, 0])], [torch.tensor(1), torch.tensor(2)], [np.int64(1), np.int64(3)], [0, 1] * 20,
+    [], [[]], ([], 0), (every, []), [0, 3], [True, False, True, False, True], [[0, 1], [2, 3]],
+    [[[0, 1], [2, 3]]], [slice(1, 3), 0], [None, 1], [..., 1],
+    [torch.tensor([1, 2]), torch.tensor([2, 0])], [torch.tensor(1), torch.tensor(2)],
+    [np.int64(1), np.int64(3)], [0, 1] * 20,
 ]  # fmt: skip
 
 
@@ -201,10 +214,24 @@ def test_lists_index_as_torch_has_it(index: Any) -> None:
         y[index] = 2.0
         return picked, y
 
-    compare(read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True)  # torch warns of some
+    compare(
+        read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True
+    )  # torch warns of some
 
 
-@pytest.mark.parametrize("index", [True, False, (True, 1), (every, False), (..., True, [0, 2]), torch.tensor(True), (1, torch.tensor(False))], ids=spelled)
+@pytest.mark.parametrize(
+    "index",
+    [
+        True,
+        False,
+        (True, 1),
+        (every, False),
+        (..., True, [0, 2]),
+        torch.tensor(True),
+        (1, torch.tensor(False)),
+    ],
+    ids=spelled,
+)
 def test_a_bool_is_a_mask_of_a_new_dim(index: Any) -> None:
     def read_and_write(x: Any) -> Any:
         y = x * 1
@@ -215,7 +242,16 @@ def test_a_bool_is_a_mask_of_a_new_dim(index: Any) -> None:
     compare(read_and_write, x(5, 4), grids=((2,), (2, 2)), draws=2)
 
 
-MISFITS = [mask(3), (every, mask(5)), (..., mask(3)), (None, mask(5, 3)), (mask(5, 4), 0, mask(1)), [True, False], np.ones(4, bool), (1, mask(1))]
+MISFITS = [
+    mask(3),
+    (every, mask(5)),
+    (..., mask(3)),
+    (None, mask(5, 3)),
+    (mask(5, 4), 0, mask(1)),
+    [True, False],
+    np.ones(4, bool),
+    (1, mask(1)),
+]
 
 
 @pytest.mark.parametrize("index", MISFITS, ids=spelled)
@@ -234,7 +270,9 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_rows_of_a_table_are_bounded_where_they_lie(dtype: torch.dtype, function: Any, p: float) -> None:
+def test_rows_of_a_table_are_bounded_where_they_lie(
+    dtype: torch.dtype, function: Any, p: float
+) -> None:
     """The table itself changes, on each rank the rows that it holds."""
 
     def look_up(table: Any, index: Any) -> Any:
@@ -245,7 +283,13 @@ def test_rows_of_a_table_are_bounded_where_they_lie(dtype: torch.dtype, function
 
 
 def test_bytes_as_a_condition() -> None:
-    compare(torch.where, torch.tensor([[1, 0, 2, 0], [0, 0, 1, 255]], dtype=torch.uint8), x(2, 4), x(4), fallback=True)  # torch warns
+    compare(
+        torch.where,
+        torch.tensor([[1, 0, 2, 0], [0, 0, 1, 255]], dtype=torch.uint8),
+        x(2, 4),
+        x(4),
+        fallback=True,
+    )  # torch warns
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's kernel ends the process's use of it")
@@ -254,8 +298,13 @@ def test_an_index_out_of_bounds_is_told_in_numbers_of_the_whole(index: torch.Ten
     whole = torch.ones(4, 3)
 
     def on_ranks() -> None:
-        mine = whole.to_global(flow.placement("cpu", [0, 1]), flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))  # type: ignore[attr-defined]
-        with pytest.raises(IndexError, match=rf"index {int(index.flatten()[-1])} is out of bounds for dimension 0 with size 4"):
+        mine = whole.to_global(flow.placement("cpu", [0, 1]), flow.sbp.broadcast).to_global(
+            sbp=flow.sbp.split(0)
+        )  # type: ignore[attr-defined]
+        with pytest.raises(
+            IndexError,
+            match=rf"index {int(index.flatten()[-1])} is out of bounds for dimension 0 with size 4",
+        ):
             mine[index]
 
     simulate(2, on_ranks)

@@ -1,4 +1,5 @@
-"""Kernels called by name (torch.ops.aten...), and calls whose arguments or results depend on data."""
+"""Kernels called by name (torch.ops.aten...), and calls whose arguments or results depend on
+data."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ aten = torch.ops.aten
 
 
 def spread(value: torch.Tensor, sbp: object = S(0)) -> torch.Tensor:
-    return value.to_global(flow.placement("cpu", [0, 1]), B, check_meta=False).to_global(sbp=sbp).detach()  # type: ignore[attr-defined, no-any-return]
+    return (
+        value.to_global(flow.placement("cpu", [0, 1]), B, check_meta=False)
+        .to_global(sbp=sbp)
+        .detach()
+    )  # type: ignore[attr-defined, no-any-return]
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -25,8 +30,16 @@ def _a_kernel_follows_the_rule_of_its_function() -> None:
     value, weight = torch.arange(24.0).view(8, 3), torch.ones(5, 3)
     x = spread(value).requires_grad_()
     with flow.no_boxing():
-        outs = aten.add.Tensor(x, x), aten.mul(x, 2), aten.sum.dim_IntList(x, [1]), aten.linear(x, spread(weight, B)), aten.relu_.default(x.detach().clone())
-    for out, want in zip(outs, (value + value, value * 2, value.sum(1), value @ weight.T, value.relu()), strict=True):
+        outs = (
+            aten.add.Tensor(x, x),
+            aten.mul(x, 2),
+            aten.sum.dim_IntList(x, [1]),
+            aten.linear(x, spread(weight, B)),
+            aten.relu_.default(x.detach().clone()),
+        )
+    for out, want in zip(
+        outs, (value + value, value * 2, value.sum(1), value @ weight.T, value.relu()), strict=True
+    ):
         assert out.sbp == (S(0),)
         same(out, want)
     aten.gelu(x).sum().backward()
@@ -43,7 +56,9 @@ def _a_kernel_that_torch_has_no_function_for() -> None:
 def _places_to_cut_that_are_data() -> None:
     value = torch.arange(24.0).view(8, 3)
     for places in (torch.tensor([2, 5]), spread(torch.tensor([2, 5])), spread(torch.tensor(3), B)):
-        want = torch.tensor_split(value, torch.tensor(3) if not places.ndim else torch.tensor([2, 5]))
+        want = torch.tensor_split(
+            value, torch.tensor(3) if not places.ndim else torch.tensor([2, 5])
+        )
         for got, part in zip(torch.tensor_split(spread(value), places), want, strict=True):
             same(got, part)
 
@@ -62,7 +77,10 @@ def _where_of_a_condition() -> None:
 
 
 def _one_index_into_a_number() -> None:
-    same(torch.index_select(spread(torch.tensor(3.0), B), 0, spread(torch.tensor([0]))), torch.tensor(3.0))
+    same(
+        torch.index_select(spread(torch.tensor(3.0), B), 0, spread(torch.tensor([0]))),
+        torch.tensor(3.0),
+    )
 
 
 def _resize() -> None:
@@ -76,7 +94,8 @@ def _resize() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        _a_kernel_follows_the_rule_of_its_function, _a_kernel_that_torch_has_no_function_for, _places_to_cut_that_are_data, _ends_of_a_range_that_are_data,
+        _a_kernel_follows_the_rule_of_its_function, _a_kernel_that_torch_has_no_function_for,
+        _places_to_cut_that_are_data, _ends_of_a_range_that_are_data,
         _where_of_a_condition, _one_index_into_a_number, _resize,
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Products, linear algebra, Fourier transforms: each signature against plain torch, and through the whole library on simulated ranks."""
+"""Products, linear algebra, Fourier transforms: each signature against plain torch, and through the
+whole library on simulated ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from support.oracle import check
 
 
 def x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape) + sum(shape))
+    )
 
 
 def spd(n: int, *lead: int) -> torch.Tensor:
@@ -24,38 +27,54 @@ L, M = torch.linalg, torch.fft
 e = torch.einsum
 
 ROWS: list[tuple[Any, ...]] = [
-    (torch.matmul, x(5, 6), x(6, 7)), (torch.matmul, x(3, 5, 2), x(3, 2, 4)), (torch.matmul, x(3, 5, 2), x(2, 4)), (torch.matmul, x(5, 3), x(3)),
+    (torch.matmul, x(5, 6), x(6, 7)), (torch.matmul, x(3, 5, 2), x(3, 2, 4)),
+    (torch.matmul, x(3, 5, 2), x(2, 4)), (torch.matmul, x(5, 3), x(3)),
     (torch.matmul, x(3), x(3, 5)),
-    (torch.matmul, x(2, 1, 3, 4), x(3, 4, 2)), (torch.matmul, x(3), x(2, 3, 1)), (torch.dot, x(7), x(7)), (torch.vdot, x(3), x(3)),
+    (torch.matmul, x(2, 1, 3, 4), x(3, 4, 2)), (torch.matmul, x(3), x(2, 3, 1)),
+    (torch.dot, x(7), x(7)), (torch.vdot, x(3), x(3)),
     (torch.mv, x(5, 3), x(3)), (torch.mm, x(1, 3), x(3, 5)),
-    (torch.bmm, x(3, 5, 2), x(3, 2, 1)), (torch.matmul, x(5, 0), x(0, 3)), (torch.Tensor.__rmatmul__, x(3, 5), x(4, 3)), (torch.inner, x(5, 3), x(2, 3)),
+    (torch.bmm, x(3, 5, 2), x(3, 2, 1)), (torch.matmul, x(5, 0), x(0, 3)),
+    (torch.Tensor.__rmatmul__, x(3, 5), x(4, 3)), (torch.inner, x(5, 3), x(2, 3)),
     (torch.inner, x(5, 3), x()),
-    (torch.outer, x(5), x(3)), (torch.addmm, x(7), x(5, 6), x(6, 7)), (torch.addmm, x(5, 1), x(5, 2), x(2, 3)), (torch.addmv, x(5), x(5, 3), x(3)),
+    (torch.outer, x(5), x(3)), (torch.addmm, x(7), x(5, 6), x(6, 7)),
+    (torch.addmm, x(5, 1), x(5, 2), x(2, 3)), (torch.addmv, x(5), x(5, 3), x(3)),
     (torch.addr, x(5, 3), x(5), x(3)),
-    (torch.baddbmm, x(3, 5, 4), x(3, 5, 2), x(3, 2, 4)), (torch.baddbmm, x(4), x(3, 5, 2), x(3, 2, 4)), (torch.addbmm, x(5, 4), x(3, 5, 2), x(3, 2, 4)),
-    (F.linear, x(5, 6), x(7, 6), x(7)), (F.linear, x(2, 5, 3), x(4, 3)), (F.linear, x(3), x(4, 3), x(4)), (F.bilinear, x(5, 3), x(5, 2), x(4, 3, 2), x(4)),
+    (torch.baddbmm, x(3, 5, 4), x(3, 5, 2), x(3, 2, 4)),
+    (torch.baddbmm, x(4), x(3, 5, 2), x(3, 2, 4)), (torch.addbmm, x(5, 4), x(3, 5, 2), x(3, 2, 4)),
+    (F.linear, x(5, 6), x(7, 6), x(7)), (F.linear, x(2, 5, 3), x(4, 3)),
+    (F.linear, x(3), x(4, 3), x(4)), (F.bilinear, x(5, 3), x(5, 2), x(4, 3, 2), x(4)),
     (torch.tensordot, x(5, 3, 2), x(3, 2, 4)),
-    (torch.tensordot, x(5, 3, 2), x(2, 4, 5), ([0, 2], [2, 0])), (L.multi_dot, [x(5, 3), x(3, 2), x(2, 4)]), (L.multi_dot, [x(3), x(3, 2), x(2)]),
+    (torch.tensordot, x(5, 3, 2), x(2, 4, 5), ([0, 2], [2, 0])),
+    (L.multi_dot, [x(5, 3), x(3, 2), x(2, 4)]), (L.multi_dot, [x(3), x(3, 2), x(2)]),
     (torch.kron, x(5, 3), x(2, 2)), (torch.kron, x(3), x(2, 2)),
-    (e, "bij,bkj->bik", x(3, 5, 2), x(3, 4, 2)), (e, "ij,jk,kl->il", x(5, 3), x(3, 2), x(2, 4)), (e, "ij,jk", x(5, 3), x(3, 2)),
+    (e, "bij,bkj->bik", x(3, 5, 2), x(3, 4, 2)), (e, "ij,jk,kl->il", x(5, 3), x(3, 2), x(2, 4)),
+    (e, "ij,jk", x(5, 3), x(3, 2)),
     (e, "...i,...i", x(5, 3), x(3)), (e, "ii->i", x(4, 4)), (e, "ii", x(4, 4)),
-    (e, "b...,o...->bo", x(5, 3), x(2, 3)), (e, "ij->", x(5, 3)), (e, "ij->j", x(5, 3)), (e, "i,j->ij", x(5), x(3)), (e, "ij,ij->i", x(5, 1), x(5, 3)),
+    (e, "b...,o...->bo", x(5, 3), x(2, 3)), (e, "ij->", x(5, 3)), (e, "ij->j", x(5, 3)),
+    (e, "i,j->ij", x(5), x(3)), (e, "ij,ij->i", x(5, 1), x(5, 3)),
     (L.vecdot, x(5, 3), x(5, 3)), (L.vecdot, x(5, 3), x(3)),
     (L.cross, x(5, 3), x(5, 3)), (torch.cross, x(3, 5), x(3, 5), 0),
-    (L.inv, spd(3, 5)), (torch.inverse, spd(3)), (L.cholesky, spd(3, 5)), (L.det, x(5, 3, 3)), (L.slogdet, spd(3, 5)), (L.eigh, spd(3, 1)),
+    (L.inv, spd(3, 5)), (torch.inverse, spd(3)), (L.cholesky, spd(3, 5)), (L.det, x(5, 3, 3)),
+    (L.slogdet, spd(3, 5)), (L.eigh, spd(3, 1)),
     (L.eigvalsh, spd(3, 5)), (L.svdvals, x(5, 3, 2)), (L.qr, x(5, 4, 2)),
-    (L.pinv, x(5, 4, 2)), (L.matrix_exp, x(5, 2, 2)), (L.matrix_power, x(5, 2, 2), 3), (L.solve, spd(3, 5), x(5, 3, 2)), (L.solve, spd(3, 5), x(5, 3)),
+    (L.pinv, x(5, 4, 2)), (L.matrix_exp, x(5, 2, 2)), (L.matrix_power, x(5, 2, 2), 3),
+    (L.solve, spd(3, 5), x(5, 3, 2)), (L.solve, spd(3, 5), x(5, 3)),
     (L.solve, spd(3, 5), x(3, 2)), (L.lu_factor, spd(3, 5)),
-    (torch.cholesky_solve, x(5, 3, 2), L.cholesky(spd(3, 5))), (L.vander, x(5, 3)), (L.matrix_rank, x(5, 3, 2)), (L.cond, spd(3, 5)),
+    (torch.cholesky_solve, x(5, 3, 2), L.cholesky(spd(3, 5))), (L.vander, x(5, 3)),
+    (L.matrix_rank, x(5, 3, 2)), (L.cond, spd(3, 5)),
 ]  # fmt: skip
 FOURIER: list[tuple[Any, ...]] = [
-    (M.fft, x(5, 6)), (M.fft, x(5, 6), None, 0), (M.rfft, x(5, 6)), (M.fft2, x(2, 5, 4)), (M.fftn, x(3, 5)),
+    (M.fft, x(5, 6)), (M.fft, x(5, 6), None, 0), (M.rfft, x(5, 6)), (M.fft2, x(2, 5, 4)),
+    (M.fftn, x(3, 5)),
     (M.rfftn, x(3, 4, 5), None, (0, 1)), (M.fftshift, x(5, 3), 0),
 ]  # fmt: skip
 
 
 def name(row: tuple[Any, ...]) -> str:
-    shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else "list" if isinstance(a, list) else a for a in row[1:]]
+    shown = [
+        tuple(a.shape) if isinstance(a, torch.Tensor) else "list" if isinstance(a, list) else a
+        for a in row[1:]
+    ]
     return f"{row[0].__name__} {shown}"
 
 

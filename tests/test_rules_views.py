@@ -21,7 +21,9 @@ B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 
 
 def x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
@@ -119,7 +121,9 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,13 +165,18 @@ def places_in_memory(x: T) -> list[T]:
     turned, spread = x.transpose(0, 1), x[:, :1].expand(5, 3, 4)
     a, b, c = turned.stride()
     windows = turned.as_strided((2, 3, 2), (a, b, 2 * c))
-    written = torch.as_strided_scatter(turned.detach(), windows.detach(), windows.shape, (a, b, 2 * c))
+    written = torch.as_strided_scatter(
+        turned.detach(), windows.detach(), windows.shape, (a, b, 2 * c)
+    )
     return [windows, spread.as_strided((5, 2, 4), spread.stride()), written]
 
 
 def strided(plain: T, sbp: Any) -> None:
     line = flow.placement("cpu", [0, 1])
-    x, y = plain.clone().requires_grad_(), plain.to_global(line, B).to_global(sbp=sbp).requires_grad_()  # type: ignore[attr-defined]
+    x, y = (
+        plain.clone().requires_grad_(),
+        plain.to_global(line, B).to_global(sbp=sbp).requires_grad_(),
+    )  # type: ignore[attr-defined]
     want, got = places_in_memory(x), places_in_memory(y)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(full(g), w.detach(), rtol=0, atol=0)
@@ -176,7 +185,10 @@ def strided(plain: T, sbp: Any) -> None:
     torch.testing.assert_close(full(y.grad), x.grad, rtol=0, atol=0)
     base = torch.cat([plain, plain], 1)
     same = base.to_global(line, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
-    first, second = (t.transpose(0, 1).as_strided((2, 3, 2), (t.stride(1), t.stride(0), 2 * t.stride(2))) for t in (base, same))
+    first, second = (
+        t.transpose(0, 1).as_strided((2, 3, 2), (t.stride(1), t.stride(0), 2 * t.stride(2)))
+        for t in (base, same)
+    )
     for t, windows in ((base, first), (same, second)):
         windows.add_(1)
         t[1:].mul_(2)
@@ -218,13 +230,17 @@ def test_a_place_in_an_empty_dim_is_out_of_range() -> None:
 
 
 ALONG: list[tuple[str, Callable[[T], T], int]] = [
-    ("diff", lambda t: t.diff(dim=0), 40), ("second diff", lambda t: t.diff(n=2, dim=0), 40), ("unfold", lambda t: t.unfold(0, 3, 1), 40),
-    ("unfold apart", lambda t: t.unfold(0, 2, 2), 0), ("repeat", lambda t: t.repeat(2, 1), 320), ("tile", lambda t: t.tile(2, 3), 320),
+    ("diff", lambda t: t.diff(dim=0), 40), ("second diff", lambda t: t.diff(n=2, dim=0), 40),
+    ("unfold", lambda t: t.unfold(0, 3, 1), 40),
+    ("unfold apart", lambda t: t.unfold(0, 2, 2), 0), ("repeat", lambda t: t.repeat(2, 1), 320),
+    ("tile", lambda t: t.tile(2, 3), 320),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "run", "most"), ALONG, ids=[row[0] for row in ALONG])
-def test_a_split_dim_stays_split_where_neighbours_are_looked_at(name: str, run: Callable[[T], T], most: int) -> None:
+def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
+    name: str, run: Callable[[T], T], most: int
+) -> None:
     for rows in (9, 5, 3, 2):
         if rows > 2 or name != "unfold":
             compare(run, x(rows, 4), draws=3)
@@ -242,19 +258,36 @@ def test_a_split_dim_stays_split_where_neighbours_are_looked_at(name: str, run: 
 
 
 @pytest.mark.parametrize("view", [
-    *(pytest.param(lambda x, size=size, step=step: x.unfold(0, size, step), id=f"{size} {step}") for size, step in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2))),
+    *(pytest.param(lambda x, size=size, step=step: x.unfold(0, size, step),
+        id=f"{size} {step}") for size, step in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2))),
     pytest.param(lambda x: x.as_strided((6, 4, 2), (4, 1, 4)), id="as_strided"),
 ])  # fmt: skip
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_is_written_into_windows_reaches_their_base(view: Callable[[Any], Any], world: int) -> None:
-    """Windows that overlap show an element several times: only the place that was written into may count, and the others show what is written there."""
+def test_what_is_written_into_windows_reaches_their_base(
+    view: Callable[[Any], Any], world: int
+) -> None:
+    """Windows that overlap show an element several times: only the place that was written into may
+    count, and the others show what is written there."""
 
     def on_ranks() -> None:
         place = flow.placement("cpu", [0, 1] if world == 2 else [[0, 1], [2, 3]])
-        for layout in ((S(0), S(0)), (S(1), S(1)), (S(0), S(1)), (B, S(0)), (B, B), (P, S(0)), (P, B)):
+        for layout in (
+            (S(0), S(0)),
+            (S(1), S(1)),
+            (S(0), S(1)),
+            (B, S(0)),
+            (B, B),
+            (P, S(0)),
+            (P, B),
+        ):
             start = (torch.arange(28.0).view(7, 4) - 9).requires_grad_()
             start.data[2, 1] = torch.nan
-            given = start.detach().to_global(place, [B] * place.axes).to_global(sbp=layout[: place.axes]).requires_grad_()  # type: ignore[attr-defined]
+            given = (
+                start.detach()
+                .to_global(place, [B] * place.axes)
+                .to_global(sbp=layout[: place.axes])
+                .requires_grad_()
+            )  # type: ignore[attr-defined]
             for k in range(view(start).shape[-1]):
                 found = []
                 for leaf in (start, given):
@@ -265,7 +298,14 @@ def test_what_is_written_into_windows_reaches_their_base(view: Callable[[Any], A
                     (t.nan_to_num().square().sum() + (windows.nan_to_num() * 2).sum()).backward()
                     found.append((t.detach(), windows.detach(), leaf.grad))
                 plain, ours = found[0], [full(t) for t in found[1]]
-                assert all(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, ours, strict=True))
-                assert all(torch.equal(a.signbit(), b.signbit()) for a, b in zip(plain[:2], ours, strict=False))
+                assert all(
+                    torch.equal(a.isnan(), b.isnan())
+                    and torch.equal(a.nan_to_num(), b.nan_to_num())
+                    for a, b in zip(plain, ours, strict=True)
+                )
+                assert all(
+                    torch.equal(a.signbit(), b.signbit())
+                    for a, b in zip(plain[:2], ours, strict=False)
+                )
 
     simulate(world, on_ranks)

@@ -1,4 +1,5 @@
-"""Single numbers go from placement to placement by themselves, as torch lets them go from device to device; tensors with dims do not."""
+"""Single numbers go from placement to placement by themselves, as torch lets them go from device to
+device; tensors with dims do not."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ def spread(value: torch.Tensor, ranks: list[int], sbp: flow.sbp.sbp) -> torch.Te
 @pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("sbp", [B, S(0)])
-def test_gradients_of_several_placements_are_clipped_together(norm: float, foreach: bool | None, sbp: flow.sbp.sbp) -> None:
+def test_gradients_of_several_placements_are_clipped_together(
+    norm: float, foreach: bool | None, sbp: flow.sbp.sbp
+) -> None:
     plain = [torch.nn.Parameter(v) for v in values()]
     for p in plain:
         p.grad = p.detach() * 3
     want = torch.nn.utils.clip_grad_norm_(plain, 1.0, norm)
 
     def body() -> tuple[float, list[np.ndarray]]:
-        parameters = [torch.nn.Parameter(spread(v, ranks, sbp)) for v, ranks in zip(values(), PLACES, strict=True)]
+        parameters = [
+            torch.nn.Parameter(spread(v, ranks, sbp))
+            for v, ranks in zip(values(), PLACES, strict=True)
+        ]
         for p in parameters:
             p.grad = p.detach() * 3
         total = torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm, foreach=foreach)
@@ -81,7 +87,10 @@ def test_gradients_go_back_to_where_the_numbers_came_from() -> None:
     (first.sum() * second).sum().backward()
 
     def body() -> list[np.ndarray]:
-        x, y = (spread(v.detach(), ranks, sbp).requires_grad_() for v, ranks, sbp in ((first, [0], B), (second, [1, 2], S(0))))
+        x, y = (
+            spread(v.detach(), ranks, sbp).requires_grad_()
+            for v, ranks, sbp in ((first, [0], B), (second, [1, 2], S(0)))
+        )
         (x.sum() * y).sum().backward()
         return [x.grad.numpy(), y.grad.numpy()]
 

@@ -1,6 +1,8 @@
-"""Pipeline schedules: each family for any lanes it takes, the checker and the simulator beside a graph's longest path, files, drawings, timelines.
+"""Pipeline schedules: each family for any lanes it takes, the checker and the simulator beside a
+graph's longest path, files, drawings, timelines.
 
-The oracle here knows nothing of the package's own walk over the rows: it makes one graph of row order and data and asks graphlib for an order.
+The oracle here knows nothing of the package's own walk over the rows: it makes one graph of row
+order and data and asks graphlib for an order.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def any_lanes(draw: Any) -> tuple[int, ...]:
 
 
 def graph(s: Schedule, edges: set[tuple[int, int]]) -> dict[Any, list[Any]]:
-    """node -> what must be done before. Nodes are actions, and messages (action, to stage), which follow one another on a link."""
+    """node -> what must be done before. Nodes are actions, and messages (action, to stage), which
+    follow one another on a link."""
     halves = {a[1:] for row in s.rows for a in row if a.kind == "I"}
     nodes: dict[Any, list[Any]] = {}
 
@@ -90,7 +93,12 @@ def graph(s: Schedule, edges: set[tuple[int, int]]) -> dict[Any, list[Any]]:
     return nodes
 
 
-def longest(s: Schedule, costs: Mapping[tuple[str, int], float], travel: Mapping[tuple[int, int], float], edges: set[tuple[int, int]]) -> dict[Any, float]:
+def longest(
+    s: Schedule,
+    costs: Mapping[tuple[str, int], float],
+    travel: Mapping[tuple[int, int], float],
+    edges: set[tuple[int, int]],
+) -> dict[Any, float]:
     """node -> when it ends. Raises CycleError for a deadlock."""
     nodes, ends = graph(s, edges), dict[Any, float]()
     for node in TopologicalSorter(nodes).static_order():
@@ -107,28 +115,53 @@ def whole(s: Schedule) -> bool:
     """Everything once, on its lane."""
     actions = [a for row in s.rows for a in row]
     placed = all(s.lanes[a.stage] == lane for lane, row in enumerate(s.rows) for a in row)
-    each = {(k, m): "".join(sorted(a.kind for a in actions if a[1:] == (k, m))) for k in range(s.stages) for m in range(s.micros)}
-    return placed and len(actions) == len(set(actions)) and (set(each.values()) <= {"BF", "FIW"} or set(each.values()) == {"F"})
+    each = {
+        (k, m): "".join(sorted(a.kind for a in actions if a[1:] == (k, m)))
+        for k in range(s.stages)
+        for m in range(s.micros)
+    }
+    return (
+        placed
+        and len(actions) == len(set(actions))
+        and (set(each.values()) <= {"BF", "FIW"} or set(each.values()) == {"F"})
+    )
 
 
 # Every family, wherever it goes.
 
 
 @given(any_lanes(), st.integers(1, 9), st.sampled_from(ANYWHERE), st.booleans())
-def test_any_lanes_and_any_number_of_micro_batches(lanes: tuple[int, ...], micros: int, name: str, eager: bool) -> None:
+def test_any_lanes_and_any_number_of_micro_batches(
+    lanes: tuple[int, ...], micros: int, name: str, eager: bool
+) -> None:
     options = {"eager": eager} if name == "1f1b" else {}
     s = schedule(name, lanes, micros, **options)
     assert whole(s)
-    longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
+    longest(
+        s,
+        dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0),
+        {},
+        chain(s.stages),
+    )
     check(s, most=max_activations(name, lanes, micros, **options))
 
 
-@given(st.sampled_from(("interleaved", "zb-h1", "zb-h2", "zb-v")), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
+@given(
+    st.sampled_from(("interleaved", "zb-h1", "zb-h2", "zb-v")),
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.integers(1, 30),
+)
 def test_every_family_keeps_its_promise(name: str, p: int, turns: int, micros: int) -> None:
     lanes = layout(name, p, turns)
     s = schedule(name, lanes, micros)
     assert whole(s)
-    longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
+    longest(
+        s,
+        dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0),
+        {},
+        chain(s.stages),
+    )
     check(s, most=max_activations(name, lanes, micros))
 
 
@@ -143,8 +176,14 @@ def test_lanes_may_come_in_any_order(order: list[int], micros: int) -> None:
 
 def test_stages_that_follow_one_another_on_a_lane_act_as_one() -> None:
     s = schedule("1f1b", (0, 0, 1), 2)
-    assert str(s).splitlines()[1:] == ["lane 0  0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "lane 1  2F0 2B0 2F1 2B1"]
-    assert " ".join(map(str, schedule("zb-h1", (0, 0), 2).rows[0])) == "0F0 1F0 1I0 0I0 1W0 0W0 0F1 1F1 1I1 0I1 1W1 0W1"
+    assert str(s).splitlines()[1:] == [
+        "lane 0  0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
+        "lane 1  2F0 2B0 2F1 2B1",
+    ]
+    assert (
+        " ".join(map(str, schedule("zb-h1", (0, 0), 2).rows[0]))
+        == "0F0 1F0 1I0 0I0 1W0 0W0 0F1 1F1 1I1 0I1 1W1 0W1"
+    )
 
 
 def test_gradients_accumulate_in_the_order_of_micro_batches() -> None:
@@ -152,7 +191,9 @@ def test_gradients_accumulate_in_the_order_of_micro_batches() -> None:
         s = schedule(name, layout(name, 3), 7)
         for stage in range(s.stages):
             for kind in "FBIW":
-                micros = [a.micro for row in s.rows for a in row if a.kind == kind and a.stage == stage]
+                micros = [
+                    a.micro for row in s.rows for a in row if a.kind == kind and a.stage == stage
+                ]
                 assert micros == sorted(micros), (name, kind, stage)
 
 
@@ -168,10 +209,16 @@ def test_bubble_of_gpipe_and_1f1b(name: str, m: int, p: int) -> None:
     assert run.bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
-@pytest.mark.parametrize(("p", "turns", "m"), [(2, 2, 2), (2, 2, 3), (2, 3, 8), (3, 2, 7), (4, 2, 8), (4, 4, 13), (5, 3, 17)])
+@pytest.mark.parametrize(
+    ("p", "turns", "m"),
+    [(2, 2, 2), (2, 2, 3), (2, 3, 8), (3, 2, 7), (4, 2, 8), (4, 4, 13), (5, 3, 17)],
+)
 def test_bubble_of_interleaved_is_divided_by_the_turns(p: int, turns: int, m: int) -> None:
-    """With m >= p, in a v-th of a lane's time: 3 (m v + p - 1) stages' thirds. 1f1b with stages v times as long takes 3 (m v + (p - 1) v)."""
-    run = simulate(schedule("interleaved", layout("interleaved", p, turns), m), {"F": 1.0, "B": 2.0})
+    """With m >= p, in a v-th of a lane's time: 3 (m v + p - 1) stages' thirds. 1f1b with stages v
+    times as long takes 3 (m v + (p - 1) v)."""
+    run = simulate(
+        schedule("interleaved", layout("interleaved", p, turns), m), {"F": 1.0, "B": 2.0}
+    )
     assert run.makespan == 3 * (m * turns + p - 1)
 
 
@@ -182,19 +229,37 @@ def test_interleaved_of_one_turn_is_1f1b() -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 def test_zero_bubbles_with_equal_costs(p: int) -> None:
-    """Qi et al.: the bubble of ZB-H1 is (p - 1) (F + I - W), a third of 1f1b's; ZB-H2's and ZB-V's is none. A stage of ZB-V is half as long."""
+    """Qi et al.: the bubble of ZB-H1 is (p - 1) (F + I - W), a third of 1f1b's; ZB-H2's and ZB-V's
+    is none. A stage of ZB-V is half as long."""
     m, half = 2 * p + 1, dict.fromkeys(UNIT, 0.5)
-    runs = {name: simulate(schedule(name, layout(name, p), m), half if name == "zb-v" else UNIT) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")}
-    assert {name: run.period for name, run in runs.items()} == {"1f1b": 3 * (m + p - 1), "zb-h1": 3 * m + p - 1, "zb-h2": 3 * m, "zb-v": 3 * m}
+    runs = {
+        name: simulate(schedule(name, layout(name, p), m), half if name == "zb-v" else UNIT)
+        for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")
+    }
+    assert {name: run.period for name, run in runs.items()} == {
+        "1f1b": 3 * (m + p - 1),
+        "zb-h1": 3 * m + p - 1,
+        "zb-h2": 3 * m,
+        "zb-v": 3 * m,
+    }
     assert runs["zb-h2"].period_bubble == runs["zb-v"].period_bubble == 0
-    # The last lane cannot start before the first forward reaches it: a step by itself takes that much longer.
-    assert [run.makespan for run in runs.values()] == [3 * (m + p - 1), 3 * m + p - 1, 3 * m + p - 1, 3 * m + (p - 1) / 2]
+    # The last lane cannot start before the first forward reaches it: a step by itself takes that
+    # much longer.
+    assert [run.makespan for run in runs.values()] == [
+        3 * (m + p - 1),
+        3 * m + p - 1,
+        3 * m + p - 1,
+        3 * m + (p - 1) / 2,
+    ]
     assert runs["zb-v"].bubble < runs["zb-h2"].bubble == runs["zb-h1"].bubble < runs["1f1b"].bubble
 
 
 def test_memory_as_in_the_papers() -> None:
     p, m = 4, 12
-    held = {name: peak_activations(schedule(name, layout(name, p), m)) for name in (*TRAINING, "forward")}
+    held = {
+        name: peak_activations(schedule(name, layout(name, p), m))
+        for name in (*TRAINING, "forward")
+    }
     assert held == {
         "gpipe": (12,) * 4,
         "1f1b": (4, 3, 2, 1),
@@ -209,16 +274,30 @@ def test_memory_as_in_the_papers() -> None:
 
 
 def test_eager_1f1b_hides_transfers() -> None:
-    """A forward that comes back as a gradient crosses twice; with transfers as long as a forward plain 1f1b waits for them in each round, eager does not."""
-    plain, eager = (simulate(schedule("1f1b", range(4), 16, eager=e), {"F": 1.0, "B": 2.0}, transfer=1.0) for e in (False, True))
+    """A forward that comes back as a gradient crosses twice; with transfers as long as a forward
+    plain 1f1b waits for them in each round, eager does not."""
+    plain, eager = (
+        simulate(schedule("1f1b", range(4), 16, eager=e), {"F": 1.0, "B": 2.0}, transfer=1.0)
+        for e in (False, True)
+    )
     assert eager.makespan == 3 * (16 + 3) + 2 * 3 < plain.makespan
     assert peak_activations(schedule("1f1b", range(4), 16, eager=True)) == (7, 5, 3, 1)
 
 
 def test_best() -> None:
-    assert [default_schedule(lanes) for lanes in ((0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 1), (0, 1, 0))] == [
-        *("1f1b", "1f1b", "1f1b", "interleaved", "interleaved", "1f1b", "1f1b", "1f1b")
-    ]
+    assert [
+        default_schedule(lanes)
+        for lanes in (
+            (0,),
+            (0, 0),
+            (0, 1, 2),
+            (0, 1, 0, 1),
+            (1, 0, 1, 0),
+            (0, 1, 1, 0),
+            (0, 0, 1),
+            (0, 1, 0),
+        )
+    ] == [*("1f1b", "1f1b", "1f1b", "interleaved", "interleaved", "1f1b", "1f1b", "1f1b")]
 
 
 # Names and layouts.
@@ -227,8 +306,19 @@ def test_best() -> None:
 @pytest.mark.parametrize(
     ("spelling", "name", "lanes"),
     [
-        *(("GPipe", "gpipe", (0, 1)), ("1F1B", "1f1b", (0, 1)), ("zb_h1", "zb-h1", (0, 1)), ("ZBH1", "zb-h1", (0, 1)), ("ZB-H2", "zb-h2", (0, 1))),
-        *(("ZB-V", "zb-v", (0, 1, 1, 0)), ("zero bubble v", "zb-v", (0, 0)), ("Interleaved1F1B", "interleaved", (0, 1, 0, 1)), ("Forward", "forward", (0,))),
+        *(
+            ("GPipe", "gpipe", (0, 1)),
+            ("1F1B", "1f1b", (0, 1)),
+            ("zb_h1", "zb-h1", (0, 1)),
+            ("ZBH1", "zb-h1", (0, 1)),
+            ("ZB-H2", "zb-h2", (0, 1)),
+        ),
+        *(
+            ("ZB-V", "zb-v", (0, 1, 1, 0)),
+            ("zero bubble v", "zb-v", (0, 0)),
+            ("Interleaved1F1B", "interleaved", (0, 1, 0, 1)),
+            ("Forward", "forward", (0,)),
+        ),
     ],
 )
 def test_spellings(spelling: str, name: str, lanes: tuple[int, ...]) -> None:
@@ -238,12 +328,63 @@ def test_spellings(spelling: str, name: str, lanes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "lanes", "micros", "options", "message"),
     [
-        ("interleaved", (0, 1, 1, 0), 2, {}, "interleaved needs lanes that take one stage each, in turn, such as 0, 1, 0, 1; the stages are on lanes [0, 1,"),
-        ("zb-h1", (0, 1, 0), 2, {}, "zb-h1 needs lanes that each hold one stage, or several that follow one another, such as 0, 1, 2; the stages are on lanes"),
-        ("zb-v", (0, 1), 2, {}, "zb-v needs lanes that go there and back, such as 0, 1, 2, 2, 1, 0; the stages are on lanes [0, 1]"),
-        ("zb-v", (0, 1), 2, {}, "For these there are: forward, gpipe, 1f1b, interleaved, zb-h1, zb-h2"),
-        ("1f1c", (0, 1), 2, {}, "there is no schedule '1f1c' (did you mean 1f1b?). There are, for these lanes:\n  forward: any lanes\n  gpipe: any lanes"),
-        ("1f1b", (), 2, {}, "lanes must say on which lane each stage is, in numbers from 0, not []"),
+        (
+            "interleaved",
+            (0, 1, 1, 0),
+            2,
+            {},
+            (
+                "interleaved needs lanes that take one stage each, in turn, such as 0, 1, 0, 1; "
+                "the "
+                "stages are on lanes [0, 1,"
+            ),
+        ),
+        (
+            "zb-h1",
+            (0, 1, 0),
+            2,
+            {},
+            (
+                "zb-h1 needs lanes that each hold one stage, or several that follow one another, "
+                "such "
+                "as 0, 1, 2; the stages are on lanes"
+            ),
+        ),
+        (
+            "zb-v",
+            (0, 1),
+            2,
+            {},
+            (
+                "zb-v needs lanes that go there and back, such as 0, 1, 2, 2, 1, 0; the stages "
+                "are on "
+                "lanes [0, 1]"
+            ),
+        ),
+        (
+            "zb-v",
+            (0, 1),
+            2,
+            {},
+            "For these there are: forward, gpipe, 1f1b, interleaved, zb-h1, zb-h2",
+        ),
+        (
+            "1f1c",
+            (0, 1),
+            2,
+            {},
+            (
+                "there is no schedule '1f1c' (did you mean 1f1b?). There are, for these lanes:\n  "
+                "forward: any lanes\n  gpipe: any lanes"
+            ),
+        ),
+        (
+            "1f1b",
+            (),
+            2,
+            {},
+            "lanes must say on which lane each stage is, in numbers from 0, not []",
+        ),
         ("1f1b", (0, 2), 2, {}, "no stage is on lane 1 of [0, 2]"),
         ("1f1b", (0, "1"), 2, {}, "in numbers from 0, not [0, '1']"),
         ("1f1b", (0, 1), 0, {}, "micros must be a number of micro-batches, at least 1, not 0"),
@@ -252,7 +393,9 @@ def test_spellings(spelling: str, name: str, lanes: tuple[int, ...]) -> None:
         ("gpipe", (0, 1), 2, {"eager": True}, "gpipe has no option eager: it has none"),
     ],
 )
-def test_what_cannot_be(name: str, lanes: Any, micros: Any, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be(
+    name: str, lanes: Any, micros: Any, options: dict[str, Any], message: str
+) -> None:
     for make in (schedule, max_activations):
         with pytest.raises(ScheduleError) as caught:
             make(name, lanes, micros, **options)
@@ -262,18 +405,38 @@ def test_what_cannot_be(name: str, lanes: Any, micros: Any, options: dict[str, A
 def test_the_error_lists_every_family() -> None:
     with pytest.raises(ScheduleError) as caught:
         schedule("round", (0, 1), 2)
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == list(FAMILIES)
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == list(
+        FAMILIES
+    )
 
 
 def test_what_a_user_may_give(tmp_path: Path) -> None:
     s = schedule("gpipe", (0, 1), 3)
     s.save(tmp_path / "mine.json")
-    assert [parse_schedule(wanted) for wanted in ("OneFOneB", None, s, tmp_path / "mine.json", str(tmp_path / "mine.json"))] == ["1f1b", None, s, s, s]
-    for wanted, message in (("1f1c", "did you mean 1f1b"), (3, "not 3"), (tmp_path / "none.json", "No such file"), ("none.json", "no schedule in none.json")):
+    assert [
+        parse_schedule(wanted)
+        for wanted in ("OneFOneB", None, s, tmp_path / "mine.json", str(tmp_path / "mine.json"))
+    ] == ["1f1b", None, s, s, s]
+    for wanted, message in (
+        ("1f1c", "did you mean 1f1b"),
+        (3, "not 3"),
+        (tmp_path / "none.json", "No such file"),
+        ("none.json", "no schedule in none.json"),
+    ):
         with pytest.raises(ScheduleError, match=message):
             parse_schedule(wanted)  # type: ignore[arg-type]
-    assert [resolve_schedule(wanted, (0, 1), 3).name for wanted in (None, "zb-h1", s)] == ["1f1b", "zb-h1", "gpipe"]
-    with pytest.raises(ScheduleError, match=r"gpipe is for stages on lanes \[0, 1\] and 3 micro-batches; here stages are on lanes \[0, 1\], and there are 4"):
+    assert [resolve_schedule(wanted, (0, 1), 3).name for wanted in (None, "zb-h1", s)] == [
+        "1f1b",
+        "zb-h1",
+        "gpipe",
+    ]
+    with pytest.raises(
+        ScheduleError,
+        match=(
+            r"gpipe is for stages on lanes \[0, 1\] and 3 micro-batches; here stages are on "
+            r"lanes \[0, 1\], and there are 4"
+        ),
+    ):
         resolve_schedule(s, (0, 1), 4)
     with pytest.raises(ScheduleError, match="would not end"):
         resolve_schedule(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), (0, 1), 2)
@@ -284,7 +447,13 @@ def test_what_a_user_may_give(tmp_path: Path) -> None:
 
 def by_hand(*rows: str, lanes: tuple[int, ...] | None = None, micros: int = 2) -> Schedule:
     where = lanes or tuple(range(len(rows)))
-    return Schedule("mine", len(where), micros, tuple(tuple(map(Action.parse, row.split())) for row in rows), where)
+    return Schedule(
+        "mine",
+        len(where),
+        micros,
+        tuple(tuple(map(Action.parse, row.split())) for row in rows),
+        where,
+    )
 
 
 def refused(s: Schedule, **options: Any) -> str:
@@ -299,22 +468,42 @@ def test_a_deadlock_is_named() -> None:
         "  lane 0 at position 1 (0B0) waits for 1B0, which lane 1 does at position 2\n"
         "  lane 1 at position 1 (1F1) waits for 0F1, which lane 0 does at position 2"
     )
-    assert refused(by_hand("0F0 0W0 0I0", micros=1)).endswith("\n  lane 0 at position 1 (0W0) waits for 0I0, which the same lane does at position 2")
+    assert refused(by_hand("0F0 0W0 0I0", micros=1)).endswith(
+        "\n  lane 0 at position 1 (0W0) waits for 0I0, which the same lane does at position 2"
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "lanes", "message"),
     [
         (("0F0 0F0 0F1 0B0 0B1",), None, "lane 0 has 0F0 2 times, at positions 0, 1"),
-        (("0F0 0F1 0B0",), None, "lane 0 does F of stage 0, micro-batch 1: it must do F and B, or F, I and W, each once"),
+        (
+            ("0F0 0F1 0B0",),
+            None,
+            "lane 0 does F of stage 0, micro-batch 1: it must do F and B, or F, I and W, each once",
+        ),
         (("0F0 0F1 0B0 0I1",), None, "lane 0 does FI of stage 0, micro-batch 1"),
         (("0F0 0F1 0B0 0B1 0W1",), None, "lane 0 does FBW of stage 0, micro-batch 1"),
-        (("0F0 0B0 0F1 0B1 0F2",), None, "lane 0 at position 4 has 0F2, but there are stages 0 to 0 and micro-batches 0 to 1"),
-        (("0F0 0F1 1F0 1F1", "1F0 1F1"), None, "lane 0 at position 2 has 1F0, but stage 1 is on lane 1"),
-        (("0F0 0F1 0B0 0B1",), (0, 1), "there are rows for lanes 0 to 0, but the stages are on lanes [0, 1]"),
+        (
+            ("0F0 0B0 0F1 0B1 0F2",),
+            None,
+            "lane 0 at position 4 has 0F2, but there are stages 0 to 0 and micro-batches 0 to 1",
+        ),
+        (
+            ("0F0 0F1 1F0 1F1", "1F0 1F1"),
+            None,
+            "lane 0 at position 2 has 1F0, but stage 1 is on lane 1",
+        ),
+        (
+            ("0F0 0F1 0B0 0B1",),
+            (0, 1),
+            "there are rows for lanes 0 to 0, but the stages are on lanes [0, 1]",
+        ),
     ],
 )
-def test_what_is_not_whole(rows: tuple[str, ...], lanes: tuple[int, ...] | None, message: str) -> None:
+def test_what_is_not_whole(
+    rows: tuple[str, ...], lanes: tuple[int, ...] | None, message: str
+) -> None:
     assert message in refused(by_hand(*rows, lanes=lanes))
 
 
@@ -326,7 +515,10 @@ def test_many_errors_are_counted() -> None:
 
 def test_too_many_activations() -> None:
     check(schedule("gpipe", (0, 1), 4), most=(4, 4))
-    assert refused(schedule("gpipe", (0, 1), 4), most=(4, 3)) == "schedule gpipe holds too many activations:\n  lane 1 holds 4, may hold 3"
+    assert (
+        refused(schedule("gpipe", (0, 1), 4), most=(4, 3))
+        == "schedule gpipe holds too many activations:\n  lane 1 holds 4, may hold 3"
+    )
 
 
 @given(st.data())
@@ -350,7 +542,14 @@ def test_the_checker_agrees_with_the_graph(data: Any) -> None:
                 data.draw(st.sampled_from(rows)).append(row.pop(i))
     changed = Schedule("changed", s.stages, s.micros, tuple(map(tuple, rows)), s.lanes)
     try:
-        right = whole(changed) and bool(longest(changed, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages)))
+        right = whole(changed) and bool(
+            longest(
+                changed,
+                dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0),
+                {},
+                chain(s.stages),
+            )
+        )
     except CycleError:
         right = False
     if right:
@@ -365,12 +564,20 @@ def test_edges_say_what_waits_for_what() -> None:
     check(towers, edges={(0, 2), (1, 2)})
     crossed = by_hand("1F0 0F0 1B0 0B0", "2F0 2B0", lanes=(0, 0, 1), micros=1)
     check(crossed, edges={(0, 2), (1, 2)})
-    assert "lane 0 at position 0 (1F0) waits for 0F0, which the same lane does at position 1" in refused(crossed)
+    assert (
+        "lane 0 at position 0 (1F0) waits for 0F0, which the same lane does at position 1"
+        in refused(crossed)
+    )
     skip = by_hand("0F0 2F0 2B0 0B0", "1F0 1B0", lanes=(0, 1, 0), micros=1)
     check(skip, edges={(0, 1), (1, 2), (0, 2)})
     early = by_hand("0F0 2F0 0B0 2B0", "1F0 1B0", lanes=(0, 1, 0), micros=1)
-    assert "lane 0 at position 2 (0B0) waits for 2B0, which the same lane does at position 3" in refused(early, edges={(0, 2)})
-    assert "an edge goes from a stage to a later one of 2, not 0 -> 2, 1 -> 0" in refused(schedule("gpipe", (0, 1), 1), edges=[(1, 0), (0, 2)])
+    assert (
+        "lane 0 at position 2 (0B0) waits for 2B0, which the same lane does at position 3"
+        in refused(early, edges={(0, 2)})
+    )
+    assert "an edge goes from a stage to a later one of 2, not 0 -> 2, 1 -> 0" in refused(
+        schedule("gpipe", (0, 1), 1), edges=[(1, 0), (0, 2)]
+    )
 
 
 # The simulator.
@@ -383,29 +590,51 @@ def test_the_simulator_finds_the_longest_path(data: Any) -> None:
     lanes = data.draw(any_lanes()) if name in ANYWHERE else layout(name, p)
     s, number = schedule(name, lanes, data.draw(st.integers(1, 6))), st.integers(0, 9).map(float)
     costs = {(kind, stage): data.draw(number) for kind in "FBIW" for stage in range(s.stages)}
-    skips = data.draw(st.sets(st.tuples(st.integers(0, s.stages - 1), st.integers(0, s.stages - 1)).filter(lambda e: e[0] < e[1]), max_size=3))
+    skips = data.draw(
+        st.sets(
+            st.tuples(st.integers(0, s.stages - 1), st.integers(0, s.stages - 1)).filter(
+                lambda e: e[0] < e[1]
+            ),
+            max_size=3,
+        )
+    )
     edges = chain(s.stages) | skips if s.stages > 1 else set()
-    travel = {edge: data.draw(number) for edge in sorted(edges)} | {(b, a): data.draw(number) for a, b in sorted(edges) if data.draw(st.booleans())}
+    travel = {edge: data.draw(number) for edge in sorted(edges)} | {
+        (b, a): data.draw(number) for a, b in sorted(edges) if data.draw(st.booleans())
+    }
     run, ends = simulate(s, costs, travel, edges=edges), longest(s, costs, travel, edges)
-    assert {span.action: span.end for span in run.spans} == {a: end for a, end in ends.items() if isinstance(a, Action)}
-    assert all(span.end - span.start == costs[span.action.kind, span.action.stage] and span.lane == s.lanes[span.action.stage] for span in run.spans)
+    assert {span.action: span.end for span in run.spans} == {
+        a: end for a, end in ends.items() if isinstance(a, Action)
+    }
+    assert all(
+        span.end - span.start == costs[span.action.kind, span.action.stage]
+        and span.lane == s.lanes[span.action.stage]
+        for span in run.spans
+    )
     assert run.in_flight == peak_activations(s)
     assert simulate(s, costs, travel, edges=edges) == run
-    assert simulate(s, costs, travel) == simulate(s, costs, travel, edges=edges)  # transfers name their edges
+    assert simulate(s, costs, travel) == simulate(
+        s, costs, travel, edges=edges
+    )  # transfers name their edges
 
 
 def test_a_slow_link_carries_one_message_at_a_time() -> None:
     """Four forwards of 1 s over a link of 5 s a message: the last arrives at 1 + 4 * 5."""
     run = simulate(schedule("forward", (0, 1), 4), {"F": 1.0}, transfer=5.0)
     assert [span.start for span in run.spans if span.lane == 1] == [6, 11, 16, 21]
-    assert simulate(schedule("forward", (0, 0), 4), {"F": 1.0}, transfer=5.0).makespan == 8  # nothing crosses
+    assert (
+        simulate(schedule("forward", (0, 0), 4), {"F": 1.0}, transfer=5.0).makespan == 8
+    )  # nothing crosses
 
 
 def test_costs() -> None:
     s = schedule("gpipe", (0, 1), 1)
     assert simulate(s, UNIT).makespan == 6
     assert simulate(s, {"F": 1.0, "B": 2.0, ("F", 1): 4.0}).makespan == 9
-    for costs, message in (({"F": 1.0, "I": 1.0}, "costs lack B of stage 1"), ({"F": -1.0, "B": 1.0}, "costs are seconds, not {'F': -1.0}")):
+    for costs, message in (
+        ({"F": 1.0, "I": 1.0}, "costs lack B of stage 1"),
+        ({"F": -1.0, "B": 1.0}, "costs are seconds, not {'F': -1.0}"),
+    ):
         with pytest.raises(ScheduleError, match=message.replace("{", "\\{")):
             simulate(s, costs)
     with pytest.raises(ScheduleError, match="would not end"):
@@ -432,7 +661,9 @@ def test_bytes() -> None:
 
 
 @given(any_lanes(), st.integers(1, 4), st.sampled_from(ANYWHERE))
-def test_a_file_gives_it_back(tmp_path_factory: Any, lanes: tuple[int, ...], micros: int, name: str) -> None:
+def test_a_file_gives_it_back(
+    tmp_path_factory: Any, lanes: tuple[int, ...], micros: int, name: str
+) -> None:
     path, s = tmp_path_factory.mktemp("schedules") / "s.json", schedule(name, lanes, micros)
     s.save(path)
     assert Schedule.load(path) == s
@@ -440,7 +671,10 @@ def test_a_file_gives_it_back(tmp_path_factory: Any, lanes: tuple[int, ...], mic
 
 def test_a_file_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text('{"name": "mine", "micros": 2, "lanes": [0, 1], "rows": ["0F0 0F1  0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1"]}')
+    path.write_text(
+        '{"name": "mine", "micros": 2, "lanes": [0, 1], "rows": ["0F0 0F1  0B0 0B1", "1F0 1I0 1F1 '
+        '1I1 1W0 1W1"]}'
+    )
     check(Schedule.load(path))
     assert Schedule.load(str(path)).rows[1][-1] == Action("W", 1, 1)
 
@@ -448,7 +682,14 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": ["0F0 0F1 0X0"]}, "lane 0, position 2: '0X0' is no action: write stage, kind and micro-batch, such as 2F0; kinds are F (forward), B"),
+        (
+            {"rows": ["0F0 0F1 0X0"]},
+            (
+                "lane 0, position 2: '0X0' is no action: write stage, kind and micro-batch, such "
+                "as "
+                "2F0; kinds are F (forward), B"
+            ),
+        ),
         ({"rows": ["0F0", "0B0"]}, "2 rows for 1 lane"),
         ({"rows": "0F0"}, "rows must be a list with one text of actions for each lane"),
         ({"rows": [["F", 0, 0]]}, "rows must be a list with one text of actions for each lane"),
@@ -456,12 +697,23 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         ({"lanes": [1]}, "no stage is on lane 0 of [1]"),
         ({"micros": "2"}, "micros must be a number of micro-batches, at least 1, not '2'"),
         ({"name": 3}, "name must be text, not 3"),
-        ({"title": "x"}, "the keys 'name', 'lanes', 'micros', 'rows', but this has the keys 'name', 'lanes', 'micros', 'rows', 'title'"),
+        (
+            {"title": "x"},
+            (
+                "the keys 'name', 'lanes', 'micros', 'rows', but this has the keys 'name', "
+                "'lanes', "
+                "'micros', 'rows', 'title'"
+            ),
+        ),
     ],
 )
 def test_a_file_that_is_no_schedule(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"name": "mine", "lanes": [0], "micros": 2, "rows": ["0F0 0F1 0B0 0B1"]} | change))
+    path.write_text(
+        json.dumps(
+            {"name": "mine", "lanes": [0], "micros": 2, "rows": ["0F0 0F1 0B0 0B1"]} | change
+        )
+    )
     with pytest.raises(ScheduleError) as caught:
         Schedule.load(path)
     assert str(caught.value).startswith(f"{path}: ") or "position" in str(caught.value)
@@ -477,23 +729,41 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 
 def test_drawings() -> None:
     s = schedule("zb-h1", (0, 1), 3)
-    assert str(s) == "zb-h1: 2 stages, 3 micro-batches\nlane 0  0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2\nlane 1  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    assert str(s) == (
+        "zb-h1: 2 stages, 3 micro-batches\nlane 0  0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2\nlane 1 "
+        " 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    )
     assert simulate(s, UNIT).draw().splitlines() == [
         "lane 0  F0 F1    I0 W0 F2 I1 W1 I2 W2",
         "lane 1     F0 I0 F1 I1 W0 F2 I2 W1 W2",
     ]
-    assert simulate(schedule("1f1b", (0, 0, 1), 1), {"F": 1.0, "B": 2.0}, step=1.0).draw().splitlines() == [
+    assert simulate(
+        schedule("1f1b", (0, 0, 1), 1), {"F": 1.0, "B": 2.0}, step=1.0
+    ).draw().splitlines() == [
         "lane 0  0F0- 1F0-                1B0------ 0B0------ step",
         "lane 1            2F0- 2B0------ step",
     ]
-    assert max(len(line) for line in simulate(schedule("gpipe", (0, 1), 200), UNIT).draw(60).splitlines()) <= 70
+    assert (
+        max(
+            len(line)
+            for line in simulate(schedule("gpipe", (0, 1), 200), UNIT).draw(60).splitlines()
+        )
+        <= 70
+    )
 
 
 # Timelines.
 
 
 def test_a_measured_timeline() -> None:
-    line = timeline([(0, "0F0", 10.0, 11.0), (1, Action("F", 1, 0), 11.5, 12.5), (1, "1B0", 12.5, 14.5), (0, "0B0", 15.0, 18.0)])
+    line = timeline(
+        [
+            (0, "0F0", 10.0, 11.0),
+            (1, Action("F", 1, 0), 11.5, 12.5),
+            (1, "1B0", 12.5, 14.5),
+            (0, "0B0", 15.0, 18.0),
+        ]
+    )
     assert (line.lanes, line.makespan, line.busy, line.bubble) == (2, 8.0, (4.0, 3.0), 1 - 7 / 16)
     assert line.period == 8.0
     assert line.costs == {("B", 0): 3.0, ("B", 1): 2.0, ("F", 0): 1.0, ("F", 1): 1.0}
@@ -511,19 +781,41 @@ def test_costs_of_a_timeline_give_it_again(name: str) -> None:
 
 def test_measured_beside_simulated(tmp_path: Path) -> None:
     run = simulate(schedule("1f1b", (0, 1), 2), {"F": 1e-3, "B": 2e-3}, step=1e-3)
-    save_trace(tmp_path / "trace.json", measured=[Span(lane, action, 7 + start, 7 + 2 * end) for lane, action, start, end in run.spans], simulated=run)
+    save_trace(
+        tmp_path / "trace.json",
+        measured=[
+            Span(lane, action, 7 + start, 7 + 2 * end) for lane, action, start, end in run.spans
+        ],
+        simulated=run,
+    )
     data = json.loads((tmp_path / "trace.json").read_text())
-    assert data == trace(measured=[Span(lane, action, 7 + start, 7 + 2 * end) for lane, action, start, end in run.spans], simulated=run)
+    assert data == trace(
+        measured=[
+            Span(lane, action, 7 + start, 7 + 2 * end) for lane, action, start, end in run.spans
+        ],
+        simulated=run,
+    )
     events = data["traceEvents"]
-    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {0: "measured", 1: "simulated"}
-    assert [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [(s, k, f"lane {k}") for s in (0, 1) for k in (0, 1)]
+    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        0: "measured",
+        1: "simulated",
+    }
+    assert [
+        (e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"
+    ] == [(s, k, f"lane {k}") for s in (0, 1) for k in (0, 1)]
     done = [e for e in events if e["ph"] == "X"]
     assert len(done) == 2 * 8 + 2
     assert min(e["ts"] for e in done if e["pid"] == 0) == 0
     back = next(e for e in done if e["pid"] == 1 and e["name"] == "1B0")
-    assert back == {"ph": "X", "name": "1B0", "cat": "backward", "pid": 1, "tid": 1, "ts": pytest.approx(2000), "dur": pytest.approx(2000)} | {
-        "args": {"stage": 1, "micro": 0}
-    }
+    assert back == {
+        "ph": "X",
+        "name": "1B0",
+        "cat": "backward",
+        "pid": 1,
+        "tid": 1,
+        "ts": pytest.approx(2000),
+        "dur": pytest.approx(2000),
+    } | {"args": {"stage": 1, "micro": 0}}
     assert [e["tid"] for e in done if e["name"] == "step"] == [0, 1]
 
 
@@ -533,4 +825,8 @@ def test_costs_of_single_actions() -> None:
     run = simulate(plan, seconds)
     assert run.each == seconds
     assert timeline(run.spans).each == seconds
-    assert run.makespan == simulate(plan, {**seconds, ("F", 0): 100.0}).makespan == 1 + 1 + 1 + 2 + 2 + 2  # 0F0 1F0 1B0 1F1 1B1 0B1
+    assert (
+        run.makespan
+        == simulate(plan, {**seconds, ("F", 0): 100.0}).makespan
+        == 1 + 1 + 1 + 2 + 2 + 2
+    )  # 0F0 1F0 1B0 1F1 1B1 0B1

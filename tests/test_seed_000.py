@@ -1,5 +1,6 @@
-"""The reference document 000: its data-parallel script, started as it says, on gloo and on mpi. Its collectives are in test_distributed_api.py, its global
-tensors in test_seed_global.py, its launcher in test_launch.py."""
+"""The reference document 000: its data-parallel script, started as it says, on gloo and on mpi. Its
+collectives are in test_distributed_api.py, its global tensors in test_seed_global.py, its launcher
+in test_launch.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 from support.mpi import mpirun, needs_mpi
 from support.program import LAUNCH, run
 
-# What stands in the document, its lost brackets and line ends put back; "cuda" where there is one for each rank.
+# What stands in the document, its lost brackets and line ends put back; "cuda" where there is one
+# for each rank.
 SCRIPT = """
 import globaltensor as flow
 from globaltensor.nn.parallel import DistributedDataParallel as ddp
@@ -58,14 +60,15 @@ for i in range(0, m.iter_count):
 
 print(f"\\nw:{m.w.flatten().tolist()}")
 """
-# What the document's state dict serves for: a model trained so is loaded by one that is not wrapped.
+# What the document's state dict serves for: a model trained so is loaded by one that is not
+# wrapped.
 AFTER = """
 plain = Model()
 plain.load_state_dict({k: v.cpu() for k, v in m.state_dict().items()})
 assert list(m.state_dict()) == ["w"] and flow.allclose(plain.w, flow.tensor([[2.0], [3.0]]), atol=1e-2), plain.w
 import pathlib
 pathlib.Path(f"right.{flow.env.get_rank()}").write_text(flow.distributed.get_backend())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])

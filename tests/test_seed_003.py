@@ -1,4 +1,5 @@
-"""The reference document 003 (torch.distributed's own words), with the import changed: its program and every call it describes, on gloo and on mpi."""
+"""The reference document 003 (torch.distributed's own words), with the import changed: its program
+and every call it describes, on gloo and on mpi."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from support.program import run
 
 from globaltensor.distributed.launch import reserved_port
 
-# What stands in the document, but for the import, the backend and the device: those are this machine's.
+# What stands in the document, but for the import, the backend and the device: those are this
+# machine's.
 EXAMPLE = """
 import torch
 import globaltensor.distributed as dist
@@ -47,7 +49,8 @@ if __name__ == '__main__':
 """
 WHAT_IT_PRINTS = ["Rank 0: tensor([[2., 2.],", "Rank 1: tensor([[2., 2.],"]
 
-# The calls with the arguments that the document names, each at its default, and what they must give.
+# The calls with the arguments that the document names, each at its default, and what they must
+# give.
 CALLS = """
 import sys, torch
 import globaltensor as flow
@@ -111,7 +114,7 @@ assert set(every[0] + every[1]) == set(data) and len(every[0]) == len(every[1]) 
 dist.destroy_process_group()
 assert not dist.is_initialized()
 print("good", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("module", ["torch.multiprocessing", "globaltensor"])
@@ -128,10 +131,17 @@ def test_its_program(module: str, tmp_path: Path) -> None:
 def test_its_program_on_mpi(tmp_path: Path) -> None:
     """Started by mpirun, which says who a rank is."""
     program = tmp_path / "program.py"
-    begin = "    rank, world_size = flow.env.get_rank(), flow.env.get_world_size()\n    dist.destroy_process_group()\n    demo_basic(rank, world_size)\n"
-    text = EXAMPLE.replace("backend='gloo'", "backend='mpi'").replace("import MODULE as mp", "import globaltensor as flow")
+    begin = (
+        "    rank, world_size = flow.env.get_rank(), flow.env.get_world_size()\n    "
+        "dist.destroy_process_group()\n    demo_basic(rank, world_size)\n"
+    )
+    text = EXAMPLE.replace("backend='gloo'", "backend='mpi'").replace(
+        "import MODULE as mp", "import globaltensor as flow"
+    )
     with reserved_port() as port:
-        program.write_text(text[: text.index("    world_size = 2\n")].replace("PORT", str(port)) + begin)
+        program.write_text(
+            text[: text.index("    world_size = 2\n")].replace("PORT", str(port)) + begin
+        )
         code, out = run([*mpirun(2, sys.executable), str(program)])
     assert code == 0, out
     assert all(line in out for line in WHAT_IT_PRINTS), out
@@ -140,7 +150,11 @@ def test_its_program_on_mpi(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_its_calls(backend: str, tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(CALLS)
-    start = mpirun(2, sys.executable) if backend == "mpi" else [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
+    start = (
+        mpirun(2, sys.executable)
+        if backend == "mpi"
+        else [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
+    )
     code, out = run([*start, str(tmp_path / "calls.py"), backend])
     assert code == 0, out
     assert out.count("good") == 2

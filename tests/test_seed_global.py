@@ -1,4 +1,5 @@
-"""Every example of the reference document on global tensors, with the import changed, on 2 and 4 real processes."""
+"""Every example of the reference document on global tensors, with the import changed, on 2 and 4
+real processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def construct() -> Any:
 
 
 def convert() -> Any:
-    """Convert Local Tensor to Global Tensor: the code of node 0, and that of node 1, are the same."""
+    """Convert Local Tensor to Global Tensor: the code of node 0, and that of node 1, are the
+    same."""
     x = flow.full((2, 5), float(flow.env.get_rank()))
     placement = flow.placement(DEVICE, [0, 1])
     sbp = flow.sbp.split(0)
@@ -39,9 +41,12 @@ def convert() -> Any:
 
 
 def redistribute() -> Any:
-    """Redistribute Global Tensor: to another placement and another sbp. Where ranks 2 and 3 do not run, to the same pair the other way round."""
+    """Redistribute Global Tensor: to another placement and another sbp. Where ranks 2 and 3 do not
+    run, to the same pair the other way round."""
     other = [2, 3] if flow.env.get_world_size() == 4 else [1, 0]
-    x = flow.tensor([1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0))
+    x = flow.tensor(
+        [1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0)
+    )
     y = x.to_global(placement=flow.placement(DEVICE, ranks=other), sbp=flow.sbp.broadcast)
     assert y.placement == flow.placement(DEVICE, ranks=other)
     assert y.sbp == (flow.sbp.broadcast,)
@@ -51,8 +56,12 @@ def redistribute() -> Any:
 
 def redistribute_beyond_the_world() -> Any:
     """The same, on fewer processes than it names."""
-    x = flow.tensor([1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0))
-    with pytest.raises(RuntimeError, match=r"names rank 2, 3, but this world has 2 ranks \(0 to 1\)"):
+    x = flow.tensor(
+        [1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0)
+    )
+    with pytest.raises(
+        RuntimeError, match=r"names rank 2, 3, but this world has 2 ranks \(0 to 1\)"
+    ):
         x.to_global(placement=flow.placement(DEVICE, ranks=[2, 3]), sbp=flow.sbp.broadcast)
     return x.tolist()
 
@@ -91,7 +100,12 @@ def local() -> Any:
 
 
 def environment() -> Any:
-    return flow.env.get_rank(), flow.env.get_world_size(), flow.env.get_local_rank(), flow.env.get_node_size()
+    return (
+        flow.env.get_rank(),
+        flow.env.get_world_size(),
+        flow.env.get_local_rank(),
+        flow.env.get_node_size(),
+    )
 
 
 @pytest.fixture(params=[2, 4])

@@ -34,12 +34,19 @@ def test_collectives_keep_the_order_of_ranks() -> None:
                 comm.reduce_scatter(sends).tolist(),
                 comm.broadcast(torch.tensor([here]), 2).tolist(),
                 comm.all_gather_object(here),
-                {k: v.tolist() for k, v in comm.exchange({(comm.index + 1) % 4: t}, {(comm.index - 1) % 4: order[comm.index - 1]}, t).items()},
+                {
+                    k: v.tolist()
+                    for k, v in comm.exchange(
+                        {(comm.index + 1) % 4: t}, {(comm.index - 1) % 4: order[comm.index - 1]}, t
+                    ).items()
+                },
             )
         assert log[0] == Traffic("all_gather", order, 36)
         return out
 
-    for rank, (gathered, total, every, swapped, scattered, one, objects, ring) in enumerate(simulate(4, run)):
+    for rank, (gathered, total, every, swapped, scattered, one, objects, ring) in enumerate(
+        simulate(4, run)
+    ):
         assert gathered == [[r] * r for r in order]
         assert total == [6, 4]
         assert every == [False, True]
@@ -55,7 +62,13 @@ def test_inputs_stay_and_results_are_fresh() -> None:
     def run() -> None:
         comm, t = world().comm((0, 1)), torch.arange(6.0).reshape(2, 3).T
         before = t.clone()
-        for got in (comm.all_reduce(t), *comm.all_gather(t, [6, 6]), comm.reduce_scatter([t, t]), comm.broadcast(t, 0), *comm.all_to_all([t, t], [6, 6])):
+        for got in (
+            comm.all_reduce(t),
+            *comm.all_gather(t, [6, 6]),
+            comm.reduce_scatter([t, t]),
+            comm.broadcast(t, 0),
+            *comm.all_to_all([t, t], [6, 6]),
+        ):
             got.add_(1)
         flat = torch.ones(4)
         comm.all_reduce_async(flat).wait()
@@ -67,24 +80,55 @@ def test_inputs_stay_and_results_are_fresh() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 100_003])
 def test_all_reduce_of_any_size(size: int) -> None:
-    results = simulate(3, lambda: world().comm((0, 1, 2)).all_reduce(torch.arange(size, dtype=torch.float64) * (world().rank + 1)))
+    results = simulate(
+        3,
+        lambda: (
+            world()
+            .comm((0, 1, 2))
+            .all_reduce(torch.arange(size, dtype=torch.float64) * (world().rank + 1))
+        ),
+    )
     for r in results:
         torch.testing.assert_close(r, torch.arange(size, dtype=torch.float64) * 6)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_reductions_of_every_dtype() -> None:
-    integers = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64)
-    for dtype in (*integers, torch.bfloat16, torch.float8_e4m3fn, torch.complex32, torch.complex128):
+    integers = (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int64,
+    )
+    for dtype in (
+        *integers,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.complex32,
+        torch.complex128,
+    ):
         parts = [torch.tensor(v).to(dtype) for v in ([1, 0, 3], [2, 0, 1], [4, 0, 1])]
-        assert combine(parts, "sum").to(torch.complex128).real.tolist() == ([1, 0, 1] if dtype is torch.bool else [7, 0, 5])
+        assert combine(parts, "sum").to(torch.complex128).real.tolist() == (
+            [1, 0, 1] if dtype is torch.bool else [7, 0, 5]
+        )
         if not dtype.is_complex:
-            assert combine(parts, "max").to(torch.float64).tolist() == ([1, 0, 1] if dtype is torch.bool else [4, 0, 3])
+            assert combine(parts, "max").to(torch.float64).tolist() == (
+                [1, 0, 1] if dtype is torch.bool else [4, 0, 3]
+            )
             assert combine(parts, "min").to(torch.float64).tolist() == [1, 0, 1]
     top = torch.tensor([2**63 + 5, 3], dtype=torch.uint64)
-    assert combine([top, torch.tensor([7, 4], dtype=torch.uint64)], "max").tolist() == [2**63 + 5, 4]
+    assert combine([top, torch.tensor([7, 4], dtype=torch.uint64)], "max").tolist() == [
+        2**63 + 5,
+        4,
+    ]
     # bf16: added in float32, rounded once
-    assert combine([torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)], "sum").tolist() == [258.0]
+    assert combine(
+        [torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)], "sum"
+    ).tolist() == [258.0]
 
 
 def test_a_failing_rank_ends_the_others() -> None:
@@ -99,14 +143,21 @@ def test_a_failing_rank_ends_the_others() -> None:
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
-    with pytest.raises(WorldError, match="rank 0 waited in a collective among ranks \\[0, 1\\], but rank 1 has ended"):
+    with pytest.raises(
+        WorldError,
+        match="rank 0 waited in a collective among ranks \\[0, 1\\], but rank 1 has ended",
+    ):
         simulate(2, lambda: world().comm((0, 1)).barrier() if world().rank == 0 else None)
 
 
 def test_a_rank_that_never_comes_is_waited_for_a_bounded_time() -> None:
     done = threading.Event()
     with pytest.raises(WorldError, match=r"did not come within 0\.2 s"):
-        simulate(2, lambda: world().comm((0, 1)).barrier() if world().rank == 0 else done.wait(0.5), timeout=0.2)
+        simulate(
+            2,
+            lambda: world().comm((0, 1)).barrier() if world().rank == 0 else done.wait(0.5),
+            timeout=0.2,
+        )
 
 
 def test_only_members_get_a_communicator() -> None:
@@ -121,23 +172,40 @@ def test_only_members_get_a_communicator() -> None:
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- GPUs
+# --------------------------------------------------------------------------------------------- GPUs
 
 
 def test_ranks_share_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert simulate(3, lambda: str(world().device("cuda"))) == ["cuda:0", "cuda:1", "cuda:0"]
-    over_gloo, over_nccl = ProcessWorld(2, 3, 2, 1, owned=False), ProcessWorld(2, 3, 2, 1, owned=False)
+    over_gloo, over_nccl = (
+        ProcessWorld(2, 3, 2, 1, owned=False),
+        ProcessWorld(2, 3, 2, 1, owned=False),
+    )
     over_nccl.backends = {"cuda": "nccl"}
     assert str(over_gloo.device("cuda")) == "cuda:0"
-    with pytest.raises(WorldError, match=r"rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend gloo"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend "
+            r"gloo"
+        ),
+    ):
         over_nccl.device("cuda")
-    assert str(over_nccl.outside("cuda")) == "cpu", "what it holds of others' tensors is nothing, and may lie anywhere"
+    assert str(over_nccl.outside("cuda")) == "cpu", (
+        "what it holds of others' tensors is nothing, and may lie anywhere"
+    )
     assert str(over_gloo.outside("cpu")) == "cpu"
     assert str(over_gloo.outside("npu")) == "cpu"
 
 
 def test_without_gpus_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(WorldError, match=r"this machine shows 0; use placement\(\"cpu\", ...\), start at most one process per device$"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"this machine shows 0; use placement\(\"cpu\", ...\), start at most one process "
+            r"per device$"
+        ),
+    ):
         ProcessWorld(0, 1, 0, 1, owned=False).device("cuda")

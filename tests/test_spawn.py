@@ -1,4 +1,5 @@
-"""Ranks started from Python: ``flow.run`` as a notebook uses it, ``flow.spawn`` as torch has it. Linux's /proc shows who is alive."""
+"""Ranks started from Python: ``flow.run`` as a notebook uses it, ``flow.spawn`` as torch has it.
+Linux's /proc shows who is alive."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PROMPT = 20.0  # seconds for processes to be gone, on a busy machine
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that the environment of every process of the test names; none of them is alive afterwards."""
+    """A folder that the environment of every process of the test names; none of them is alive
+    afterwards."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     yield tmp_path
     for pid in alive(tmp_path):
@@ -40,7 +42,10 @@ def alive(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if int(entry.name) != os.getpid() and f"TEST_FOLDER={folder}\0".encode() in (entry / "environ").read_bytes():
+            if (
+                int(entry.name) != os.getpid()
+                and f"TEST_FOLDER={folder}\0".encode() in (entry / "environ").read_bytes()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -52,14 +57,15 @@ def ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def cell(source: str, name: str = "<cell 1>") -> dict[str, Any]:
-    """What a notebook's cell defines: in no file, in ``__main__``, its text known to linecache alone."""
+    """What a notebook's cell defines: in no file, in ``__main__``, its text known to linecache
+    alone."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, name, "exec"), names)
     return names
 
 
-# ---------------------------------------------------------------------------------------------------------------- what goes and what comes
+# ------------------------------------------------------------------------- what goes and what comes
 
 
 TOLD = """
@@ -81,16 +87,22 @@ def work(x, scale=lambda rank: rank * factor):
     others = [name for name, value in os.environ.items() if name.startswith("TORCHELASTIC") and value]
     grads = [x.requires_grad, x.is_leaf]
     return Answer(env=env, told=[os.environ.get(name) for name in names], others=others, scaled=scale(flow.env.get_rank()), x=x * 2, grads=grads)
-"""
+"""  # noqa: E501
 
 
-def test_each_rank_knows_who_it_is_and_what_a_cell_defines_travels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mark: Path) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # this process may itself be alone under torchrun
+def test_each_rank_knows_who_it_is_and_what_a_cell_defines_travels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mark: Path
+) -> None:
+    monkeypatch.setenv(
+        "TORCHELASTIC_USE_AGENT_STORE", "True"
+    )  # this process may itself be alone under torchrun
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     names = cell(TOLD)
     results = flow.run(names["work"], torch.tensor([1.0, 2.0], requires_grad=True), nprocs=2)
-    assert [type(result) for result in results] == [names["Answer"]] * 2, "the class that comes back is the cell's own"
+    assert [type(result) for result in results] == [names["Answer"]] * 2, (
+        "the class that comes back is the cell's own"
+    )
     for rank, result in enumerate(result.values for result in results):
         assert result["env"] == (rank, 2, rank, 1)
         assert result["told"] == [str(rank), "2", str(rank), "2", "127.0.0.1"]
@@ -127,11 +139,22 @@ def globals_of_all_kinds() -> dict[str, Any]:
 def test_global_tensors_come_back_whole(mark: Path) -> None:
     results = flow.run(globals_of_all_kinds)
     x = torch.arange(15.0).reshape(5, 3)
-    expected = {"split": x, "partial": torch.full((3,), 3.0), "half": x.bfloat16(), "empty": x[:0], "one rank's": x, "loss": (x**2).mean()}
+    expected = {
+        "split": x,
+        "partial": torch.full((3,), 3.0),
+        "half": x.bfloat16(),
+        "empty": x[:0],
+        "one rank's": x,
+        "loss": (x**2).mean(),
+    }
     for rank, result in enumerate(results):
         for name, want in expected.items():
             assert type(result[name]) is torch.Tensor, name
-            torch.testing.assert_close(result[name], want, msg=lambda text, name=name, rank=rank: f"{name} of rank {rank}: {text}")
+            torch.testing.assert_close(
+                result[name],
+                want,
+                msg=lambda text, name=name, rank=rank: f"{name} of rank {rank}: {text}",
+            )
         assert result["own"].tolist() == x[rank].tolist()
         weight = result["module"].weight
         assert isinstance(weight, torch.nn.Parameter)
@@ -144,7 +167,13 @@ def test_global_tensors_that_are_not_the_same_on_all_ranks_are_told(mark: Path) 
         x = flow.zeros(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
         return x if flow.env.get_rank() == 0 else x.shape
 
-    with pytest.raises(WorldError, match=r"rank 1, which holds a part of it, returned only 0 global tensor.*return the same global tensors on all ranks"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"rank 1, which holds a part of it, returned only 0 global tensor.*return the same "
+            r"global tensors on all ranks"
+        ),
+    ):
         flow.run(on_one_rank)
 
 
@@ -152,7 +181,9 @@ def test_runs_side_by_side_do_not_meet(mark: Path) -> None:
     results: dict[int, Any] = {}
 
     def summed(start: int) -> float:
-        x = torch.full((1,), float(start)).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.partial_sum)  # type: ignore[call-arg]
+        x = torch.full((1,), float(start)).to_global(
+            placement=flow.placement.all("cpu"), sbp=flow.sbp.partial_sum
+        )  # type: ignore[call-arg]
         return float(x)
 
     def start(i: int) -> None:
@@ -176,7 +207,7 @@ def test_ranks_of_an_mpi_world(mark: Path) -> None:
     assert within(PROMPT, lambda: not alive(mark)), "mpirun has ended too"
 
 
-# ---------------------------------------------------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------------------- what goes wrong
 
 
 FAILS = """
@@ -208,7 +239,9 @@ def test_the_failing_rank_s_exception_is_raised_here_and_the_others_end(mark: Pa
     assert (caught.value.what, caught.value.how) == ("the sky", "fell")  # type: ignore[attr-defined]
     text = str(caught.value.__cause__)
     assert text.startswith("rank 1 of 2 failed:\nTraceback (most recent call last):\n")
-    assert 'File "<cell 1>", line 15, in work\n    raise Fell("the sky", "fell")' in text, "the cell's own line is shown"
+    assert 'File "<cell 1>", line 15, in work\n    raise Fell("the sky", "fell")' in text, (
+        "the cell's own line is shown"
+    )
     assert "worker.py" not in text
 
 
@@ -251,11 +284,20 @@ def vanish() -> None:
         (unpicklable_error, 1, r"(?s)rank 0 of 1 failed:.*in unpicklable_error.*it holds a lock"),
         (demanding_error, 1, r"(?s)rank 0 of 1 failed:.*Demanding: xy"),
         (leave, 1, r"(?s)rank 0 of 1 failed:.*in leave.*SystemExit: 3"),
-        (die, 2, r"(?s)rank 1 \(local rank 1, pid \d+ on .*\) was ended by SIGKILL \(signal 9\), as the system does when memory runs out.*\| last words"),
+        (
+            die,
+            2,
+            (
+                r"(?s)rank 1 \(local rank 1, pid \d+ on .*\) was ended by SIGKILL \(signal 9\), as "
+                r"the system does when memory runs out.*\| last words"
+            ),
+        ),
         (vanish, 1, r"rank 0 \(.*\) ended with exit code 5; the function had not returned"),
     ],
 )
-def test_what_else_may_happen_to_a_rank_is_told(fn: Callable[[], None], nprocs: int, says: str, mark: Path) -> None:
+def test_what_else_may_happen_to_a_rank_is_told(
+    fn: Callable[[], None], nprocs: int, says: str, mark: Path
+) -> None:
     with pytest.raises(WorldError, match=says):
         flow.run(fn, nprocs=nprocs)
     assert not alive(mark)
@@ -263,14 +305,22 @@ def test_what_else_may_happen_to_a_rank_is_told(fn: Callable[[], None], nprocs: 
 
 def hang() -> None:
     if flow.env.get_rank() == 1:
-        flow.zeros(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).sum().item()  # rank 0 never comes
+        flow.zeros(
+            2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)
+        ).sum().item()  # rank 0 never comes
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     time.sleep(300)
 
 
 def test_time_runs_out(mark: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(WorldError, match=r"(?s)ranks 0, 1 of 2 had not returned after 15 s.*rank 0 was here:.*in hang.*rank 1 was here:.*in hang"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"(?s)ranks 0, 1 of 2 had not returned after 15 s.*rank 0 was here:.*in hang.*rank "
+            r"1 was here:.*in hang"
+        ),
+    ):
         flow.run(hang, timeout=15)
     assert time.monotonic() - began < 15 + PROMPT
     assert within(PROMPT, lambda: not alive(mark)), "what a rank has started ends with it"
@@ -291,32 +341,59 @@ def test_a_start_that_takes_too_long(mark: Path) -> None:
 
 def test_what_cannot_travel_is_told(mark: Path) -> None:
     lock = threading.Lock()
-    with pytest.raises(WorldError, match=r"cannot send <?.*lambda.* to the ranks: TypeError: cannot pickle '_thread.lock'.*inside the function"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            r"cannot send <?.*lambda.* to the ranks: TypeError: cannot pickle "
+            r"'_thread.lock'.*inside the function"
+        ),
+    ):
         flow.run(lambda: lock)
-    with pytest.raises(WorldError, match=r"rank 0 cannot send back what .*lambda.* returned, a generator"):
+    with pytest.raises(
+        WorldError, match=r"rank 0 cannot send back what .*lambda.* returned, a generator"
+    ):
         flow.run(lambda: (i for i in range(3)), nprocs=1)
 
 
 def test_run_in_a_rank_is_told(ranks: Callable[..., list[Any]]) -> None:
     ranks(2, _nested)
-    code, out = run([sys.executable, "-c", "import globaltensor as flow; flow.run(print)"], RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    code, out = run(
+        [sys.executable, "-c", "import globaltensor as flow; flow.run(print)"],
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
     assert code == 1
     assert "run was called on rank 1 of 2" in out
 
 
 def _nested() -> None:
     rank = flow.env.get_rank()
-    with pytest.raises(WorldError, match=f"run was called on rank {rank} of 2, but it starts a world of its own: call the function itself"):
+    with pytest.raises(
+        WorldError,
+        match=(
+            f"run was called on rank {rank} of 2, but it starts a world of its own: call the "
+            f"function itself"
+        ),
+    ):
         flow.run(print)
 
 
-@pytest.mark.parametrize(("options", "says"), [({"nprocs": 0}, "nprocs=0"), ({"timeout": 0}, "timeout=0"), ({"start_timeout": -1.0}, "start_timeout=-1.0")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nprocs": 0}, "nprocs=0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"start_timeout": -1.0}, "start_timeout=-1.0"),
+    ],
+)
 def test_numbers_that_make_no_sense_are_told(options: dict[str, Any], says: str) -> None:
     with pytest.raises(WorldError, match=says):
         flow.run(print, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------- interrupted
+# -------------------------------------------------------------------------------------- interrupted
 
 
 SLEEPS = """
@@ -335,11 +412,19 @@ flow.run(work)
 """
 
 
-@pytest.mark.parametrize(("number", "deaf"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+@pytest.mark.parametrize(
+    ("number", "deaf"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)]
+)
 def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, mark: Path) -> None:
-    command = [sys.executable, "-", *(["deaf"] if deaf else [])]  # read from stdin there is no file that could be imported again
+    command = [
+        sys.executable,
+        "-",
+        *(["deaf"] if deaf else []),
+    ]  # read from stdin there is no file that could be imported again
     around = {**os.environ, "TMPDIR": str(mark)}  # who is killed leaves files behind
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=mark, env=around) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=mark, env=around
+    ) as process:
         assert process.stdin is not None
         assert process.stderr is not None
         process.stdin.write(SLEEPS.encode())
@@ -355,9 +440,15 @@ def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, m
 
 
 def test_a_rank_ends_with_its_parent_where_the_kernel_does_not_see_to_it(mark: Path) -> None:
-    orphan = "import os, sys, time; from globaltensor.distributed.run.worker import end_with; os.setpgid(0, 0); end_with(os.getppid())"
+    orphan = (
+        "import os, sys, time; from globaltensor.distributed.run.worker import end_with; "
+        "os.setpgid(0, 0); end_with(os.getppid())"
+    )
     orphan += f"; open({str(mark / 'here')!r}, 'w'); time.sleep(300)"
-    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {orphan!r}]); time.sleep(300)"
+    parent = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', "
+        f"{orphan!r}]); time.sleep(300)"
+    )
     with subprocess.Popen([sys.executable, "-c", parent]) as process:
         assert within(60, (mark / "here").exists)
         assert len(alive(mark)) == 2
@@ -365,7 +456,7 @@ def test_a_rank_ends_with_its_parent_where_the_kernel_does_not_see_to_it(mark: P
     assert within(PROMPT, lambda: not alive(mark))
 
 
-# ---------------------------------------------------------------------------------------------------------------- spawn
+# -------------------------------------------------------------------------------------------- spawn
 
 
 DOCUMENT = """
@@ -385,14 +476,19 @@ if __name__ == "__main__":
     from globaltensor.distributed.launch import reserved_port
     with reserved_port() as port:
         mp.spawn(demo_basic, args=(2, port), nprocs=2)
-"""
+"""  # noqa: E501
 
 
 def test_spawn_is_torch_s(mark: Path) -> None:
     assert flow.spawn is torch.multiprocessing.spawn
-    assert str(inspect.signature(flow.spawn)) == "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')"
+    assert (
+        str(inspect.signature(flow.spawn))
+        == "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')"
+    )
     (mark / "document.py").write_text(DOCUMENT)
-    done = subprocess.run([sys.executable, "document.py"], cwd=mark, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "document.py"], cwd=mark, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # which may write between the other's line and its end
         assert f"Rank {rank}: [[2.0, 2.0], [2.0, 2.0]]" in done.stdout

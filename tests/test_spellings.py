@@ -1,4 +1,5 @@
-"""OneFlow's other spellings: older forms of placements, functions beside the methods, nests and the global mode, files written and read by one rank."""
+"""OneFlow's other spellings: older forms of placements, functions beside the methods, nests and the
+global mode, files written and read by one rank."""
 
 from __future__ import annotations
 
@@ -13,18 +14,27 @@ from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import LocalTensorError, PlacementError, RenamedError, SbpError, ShapeError, WorldError
+from globaltensor.errors import (
+    LocalTensorError,
+    PlacementError,
+    RenamedError,
+    SbpError,
+    ShapeError,
+    WorldError,
+)
 from globaltensor.utils import global_view
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 
 
-# ---------------------------------------------------------------------------------------------------------------- placements
+# --------------------------------------------------------------------------------------- placements
 
 
 def test_placements_by_node() -> None:
     with pytest.warns(DeprecationWarning, match="name the ranks"):
-        assert flow.placement("cpu", {0: range(4)}, (2, 2)) == flow.placement("cpu", [[0, 1], [2, 3]])
+        assert flow.placement("cpu", {0: range(4)}, (2, 2)) == flow.placement(
+            "cpu", [[0, 1], [2, 3]]
+        )
     with pytest.warns(DeprecationWarning, match="name the ranks"):
         assert flow.placement(device_type="cpu", device_ids={0: 1}) == flow.placement("cpu", 1)
     with pytest.warns(DeprecationWarning, match="placement.type now"):
@@ -58,7 +68,7 @@ def test_placements_that_cannot_be(ranks: Any, hierarchy: Any, says: str) -> Non
             flow.placement("cpu", ranks, hierarchy)
 
 
-# ---------------------------------------------------------------------------------------------------------------- functions and attributes
+# ------------------------------------------------------------------------- functions and attributes
 
 
 def _functions() -> None:
@@ -81,8 +91,12 @@ def _functions() -> None:
             with pytest.raises(RenamedError, match=rf"\.{old} is \.{new} now"):
                 getattr(t, old)
     odd = flow.Spec.make((4,) if flow.env.get_rank() == 0 else (6,), torch.float32, place, [S(0)])
-    with pytest.raises(ShapeError, match=r"rank 0 has float32\[4\] S\(0\)(.|\n)*rank 1 has float32\[6\] S\(0\)"):
-        flow.GlobalTensor.wrap(torch.ones(odd.local_shape(flow.env.get_rank())), odd).check_meta_consistency()
+    with pytest.raises(
+        ShapeError, match=r"rank 0 has float32\[4\] S\(0\)(.|\n)*rank 1 has float32\[6\] S\(0\)"
+    ):
+        flow.GlobalTensor.wrap(
+            torch.ones(odd.local_shape(flow.env.get_rank())), odd
+        ).check_meta_consistency()
     with pytest.raises(LocalTensorError):
         _ = x.sbp
 
@@ -91,13 +105,16 @@ def test_functions_and_attributes() -> None:
     simulate(2, _functions)
 
 
-# ---------------------------------------------------------------------------------------------------------------- nests, the global mode
+# --------------------------------------------------------------------------- nests, the global mode
 
 
 def _nests() -> None:
     rank = flow.env.get_rank()
     first, both = flow.placement("cpu", [0]), flow.placement("cpu", [0, 1])
-    nest = {"a": torch.ones(2, 3), "b": (torch.zeros(2, dtype=torch.int64), None, [torch.full((1,), 7.0, requires_grad=True)])}
+    nest = {
+        "a": torch.ones(2, 3),
+        "b": (torch.zeros(2, dtype=torch.int64), None, [torch.full((1,), 7.0, requires_grad=True)]),
+    }
     got = global_view.to_global(nest if rank == 0 else None, first, B)
     assert got["a"].shape == (2, 3)
     assert got["b"][0].dtype is torch.int64
@@ -114,7 +131,10 @@ def _nests() -> None:
     assert not back["a"].is_global
     with pytest.warns(UserWarning, match="a str is no tensor"):
         assert global_view.to_global([torch.ones(1), "text"], both, B)[1] == "text"
-    assert global_view.to_global([torch.ones(1), "text"], both, B, warn_on_non_tensor_leaf=False)[1] == "text"
+    assert (
+        global_view.to_global([torch.ones(1), "text"], both, B, warn_on_non_tensor_leaf=False)[1]
+        == "text"
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -137,7 +157,10 @@ def _mode() -> None:
             assert not flow.ones(2).is_global
         assert flow.randn(4).is_global
     assert not flow.ones(2).is_global
-    with pytest.raises(SbpError, match="needs placement and sbp"), global_view.global_mode(True, place):
+    with (
+        pytest.raises(SbpError, match="needs placement and sbp"),
+        global_view.global_mode(True, place),
+    ):
         pass
 
 
@@ -145,7 +168,7 @@ def test_global_mode() -> None:
     simulate(2, _mode)
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 class Net(nn.Module):
@@ -156,7 +179,11 @@ class Net(nn.Module):
 
 
 def _files(folder: Path) -> None:
-    rank, both, second = flow.env.get_rank(), flow.placement("cpu", [0, 1]), flow.placement("cpu", [1])
+    rank, both, second = (
+        flow.env.get_rank(),
+        flow.placement("cpu", [0, 1]),
+        flow.placement("cpu", [1]),
+    )
     torch.manual_seed(0)
     plain = Net()
     net = Net()
@@ -165,7 +192,11 @@ def _files(folder: Path) -> None:
     part = torch.arange(3.0).to_global(placement=both, sbp=P) * 2
     alone = flow.full((2,), 5.0, placement=second, sbp=B)
     path = folder / "whole.pt"
-    flow.save({"net": net.state_dict(), "sum": part, "alone": alone, "step": 3, "plain": torch.ones(1)}, path, global_dst_rank=1)
+    flow.save(
+        {"net": net.state_dict(), "sum": part, "alone": alone, "step": 3, "plain": torch.ones(1)},
+        path,
+        global_dst_rank=1,
+    )
     found = torch.load(path)
     assert not any(getattr(t, "is_global", False) for t in found["net"].values())
     for name, value in plain.state_dict().items():
@@ -179,7 +210,9 @@ def _files(folder: Path) -> None:
     other = Net()
     other.to_global(both, lambda path, t: S(t.dim() - 1) if t.dim() else B)
     other.load_state_dict(read["net"])
-    assert torch.equal(torch.from_numpy(other.inner.weight.detach().numpy()), plain.inner.weight.detach())
+    assert torch.equal(
+        torch.from_numpy(other.inner.weight.detach().numpy()), plain.inner.weight.detach()
+    )
     assert flow.load(path, both, global_src_rank=0)["sum"].sbp == (B,)
     flow.save(net, folder / "module.pt", global_dst_rank=0)
     module = torch.load(folder / "module.pt", weights_only=False)
@@ -192,7 +225,9 @@ def _files(folder: Path) -> None:
         flow.load(folder / "missing.pt", global_src_rank=0)
     with pytest.raises(WorldError, match="rank 1 could not write the file"):
         flow.save(part, folder / "missing" / "x.pt", global_dst_rank=1)
-    with pytest.raises(WorldError, match="global_dst_rank=2: it must be a rank of this world, 0 to 1"):
+    with pytest.raises(
+        WorldError, match="global_dst_rank=2: it must be a rank of this world, 0 to 1"
+    ):
         flow.save(part, path, global_dst_rank=2)
 
 
@@ -201,7 +236,8 @@ def test_files_of_whole_values(tmp_path: Path) -> None:
 
 
 def test_products_as_libraries_call_them() -> None:
-    """By the module of a tensor's class opt_einsum finds this package, and calls its functions as NumPy's."""
+    """By the module of a tensor's class opt_einsum finds this package, and calls its functions as
+    NumPy's."""
 
     def on_ranks() -> None:
         line = flow.placement("cpu", [0, 1])
@@ -209,8 +245,17 @@ def test_products_as_libraries_call_them() -> None:
         for sbp in (flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)):
             x, y = (t.to_global(line, flow.sbp.broadcast).to_global(sbp=sbp) for t in (a, b))  # type: ignore[attr-defined]
             assert type(x).__module__.partition(".")[0] == flow.__name__
-            assert flow.tensordot(x, y, axes=((2,), (0,))).tolist() == torch.tensordot(a, b, dims=1).tolist() == flow.tensordot(x, y, 1).tolist()
+            assert (
+                flow.tensordot(x, y, axes=((2,), (0,))).tolist()
+                == torch.tensordot(a, b, dims=1).tolist()
+                == flow.tensordot(x, y, 1).tolist()
+            )
             assert flow.transpose(x, (2, 0, 1)).tolist() == a.permute(2, 0, 1).tolist()
-            assert flow.transpose(x, 0, 2).tolist() == flow.transpose(x).tolist() == flow.transpose(x, dim0=0, dim1=2).tolist() == a.permute(2, 1, 0).tolist()
+            assert (
+                flow.transpose(x, 0, 2).tolist()
+                == flow.transpose(x).tolist()
+                == flow.transpose(x, dim0=0, dim1=2).tolist()
+                == a.permute(2, 1, 0).tolist()
+            )
 
     simulate(2, on_ranks)

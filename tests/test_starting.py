@@ -13,8 +13,15 @@ import pytest
 from support.program import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "starting.md").read_text()
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
-FILES = {name: text for text, name in re.findall(r"^```py\n(# (\w+\.py)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)}
+COMMANDS = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
+FILES = {
+    name: text
+    for text, name in re.findall(r"^```py\n(# (\w+\.py)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+}
 BIN = Path(sys.executable).parent
 
 

@@ -88,7 +88,12 @@ def test_an_optimizer_takes_back_a_state_that_lies_on_one_rank() -> None:
                 loss.backward()
                 optimizer.step()
                 if step == 0 and saved is None:
-                    saved = flow.to_global((model.state_dict(), optimizer.state_dict()), placement=ONE, sbp=B, copy=True)
+                    saved = flow.to_global(
+                        (model.state_dict(), optimizer.state_dict()),
+                        placement=ONE,
+                        sbp=B,
+                        copy=True,
+                    )
             losses.append(loss_of(model, 2).item())
         assert abs(losses[0] - losses[1]) < 1e-12
 
@@ -101,14 +106,22 @@ def bare(device: str) -> Any:
 
 
 def test_loaded_state_lies_on_the_device_of_the_parameter_on_ranks_without_a_part_too() -> None:
-    """A fused optimizer takes the empty parts with the rest: on GPUs they may not be on the host. A placement on "meta" shows the device without one."""
+    """A fused optimizer takes the empty parts with the rest: on GPUs they may not be on the host. A
+    placement on "meta" shows the device without one."""
 
     def on_ranks() -> None:
         p = nn.Parameter(torch.empty(4, 3, device="meta").to_global(flow.placement("meta", [0]), B))  # type: ignore[attr-defined]
         optimizer = torch.optim.Adam([p])
-        state = {0: {name: torch.ones(4, 3) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(1.0)}}
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        assert {optimizer.state[p][name].to_local().device.type for name in ("exp_avg", "exp_avg_sq")} == {"meta"}
+        state = {
+            0: {name: torch.ones(4, 3) for name in ("exp_avg", "exp_avg_sq")}
+            | {"step": torch.tensor(1.0)}
+        }
+        optimizer.load_state_dict(
+            {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+        assert {
+            optimizer.state[p][name].to_local().device.type for name in ("exp_avg", "exp_avg_sq")
+        } == {"meta"}
 
     simulate(2, on_ranks)
 
@@ -122,7 +135,9 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_parts() -> None:
             layout = {name: t.sbp for name, t in model.state_dict().items()}  # type: ignore[attr-defined]
             assert all(t.is_meta for t in model.state_dict().values())
             model.to_empty(device="cpu")
-            assert {name: (t.sbp, t.placement) for name, t in model.state_dict().items()} == {n: (sbp, LINE) for n, sbp in layout.items()}  # type: ignore[attr-defined]
+            assert {name: (t.sbp, t.placement) for name, t in model.state_dict().items()} == {
+                n: (sbp, LINE) for n, sbp in layout.items()
+            }  # type: ignore[attr-defined]
             assert isinstance(model[0].weight, nn.Parameter)
             model.load_state_dict(wanted.state_dict())
             assert torch.allclose(model(x.to_global(LINE, B)), want)  # type: ignore[attr-defined]
@@ -144,7 +159,9 @@ def test_parameters_that_get_memory_stay_tied_and_known_to_their_optimizer() -> 
         nn.init.ones_(model[0].weight)
         model(torch.tensor([1, 1, 2, 4]).to_global(LINE, B)).sum().backward()  # type: ignore[attr-defined]
         optimizer.step()
-        want = torch.ones(6, 4) - 0.5 * (torch.full((6, 4), 4.0) + 6 * torch.tensor([0.0, 2, 1, 0, 1, 0])[:, None])
+        want = torch.ones(6, 4) - 0.5 * (
+            torch.full((6, 4), 4.0) + 6 * torch.tensor([0.0, 2, 1, 0, 1, 0])[:, None]
+        )
         torch.testing.assert_close(torch.from_numpy(model[1].weight.detach().numpy()), want)
 
     simulate(2, body)
@@ -160,7 +177,9 @@ def test_the_first_rank_alone_has_the_model() -> None:
                     p.copy_(values(*p.shape, seed=p.numel()))
         model.to_global(LINE, S(0))
         for p in model.parameters():
-            assert torch.equal(torch.from_numpy(p.detach().numpy()), values(*p.shape, seed=p.numel()))
+            assert torch.equal(
+                torch.from_numpy(p.detach().numpy()), values(*p.shape, seed=p.numel())
+            )
         other = bare("meta" if first else "cpu").to_global(LINE, S(0))
         assert all(p.placement.type == "meta" for p in other.parameters())
 

@@ -1,4 +1,5 @@
-"""What a global tensor can do: every method beside its plain counterpart, on simulated ranks; and a selection on real processes."""
+"""What a global tensor can do: every method beside its plain counterpart, on simulated ranks; and a
+selection on real processes."""
 
 from __future__ import annotations
 
@@ -40,25 +41,46 @@ def line() -> Any:
 
 def spread(t: torch.Tensor, sbp: Any, placement: Any = None, grad: bool = False) -> torch.Tensor:
     where = placement or line()
-    return t.to_global(where, [B] * where.axes).to_global(sbp=sbp).detach().clone().requires_grad_(grad)
+    return (
+        t.to_global(where, [B] * where.axes)
+        .to_global(sbp=sbp)
+        .detach()
+        .clone()
+        .requires_grad_(grad)
+    )
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(full(got) if got.is_global else got, want, rtol=1e-9, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what it is
+# --------------------------------------------------------------------------------------- what it is
 
 
 @on(3)
 def test_attributes() -> None:
     x = spread(values(5, 4), S(0))
-    assert (x.shape, x.size(), x.size(-1), x.dim(), x.ndim, x.numel(), len(x), x.nelement()) == ((5, 4), (5, 4), 4, 2, 2, 20, 5, 20)
+    assert (x.shape, x.size(), x.size(-1), x.dim(), x.ndim, x.numel(), len(x), x.nelement()) == (
+        (5, 4),
+        (5, 4),
+        4,
+        2,
+        2,
+        20,
+        5,
+        20,
+    )
     assert isinstance(x, torch.Tensor)
     assert x.is_global
     assert not x.is_local
     assert (x.placement, x.sbp) == (line(), (S(0),))
-    assert (x.dtype, x.device.type, x.nbytes, x.itemsize, x.element_size()) == (torch.float64, "cpu", 160, 8, 8)
+    assert (x.dtype, x.device.type, x.nbytes, x.itemsize, x.element_size()) == (
+        torch.float64,
+        "cpu",
+        160,
+        8,
+        8,
+    )
     assert x.is_floating_point()
     assert not x.is_complex()
     assert x.stride() == (4, 1)
@@ -91,7 +113,9 @@ def test_local_to_global() -> None:
     mine = torch.full((2, 3), float(rank()), dtype=torch.float64)
     whole = torch.stack([torch.zeros(3), torch.ones(3)]).double()
     same(mine.to_global(line(), S(0)), whole.repeat_interleave(2, 0))
-    same(mine.to_global(line(), S(-1)), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)], 1).double())
+    same(
+        mine.to_global(line(), S(-1)), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)], 1).double()
+    )
     assert mine.to_global(line(), S(-1)).sbp == (S(1),)
     same(mine.to_global(line(), P), torch.ones(2, 3).double())
     same(mine.to_global(line(), B), torch.zeros(2, 3).double())
@@ -106,7 +130,10 @@ def test_local_to_global() -> None:
     apart = mine.to_global(line(), S(0), copy=True)
     apart.zero_()
     assert (mine == 3 * rank()).all()
-    same(flow.to_global(mine, line(), S(0)), shared.to_local().new_tensor([[0.0] * 3] * 2 + [[3.0] * 3] * 2))
+    same(
+        flow.to_global(mine, line(), S(0)),
+        shared.to_local().new_tensor([[0.0] * 3] * 2 + [[3.0] * 3] * 2),
+    )
 
 
 @on(2)
@@ -130,7 +157,9 @@ def test_global_to_global() -> None:
         same(y, t)
         y.add_(1) if not sbp.is_partial else y.mul_(2)
         same(x, t)
-    assert x.to_global(placement=flow.placement("cpu", [1, 0])).to_local().shape[0] == [2, 3][rank()]
+    assert (
+        x.to_global(placement=flow.placement("cpu", [1, 0])).to_local().shape[0] == [2, 3][rank()]
+    )
 
 
 @on(2)
@@ -139,7 +168,11 @@ def test_grad_sbp() -> None:
     with flow.boxing_log() as log:
         (x.to_global(sbp=B, grad_sbp=S(1)) ** 2).sum().backward()
     same(x.grad, 2 * full(x))
-    assert [(r.src.layout[0].short, r.dst.layout[0].short) for r in log] == [("S(0)", "B"), ("P", "S(1)"), ("S(1)", "S(0)")]
+    assert [(r.src.layout[0].short, r.dst.layout[0].short) for r in log] == [
+        ("S(0)", "B"),
+        ("P", "S(1)"),
+        ("S(1)", "S(0)"),
+    ]
 
 
 @on(2)
@@ -159,7 +192,7 @@ def test_to_local() -> None:
     assert not part.is_global
 
 
-# ---------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 @on(3)
@@ -183,14 +216,17 @@ def test_reading() -> None:
     assert [10, 20, 30][n] == 30
     assert list(range(int(n))) == [0, 1]
     assert 1.5 in spread(torch.tensor([1.0, 1.5]), S(0))
-    assert [row.tolist() for row in spread(torch.arange(4).view(2, 2), S(0))] == [[0, 1], [2, 3]], "iteration"
+    assert [row.tolist() for row in spread(torch.arange(4).view(2, 2), S(0))] == [[0, 1], [2, 3]], (
+        "iteration"
+    )
 
 
 @on(2)
 def test_repr() -> None:
     x = spread(torch.arange(4.0), S(0), grad=True)
     assert repr(x) == (
-        'tensor([0., 1., 2., 3.], placement=globaltensor.placement(type="cpu", ranks=[0, 1]), sbp=(globaltensor.sbp.split(dim=0),), requires_grad=True)'
+        'tensor([0., 1., 2., 3.], placement=globaltensor.placement(type="cpu", ranks=[0, 1]), '
+        "sbp=(globaltensor.sbp.split(dim=0),), requires_grad=True)"
     )
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
     assert repr(nn.Parameter(x.detach())).startswith("Parameter containing:\ntensor([0., 1.")
@@ -200,19 +236,26 @@ def test_repr() -> None:
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
-    simulate(2, lambda: flow.visualize_sharding(spread(values(4, 6), S(1)), file=file if rank() == 0 else io.StringIO()))
+    simulate(
+        2,
+        lambda: flow.visualize_sharding(
+            spread(values(4, 6), S(1)), file=file if rank() == 0 else io.StringIO()
+        ),
+    )
     assert "f64[4, 6] S(1)  on cpu [0, 1]" in file.getvalue()
     assert "rank 1  [1]  [4, 3]  x[:, 3:6]" in file.getvalue()
     simulate(1, lambda: flow.visualize_sharding(spread(values(2), B)))
     assert "rank 0" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------- indexing, writing
+# -------------------------------------------------------------------------------- indexing, writing
 
 
 INDEXES: list[Any] = [
-    0, -1, slice(1, 4), slice(None, None, 2), (slice(None), 1), (..., -1), None, (0, 2), ([0, 2, 2],), (slice(None), [1, 0]), ([0, 3], [1, 2]),
-    torch.tensor([True, False, True, False, True]), (torch.tensor([4, 0]), slice(0, 2)), slice(4, 2), (1, slice(1, 2), None), torch.tensor(2),
+    0, -1, slice(1, 4), slice(None, None, 2), (slice(None), 1), (..., -1), None, (0, 2),
+    ([0, 2, 2],), (slice(None), [1, 0]), ([0, 3], [1, 2]),
+    torch.tensor([True, False, True, False, True]), (torch.tensor([4, 0]), slice(0, 2)),
+    slice(4, 2), (1, slice(1, 2), None), torch.tensor(2),
 ]  # fmt: skip
 
 
@@ -276,7 +319,10 @@ def test_writing_through_views() -> None:
 
 @on(2)
 def test_views_in_place() -> None:
-    p, x = values(1, 4, 6), [spread(values(1, 4, 6), sbp, grad=True) for sbp in (S(0), S(1), S(2), B, P)]
+    p, x = (
+        values(1, 4, 6),
+        [spread(values(1, 4, 6), sbp, grad=True) for sbp in (S(0), S(1), S(2), B, P)],
+    )
     for t in (p, *x):
         base = t * 1
         y = base.clone()
@@ -312,7 +358,9 @@ def test_in_place() -> None:
                 a *= 2
                 a -= b.mean()
                 a /= 3
-                a.add_(b, alpha=0.5).mul_(b).addcmul_(b, b).lerp_(b, 0.3).clamp_(-2, 2).relu_().neg_().pow_(2).exp_()
+                a.add_(b, alpha=0.5).mul_(b).addcmul_(b, b).lerp_(b, 0.3).clamp_(
+                    -2, 2
+                ).relu_().neg_().pow_(2).exp_()
                 a.masked_fill_(b > 0, 1.5)
                 a.copy_(a + b[0])
             assert x is kept
@@ -328,7 +376,10 @@ def test_in_place() -> None:
     same(x, torch.full((4, 6), 3.0).double())
 
 
-@pytest.mark.parametrize("placement", [flow.placement("cpu", [0, 1]), flow.placement("cpu", [0]), flow.placement("cpu", [[0], [1]])])
+@pytest.mark.parametrize(
+    "placement",
+    [flow.placement("cpu", [0, 1]), flow.placement("cpu", [0]), flow.placement("cpu", [[0], [1]])],
+)
 def test_in_place_into_what_was_local(placement: Any) -> None:
     def on_ranks() -> None:
         for sbp in ([B], [S(0)], [P]):
@@ -346,8 +397,13 @@ def test_in_place_into_what_was_local(placement: Any) -> None:
                 value = torch.from_numpy(x.detach().numpy())  # (on the ranks outside, too)
                 assert torch.equal(value[:, :2], b[:1].detach().expand(rows, 2) + 1)
                 (x * x).sum().backward()
-                gradient = (torch.zeros_like(a) if a.grad is None else a.grad).to_global(placement, [B if e is P else e for e in layout])  # type: ignore[attr-defined]
-                same(torch.from_numpy(gradient.numpy()), 4 * value * torch.tensor([0, 0, 3, 3, 1, 1.0]))
+                gradient = (torch.zeros_like(a) if a.grad is None else a.grad).to_global(
+                    placement, [B if e is P else e for e in layout]
+                )  # type: ignore[attr-defined]
+                same(
+                    torch.from_numpy(gradient.numpy()),
+                    4 * value * torch.tensor([0, 0, 3, 3, 1, 1.0]),
+                )
 
     simulate(2, on_ranks)
 
@@ -387,7 +443,8 @@ def test_in_place_beside_what_was_local() -> None:
 
 @on(2)
 def test_a_partial_that_ops_have_left_moves() -> None:
-    """Of a partial sum that nobody asked for, in-place ops may change the layout; of one that the user placed they may not."""
+    """Of a partial sum that nobody asked for, in-place ops may change the layout; of one that the
+    user placed they may not."""
     t, w = values(4, 6), values(6, 4)
     y = spread(t, S(1)) @ spread(w, S(0))
     assert y.sbp == (P,)
@@ -427,7 +484,7 @@ def test_out() -> None:
     same(out, full(x) + full(y))
 
 
-# ---------------------------------------------------------------------------------------------------------------- copies and casts
+# --------------------------------------------------------------------------------- copies and casts
 
 
 @on(2)
@@ -464,7 +521,17 @@ def test_dtypes() -> None:
     t = values(3, 4) * 10
     for sbp in (S(0), B, P):
         x = spread(t, sbp)
-        for name in ("float", "half", "bfloat16", "long", "int", "short", "bool", "cfloat", "double"):
+        for name in (
+            "float",
+            "half",
+            "bfloat16",
+            "long",
+            "int",
+            "short",
+            "bool",
+            "cfloat",
+            "double",
+        ):
             got, want = getattr(x, name)(), getattr(t, name)()
             assert got.dtype == want.dtype
             if name not in ("half", "bfloat16") or sbp is not P:
@@ -489,7 +556,14 @@ def test_dtypes() -> None:
 @on(2)
 def test_made_like_another() -> None:
     x = spread(values(3, 4), S(0))
-    for y in (torch.zeros_like(x), torch.rand_like(x), x.new_ones(3, 4), torch.full_like(x, 2), x.new_full((2, 2), 1.0), torch.empty_like(x).float()):
+    for y in (
+        torch.zeros_like(x),
+        torch.rand_like(x),
+        x.new_ones(3, 4),
+        torch.full_like(x, 2),
+        x.new_full((2, 2), 1.0),
+        torch.empty_like(x).float(),
+    ):
         assert y.is_global
         assert y.placement == x.placement
     assert torch.zeros_like(x).sbp == x.sbp
@@ -535,7 +609,7 @@ def test_pickle() -> None:
     assert isinstance(p, nn.Parameter)
 
 
-# ---------------------------------------------------------------------------------------------------------------- parameters and modules
+# --------------------------------------------------------------------------- parameters and modules
 
 
 @on(2)
@@ -572,10 +646,15 @@ def test_parameters() -> None:
 @on(2)
 def test_module_to_global() -> None:
     def make() -> nn.Module:
-        return nn.Sequential(OrderedDict(q=nn.Linear(4, 6), k=nn.Linear(6, 6, bias=False), n=nn.BatchNorm1d(6)))
+        return nn.Sequential(
+            OrderedDict(q=nn.Linear(4, 6), k=nn.Linear(6, 6, bias=False), n=nn.BatchNorm1d(6))
+        )
 
     # Not drawn: simulated ranks share torch's generator.
-    start = {k: (torch.arange(float(v.numel())).view(v.shape) / 10).to(v.dtype) for k, v in make().state_dict().items()}
+    start = {
+        k: (torch.arange(float(v.numel())).view(v.shape) / 10).to(v.dtype)
+        for k, v in make().state_dict().items()
+    }
 
     def fresh(*args: Any) -> nn.Module:
         model = make()
@@ -588,7 +667,9 @@ def test_module_to_global() -> None:
 
     one = fresh(line(), B)
     assert all(t.sbp == (B,) for t in (*one.parameters(), *one.buffers()))
-    assert fresh(line(), S(1)).q.bias.sbp == (B,), "one sbp for all: a tensor without that dim stays broadcast"
+    assert fresh(line(), S(1)).q.bias.sbp == (B,), (
+        "one sbp for all: a tensor without that dim stays broadcast"
+    )
     named = fresh(line(), {"q.*": S(0), "*": B})
     assert (named.q.weight.sbp, named.q.bias.sbp, named.k.weight.sbp) == ((S(0),), (S(0),), (B,))
     called = fresh(line(), lambda path, t: S(0) if path.startswith("k") and t.dim() == 2 else B)
@@ -600,7 +681,11 @@ def test_module_to_global() -> None:
     named.to_global(sbp=S(1))
     assert (named.k.weight.sbp, named.k.weight.placement) == ((S(1),), line())
     named.to_global(flow.placement("cpu", [1]))
-    assert (named.k.weight.sbp, named.n.weight.sbp, named.n.weight.placement) == ((S(1),), (B,), flow.placement("cpu", [1]))
+    assert (named.k.weight.sbp, named.n.weight.sbp, named.n.weight.placement) == (
+        (S(1),),
+        (B,),
+        flow.placement("cpu", [1]),
+    )
     named.to_global(line(), S(0))
     for name, t in named.state_dict().items():
         same(t, start[name])
@@ -635,7 +720,11 @@ def test_a_global_module_moves_as_torchs_do() -> None:
     for move in (lambda m: m.to("meta"), lambda m: m.to(device="meta", dtype=torch.float64)):
         moved = move(nn.Linear(3, 4).to_global(line(), S(0)))
         assert isinstance(moved.weight, nn.Parameter)
-        assert (moved.weight.placement, moved.weight.sbp, moved.weight.requires_grad) == (meta, (S(0),), True)
+        assert (moved.weight.placement, moved.weight.sbp, moved.weight.requires_grad) == (
+            meta,
+            (S(0),),
+            True,
+        )
     like = flow.ones(2, dtype=torch.float64, placement=line(), sbp=B)
     for module in (nn.Linear(3, 4), nn.Linear(3, 4).to_global(line(), S(0))):
         before = module.weight.detach().clone()
@@ -650,7 +739,8 @@ def test_a_global_module_moves_as_torchs_do() -> None:
 
 @on(2)
 def test_synchronised_batch_norm() -> None:
-    """Of global tensors it is batch norm; torch's own looks for GPUs where processes have come together."""
+    """Of global tensors it is batch norm; torch's own looks for GPUs where processes have come
+    together."""
     x = values(5, 3, 2)
     plain, alone = nn.BatchNorm1d(3).double(), x.clone().requires_grad_()
     model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to_global(line(), B)
@@ -680,10 +770,14 @@ def test_a_module_takes_the_first_ranks_values() -> None:
 def test_state_dict() -> None:
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     with torch.no_grad():
-        for i, p in enumerate(plain.parameters()):  # simulated ranks share torch's generator: what they draw is not the same
+        for i, p in enumerate(
+            plain.parameters()
+        ):  # simulated ranks share torch's generator: what they draw is not the same
             p.copy_(torch.arange(float(p.numel())).view(p.shape) / 10 + i)
     a = copy.deepcopy(plain).to_global(line(), {"0.weight": S(0), "*": B})
-    b = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to_global(line(), {"0.weight": S(1), "*": B})
+    b = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to_global(
+        line(), {"0.weight": S(1), "*": B}
+    )
     state = a.state_dict()
     assert all(v.is_global for v in state.values())
     assert not any(v.requires_grad for v in state.values())
@@ -697,9 +791,13 @@ def test_state_dict() -> None:
     d.load_state_dict(state, assign=True)
     assert d[0].weight.sbp == (S(0),)
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(6)).to_global(line(), B).load_state_dict(state)
+        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(6)).to_global(line(), B).load_state_dict(
+            state
+        )
     with pytest.raises(RuntimeError, match="Missing key"):
-        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(1, 1)).to_global(line(), B).load_state_dict(state)
+        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(1, 1)).to_global(
+            line(), B
+        ).load_state_dict(state)
 
 
 Pair = namedtuple("Pair", "x y")
@@ -707,7 +805,12 @@ Pair = namedtuple("Pair", "x y")
 
 @on(2)
 def test_nested() -> None:
-    nest = {"a": [torch.ones(2), (torch.zeros(3), 5)], "b": Pair(torch.ones(1), None), "c": "text", "d": OrderedDict(e=torch.ones(4))}
+    nest = {
+        "a": [torch.ones(2), (torch.zeros(3), 5)],
+        "b": Pair(torch.ones(1), None),
+        "c": "text",
+        "d": OrderedDict(e=torch.ones(4)),
+    }
     there = flow.to_global(nest, line(), lambda path, t: S(0) if path == "a.1.0" else B)
     assert there["a"][1][0].sbp == (S(0),)
     assert there["a"][1][0].shape == (6,)
@@ -723,12 +826,23 @@ def test_nested() -> None:
     assert flow.to_local(there["b"]).x.tolist() == [1.0]
 
 
-@pytest.mark.parametrize("change", [flow.to_global, flow.utils.global_view.to_global], ids=["flow", "global_view"])
+@pytest.mark.parametrize(
+    "change", [flow.to_global, flow.utils.global_view.to_global], ids=["flow", "global_view"]
+)
 def test_dicts_of_other_classes(change: Any) -> None:
-    """What a tokenizer gives is a UserDict; a model's output, a defaultdict and a Counter are not made of pairs."""
+    """What a tokenizer gives is a UserDict; a model's output, a defaultdict and a Counter are not
+    made of pairs."""
     place, x = flow.placement("cpu", [0]), torch.ones(2)
     given = [OrderedDict(x=x), defaultdict(list, x=x), UserDict(x=x), Counter(words=3)]
-    *changed, counted = (change([nest], place, B, **({} if change is flow.to_global else {"warn_on_non_tensor_leaf": False}))[0] for nest in given)
+    *changed, counted = (
+        change(
+            [nest],
+            place,
+            B,
+            **({} if change is flow.to_global else {"warn_on_non_tensor_leaf": False}),
+        )[0]
+        for nest in given
+    )
     for before, after in zip(given, changed, strict=False):
         assert type(after) is type(before)
         assert after["x"].is_global
@@ -738,7 +852,7 @@ def test_dicts_of_other_classes(change: Any) -> None:
     assert counted == Counter(words=3)
 
 
-# ---------------------------------------------------------------------------------------------------------------- with the rest of torch
+# --------------------------------------------------------------------------- with the rest of torch
 
 
 @on(2)
@@ -755,7 +869,9 @@ def test_local_map() -> None:
     same(w.grad, q.grad)  # type: ignore[arg-type]
     inner = flow.local_map(lambda a, b: a @ b, out_sbp=P, in_sbp=[S(1), S(0)])
     same(inner(x.detach(), w.detach()), full(x) @ full(w))
-    both = flow.local_map(lambda a: (a.sum(0), {"max": a.amax()}), out_sbp=[P, partial_max], in_sbp=S(0))
+    both = flow.local_map(
+        lambda a: (a.sum(0), {"max": a.amax()}), out_sbp=[P, partial_max], in_sbp=S(0)
+    )
     total, most = both(x.detach())
     same(total, full(x).sum(0))
     same(most["max"], full(x).amax())
@@ -791,8 +907,14 @@ def test_a_function_of_torch_given_to_local_map() -> None:
     x = spread(values(4, 3), S(0))
     same(flow.local_map(torch.exp, out_sbp=S(0))(x), full(x).exp())
     same(flow.local_map(functools.partial(torch.mul, other=2), out_sbp=S(0))(x), 2 * full(x))
-    same(flow.local_map(nn.Linear(3, 2).double().requires_grad_(False), out_sbp=S(0))(x)[:0], torch.empty(0, 2).double())
-    same(flow.local_map(Cube.apply, out_sbp=S(0), in_sbp=S(0))(x.requires_grad_()).detach(), full(x) ** 3)
+    same(
+        flow.local_map(nn.Linear(3, 2).double().requires_grad_(False), out_sbp=S(0))(x)[:0],
+        torch.empty(0, 2).double(),
+    )
+    same(
+        flow.local_map(Cube.apply, out_sbp=S(0), in_sbp=S(0))(x.requires_grad_()).detach(),
+        full(x) ** 3,
+    )
 
 
 @on(2)
@@ -821,7 +943,11 @@ def test_autocast(w_sbp: Any) -> None:
         y = x @ w
         with torch.autocast("cpu", dtype=torch.bfloat16):
             low = x @ w
-            assert low.dtype == (low.to_local().dtype if low.is_global else low.dtype) == torch.bfloat16
+            assert (
+                low.dtype
+                == (low.to_local().dtype if low.is_global else low.dtype)
+                == torch.bfloat16
+            )
             assert F.layer_norm(x, (3,)).dtype == torch.float32
             loss = F.cross_entropy(low, target)
             assert loss.dtype == torch.float32

@@ -1,4 +1,5 @@
-"""Which collectives the standard ways to spread a model issue, forward and backward: exactly these, and no others."""
+"""Which collectives the standard ways to spread a model issue, forward and backward: exactly these,
+and no others."""
 
 from __future__ import annotations
 
@@ -24,8 +25,16 @@ REDUCE, GATHER, SCATTER, TO_ALL = ["all_reduce"], ["all_gather"], ["reduce_scatt
 
 
 def leaf(shape: tuple[int, ...], sbp: Any) -> torch.Tensor:
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
-    return whole.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp).detach().clone().requires_grad_()  # type: ignore[no-any-return]
+    whole = torch.randn(
+        shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64
+    )
+    return (
+        whole.to_global(flow.placement.all("cpu"), B)
+        .to_global(sbp=sbp)
+        .detach()
+        .clone()
+        .requires_grad_()
+    )  # type: ignore[no-any-return]
 
 
 def ids(top: int, *shape: int, sbp: Any = B) -> torch.Tensor:
@@ -37,12 +46,13 @@ def kinds(log: list[Traffic]) -> list[str]:
     return [t.kind for t in log]
 
 
-# ---------------------------------------------------------------------------------------------------------------- one op
+# ------------------------------------------------------------------------------------------- one op
 
 X, W, V = (64, 32), (32, 48), (48,)
 HEADS = (4, 4, 16, 8)
 #: name, function, operands, sbp of the result, collectives forward, and backward into the operands
-OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any, list[str], list[str]]] = [
+OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any, list[str],
+    list[str]]] = [
     ("pointwise, both split", torch.add, [(X, S(0)), (X, S(0))], S(0), [], []),
     ("pointwise, one whole", torch.mul, [(X, S(0)), (X, B)], S(0), [], REDUCE),
     ("pointwise, the other whole", torch.mul, [(X, B), (X, S(1))], S(1), [], REDUCE),
@@ -51,24 +61,31 @@ OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any,
     ("sums of sums", torch.add, [(X, P), (X, P)], P, [], []),
     ("a sum scaled", lambda x: x * 2, [(X, P)], P, [], []),
     ("three operands, two whole", torch.addcmul, [(X, S(0)), (X, B), (X, B)], S(0), [], REDUCE),
-    ("three operands, the first whole", torch.addcmul, [(X, B), (X, S(0)), (X, B)], S(0), [], REDUCE),
-    ("a choice by a split mask", lambda x, y, z: torch.where(x > 0, y, z), [(X, S(0)), (X, B), (X, B)], S(0), [], REDUCE),
-    ("joined", lambda x, y, z: torch.cat([x, y, z], 1), [(X, S(0)), (X, B), (X, B)], S(0), [], REDUCE),
+    ("three operands, the first whole", torch.addcmul, [(X, B), (X, S(0)), (X, B)], S(0), [],
+        REDUCE),
+    ("a choice by a split mask", lambda x, y, z: torch.where(x > 0, y, z),
+        [(X, S(0)), (X, B), (X, B)], S(0), [], REDUCE),
+    ("joined", lambda x, y, z: torch.cat([x, y, z], 1), [(X, S(0)), (X, B), (X, B)], S(0), [],
+        REDUCE),
     ("matmul, data parallel", torch.matmul, [(X, S(0)), (W, B)], S(0), [], REDUCE),
     ("matmul, by columns", torch.matmul, [(X, B), (W, S(1))], S(1), [], REDUCE),
     ("matmul, by rows", torch.matmul, [(X, S(1)), (W, S(0))], P, [], []),
     ("linear, data parallel", F.linear, [(X, S(0)), ((48, 32), B), (V, B)], S(0), [], REDUCE),
     ("linear, by columns", F.linear, [(X, B), ((48, 32), S(0)), (V, S(0))], S(1), [], REDUCE),
     ("linear, by rows", F.linear, [(X, S(1)), ((48, 32), S(1)), (V, B)], P, [], REDUCE),
-    ("linear by rows, summed up", lambda *a: F.linear(*a).to_global(sbp=B), [(X, S(1)), ((48, 32), S(1))], B, REDUCE, REDUCE),
-    ("linear by rows, onto a split", lambda *a: F.linear(*a).to_global(sbp=S(0)), [(X, S(1)), ((48, 32), S(1))], S(0), SCATTER, GATHER),
+    ("linear by rows, summed up", lambda *a: F.linear(*a).to_global(sbp=B),
+        [(X, S(1)), ((48, 32), S(1))], B, REDUCE, REDUCE),
+    ("linear by rows, onto a split", lambda *a: F.linear(*a).to_global(sbp=S(0)),
+        [(X, S(1)), ((48, 32), S(1))], S(0), SCATTER, GATHER),
     ("sum over the split dim", lambda x: x.sum(0), [(X, S(0))], P, [], []),
     ("sum over another dim", lambda x: x.sum(1), [(X, S(0))], S(0), [], []),
     ("softmax along another dim", lambda x: x.softmax(1), [(X, S(0))], S(0), [], []),
-    ("layer norm, data parallel", lambda x, w, b: F.layer_norm(x, (32,), w, b), [(X, S(0)), ((32,), B), ((32,), B)], S(0), [], REDUCE),
+    ("layer norm, data parallel", lambda x, w, b: F.layer_norm(x, (32,), w, b),
+        [(X, S(0)), ((32,), B), ((32,), B)], S(0), [], REDUCE),
     ("attention, data parallel", F.scaled_dot_product_attention, [(HEADS, S(0))] * 3, S(0), [], []),
     ("attention, by heads", F.scaled_dot_product_attention, [(HEADS, S(1))] * 3, S(1), [], []),
-    ("transpose, view and back", lambda x: x.unflatten(1, (4, 8)).transpose(0, 1).flatten(1), [(X, S(1))], S(0), [], []),
+    ("transpose, view and back", lambda x: x.unflatten(1, (4, 8)).transpose(0, 1).flatten(1),
+        [(X, S(1))], S(0), [], []),
     ("relu of a sum", torch.relu, [(X, P)], S(0), SCATTER, GATHER),
     ("split to another split", lambda x: x.to_global(sbp=S(1)), [(X, S(0))], S(1), TO_ALL, TO_ALL),
     ("gather", lambda x: x.to_global(sbp=B), [(X, S(0))], B, GATHER, SCATTER),
@@ -76,7 +93,9 @@ OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any,
 ]  # fmt: skip
 
 
-def run_op(function: Callable[..., Any], operands: list[tuple[tuple[int, ...], Any]]) -> tuple[Any, list[str], list[str]]:
+def run_op(
+    function: Callable[..., Any], operands: list[tuple[tuple[int, ...], Any]]
+) -> tuple[Any, list[str], list[str]]:
     ours = [leaf(*o) for o in operands]
     with record_collectives() as there:
         out = function(*ours)
@@ -119,28 +138,40 @@ def run_cross_entropy(sbp: Any, at: Any) -> tuple[list[str], list[int], list[str
 
 
 def test_cross_entropy() -> None:
-    assert simulate(2, run_cross_entropy, B, B) == [([], [], [])] * 2 or simulate(2, run_cross_entropy, B, B) == [([], [], REDUCE)] * 2
+    assert (
+        simulate(2, run_cross_entropy, B, B) == [([], [], [])] * 2
+        or simulate(2, run_cross_entropy, B, B) == [([], [], REDUCE)] * 2
+    )
     there, nbytes, back = simulate(2, run_cross_entropy, S(0), S(0))[0]
     assert (there, back) == (REDUCE, [])
     assert sum(nbytes) <= 16, "the count of targets and the sum of losses"
     there, nbytes, _ = simulate(2, run_cross_entropy, S(1), B)[0]
-    assert there == 2 * REDUCE, "the maxima, and the sums with the targets' logits: never the logits themselves"
+    assert there == 2 * REDUCE, (
+        "the maxima, and the sums with the targets' logits: never the logits themselves"
+    )
     assert sum(nbytes) <= 3 * 64 * 8
 
 
-# ---------------------------------------------------------------------------------------------------------------- a step
+# ------------------------------------------------------------------------------------------- a step
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.out = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8)
+        self.norm, self.up, self.down, self.out = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 8),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(x + self.down(F.gelu(self.up(self.norm(x)))))
 
 
-def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, list[Traffic]]:
+def step(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer
+) -> dict[str, list[Traffic]]:
     found = {}
     with record_collectives() as found["forward"]:
         loss = model(x).square().mean()
@@ -156,14 +187,22 @@ def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) ->
     return found
 
 
-def steps(parameters: Any, batch: Any, grid: Any = None, count: int = 3) -> list[dict[str, list[tuple[str, int, int]]]]:
+def steps(
+    parameters: Any, batch: Any, grid: Any = None, count: int = 3
+) -> list[dict[str, list[tuple[str, int, int]]]]:
     """What each of some steps sends: (kind, ranks, bytes)."""
     placement = flow.placement.all("cpu") if grid is None else flow.placement("cpu", grid)
     torch.manual_seed(0)
     model = Net().to_global(placement, parameters)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(64, 32).to_global(placement, [B] * placement.axes).to_global(sbp=batch)
-    return [{k: [(t.kind, len(t.ranks), t.bytes) for t in v] for k, v in step(model, x, optimizer).items()} for _ in range(count)]
+    return [
+        {
+            k: [(t.kind, len(t.ranks), t.bytes) for t in v]
+            for k, v in step(model, x, optimizer).items()
+        }
+        for _ in range(count)
+    ]
 
 
 NUMEL = sum(p.numel() for p in Net().parameters())
@@ -183,7 +222,8 @@ def test_a_data_parallel_step(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_an_fsdp_step(n: int) -> None:
-    """Once the order is learnt: one all-gather for all parameters, one reduce-scatter for all gradients, one reduction for their norm."""
+    """Once the order is learnt: one all-gather for all parameters, one reduce-scatter for all
+    gradients, one reduction for their norm."""
     sharded = lambda path, t: S(0)  # noqa: E731
     for found in simulate(n, steps, sharded, S(0)):
         for now in found[1:]:
@@ -212,16 +252,21 @@ def test_a_tensor_parallel_step() -> None:
     for there, back, count in simulate(2, run):
         assert there == REDUCE
         assert back == REDUCE
-        assert count <= 2, "the activations' gradient, and a bucket of those of broadcast parameters"
+        assert count <= 2, (
+            "the activations' gradient, and a bucket of those of broadcast parameters"
+        )
 
 
 def test_hybrid_steps_reduce_along_the_data_axis() -> None:
     table = {"up.*": [B, S(0)], "down.weight": [B, S(1)], "*": [B, B]}
     for found in simulate(4, steps, table, [S(0), B], [[0, 1], [2, 3]]):
         for now in found:
-            # Over 2 ranks the split parameters, over all 4 at once those that are broadcast on both axes.
+            # Over 2 ranks the split parameters, over all 4 at once those that are broadcast on both
+            # axes.
             assert {r for _, r, _ in now["backward"]} <= {2, 4}
-            assert all(k in ("all_reduce", "reduce_scatter", "all_gather") for k, _, _ in now["backward"])
+            assert all(
+                k in ("all_reduce", "reduce_scatter", "all_gather") for k, _, _ in now["backward"]
+            )
             assert now["step"] == []
             assert len(now["clip"]) <= 1
 
@@ -242,7 +287,9 @@ def test_accumulated_gradients_are_reduced_once() -> None:
     assert simulate(2, run) == [[[], REDUCE, []]] * 2
 
 
-@pytest.mark.parametrize(("sbp", "order"), [(S(0), 2.0), (S(0), 1.0), (S(0), float("inf")), (B, 2.0)])
+@pytest.mark.parametrize(
+    ("sbp", "order"), [(S(0), 2.0), (S(0), 1.0), (S(0), float("inf")), (B, 2.0)]
+)
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_clipping_takes_one_reduction(sbp: Any, order: float, foreach: bool | None) -> None:
     def run() -> tuple[list[str], float]:
@@ -254,7 +301,15 @@ def test_clipping_takes_one_reduction(sbp: Any, order: float, foreach: bool | No
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, order, foreach=foreach)
         return kinds(log), float(norm)
 
-    whole = torch.cat([torch.randn(s, generator=torch.Generator().manual_seed(len(s)), dtype=torch.float64).flatten() * 2 for s in ((8, 4), (6,), (4, 4))])
+    whole = torch.cat(
+        [
+            torch.randn(
+                s, generator=torch.Generator().manual_seed(len(s)), dtype=torch.float64
+            ).flatten()
+            * 2
+            for s in ((8, 4), (6,), (4, 4))
+        ]
+    )
     for log, norm in simulate(2, run):
         assert log == (REDUCE if sbp is not B else [])
         assert norm == pytest.approx(float(whole.norm(order)))
@@ -268,7 +323,11 @@ def gpt_traffic(table: Any, batch: Any, outputs: Any) -> list[Any]:
         for pattern, sbp in outputs.items():
             if fnmatch.fnmatch(name, pattern):
                 module.register_forward_hook(lambda m, i, o, sbp=sbp: o.to_global(sbp=sbp))
-    rows = torch.randint(0, 64, (8, 7), generator=torch.Generator().manual_seed(0)).to_global(placement, B).to_global(sbp=batch)
+    rows = (
+        torch.randint(0, 64, (8, 7), generator=torch.Generator().manual_seed(0))
+        .to_global(placement, B)
+        .to_global(sbp=batch)
+    )
     found = []
     for _ in range(2):
         with record_collectives() as there:
@@ -280,7 +339,8 @@ def gpt_traffic(table: Any, batch: Any, outputs: Any) -> list[Any]:
 
 
 def test_a_gpt() -> None:
-    """Two blocks. Data: the loss's count, one bucket. Tensor: a sum after the embedding and after each of four pairs, two in the loss; so backward."""
+    """Two blocks. Data: the loss's count, one bucket. Tensor: a sum after the embedding and after
+    each of four pairs, two in the loss; so backward."""
     for found in simulate(2, gpt_traffic, {"*": B}, S(0), {}):
         assert found == [(REDUCE, REDUCE)] * 2
     for found in simulate(2, gpt_traffic, TABLE, B, SUMS):
@@ -290,20 +350,39 @@ def test_a_gpt() -> None:
             assert len(back) <= 8
     for found in simulate(2, gpt_traffic, lambda path, t: S(0), S(0), {}):
         there, back = found[1]
-        # The table of positions is as short as the context: it is looked up where it lies and the rows are summed. The tied weight is gathered for each use.
+        # The table of positions is as short as the context: it is looked up where it lies and the
+        # rows are summed. The tied weight is gathered for each use.
         assert there == [*GATHER, *REDUCE, *GATHER, *REDUCE]
         assert back == [*REDUCE, *SCATTER]
 
 
-# ---------------------------------------------------------------------------------------------------------------- no traffic at all
+# -------------------------------------------------------------------------------- no traffic at all
 
 
 def test_what_never_communicates() -> None:
     def run() -> list[str]:
         x = leaf((8, 4), S(0)).detach()
         with record_collectives() as log:
-            _ = x.shape, x.sbp, x.detach(), x.clone(), x.float(), x.to_local(), x.t(), x[:, 1], x.zero_(), x.mul_(2), copy.deepcopy(x), x.contiguous()
-            _ = torch.zeros_like(x), flow.ones(8, placement=x.placement, sbp=S(0)), flow.randn(8, placement=x.placement, sbp=S(0)), x.unbind(1)
+            _ = (
+                x.shape,
+                x.sbp,
+                x.detach(),
+                x.clone(),
+                x.float(),
+                x.to_local(),
+                x.t(),
+                x[:, 1],
+                x.zero_(),
+                x.mul_(2),
+                copy.deepcopy(x),
+                x.contiguous(),
+            )
+            _ = (
+                torch.zeros_like(x),
+                flow.ones(8, placement=x.placement, sbp=S(0)),
+                flow.randn(8, placement=x.placement, sbp=S(0)),
+                x.unbind(1),
+            )
         return kinds(log)
 
     assert simulate(2, run) == [[], []]
@@ -315,7 +394,11 @@ def everything() -> None:
     for now in steps(B, S(0)):
         assert [k for k, _, _ in now["backward"]] == REDUCE
     for now in steps(lambda path, t: S(0), S(0))[1:]:
-        assert [[k for k, _, _ in now[w]] for w in ("forward", "backward", "clip")] == [GATHER, SCATTER, REDUCE]
+        assert [[k for k, _, _ in now[w]] for w in ("forward", "backward", "clip")] == [
+            GATHER,
+            SCATTER,
+            REDUCE,
+        ]
 
 
 def test_on_processes() -> None:

@@ -1,6 +1,8 @@
-"""Whole models train to the numbers of one device: losses, gradients, parameters and buffers over five optimizer steps, in float64, to 1e-9.
+"""Whole models train to the numbers of one device: losses, gradients, parameters and buffers over
+five optimizer steps, in float64, to 1e-9.
 
-Every way to spread the job, on 2 and 4 ranks and on a 2x2 placement; the reference is the same model, plain, in this process.
+Every way to spread the job, on 2 and 4 ranks and on a 2x2 placement; the reference is the same
+model, plain, in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 VOCABULARY, WIDTH, HEADS, TIME, STEPS = 37, 12, 3, 6, 5
 NEAR = 1e-9
 
-# ---------------------------------------------------------------------------------------------------------------- the models
+# --------------------------------------------------------------------------------------- the models
 
 
 class MLP(nn.Module):
@@ -34,7 +36,12 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.mid, self.down = nn.LayerNorm(10), nn.Linear(10, 14), nn.Linear(14, 14), nn.Linear(14, 3)
+        self.norm, self.up, self.mid, self.down = (
+            nn.LayerNorm(10),
+            nn.Linear(10, 14),
+            nn.Linear(14, 14),
+            nn.Linear(14, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.relu(self.mid(torch.tanh(self.up(self.norm(x))))))
@@ -43,7 +50,12 @@ class MLP(nn.Module):
 class CNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.bn, self.down, self.out = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 7, 3), nn.Linear(7, 5)
+        self.up, self.bn, self.down, self.out = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, 7, 3),
+            nn.Linear(7, 5),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(F.relu(self.bn(self.up(x))), 2)
@@ -55,9 +67,24 @@ class Encoder(nn.Module):
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
-        self.token, self.position, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TIME, WIDTH), nn.LayerNorm(WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 17, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first)
-        self.encoder, self.out = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(WIDTH, 4)
+        self.token, self.position, self.norm = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(TIME, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
+        layer = nn.TransformerEncoderLayer(
+            WIDTH,
+            HEADS,
+            17,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=norm_first,
+        )
+        self.encoder, self.out = (
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Linear(WIDTH, 4),
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.token(ids) + self.position(torch.arange(ids.shape[1])))
@@ -79,10 +106,25 @@ def rows(batch: int, vocabulary: int) -> tuple[torch.Tensor, ...]:
 
 
 #: name: (model, batch, loss)
-MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]] = {
+MODELS: dict[
+    str,
+    tuple[
+        Callable[[int], nn.Module],
+        Callable[[int, int], tuple[torch.Tensor, ...]],
+        Callable[..., torch.Tensor],
+    ],
+] = {
     "gpt": (make_gpt, rows, gpt_loss),
-    "mlp": (lambda v: MLP(), lambda b, v: (torch.randn(b, TIME, 10).double(), torch.randn(b, TIME, 3).double()), lambda m, x, y: F.mse_loss(m(x), y)),
-    "cnn": (lambda v: CNN(), lambda b, v: (torch.randn(b, 3, 9, 8).double(), torch.randint(0, 5, (b,))), lambda m, x, y: F.cross_entropy(m(x), y)),
+    "mlp": (
+        lambda v: MLP(),
+        lambda b, v: (torch.randn(b, TIME, 10).double(), torch.randn(b, TIME, 3).double()),
+        lambda m, x, y: F.mse_loss(m(x), y),
+    ),
+    "cnn": (
+        lambda v: CNN(),
+        lambda b, v: (torch.randn(b, 3, 9, 8).double(), torch.randint(0, 5, (b,))),
+        lambda m, x, y: F.cross_entropy(m(x), y),
+    ),
     **{
         name: (
             lambda v, first=first: Encoder(first),  # type: ignore[misc]
@@ -98,20 +140,31 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
 }
 
-# ---------------------------------------------------------------------------------------------------------------- how they are spread
+# ------------------------------------------------------------------------------ how they are spread
 
-# The usual split of a transformer, of a feed-forward net and of a convolutional one: into a pair by columns, out of it by rows.
+# The usual split of a transformer, of a feed-forward net and of a convolutional one: into a pair by
+# columns, out of it by rows.
 TABLE = {
-    "*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1), "*in_proj_*": S(0), "*out_proj.weight": S(1),
-    "*linear1.*": S(0), "*linear2.weight": S(1), "*up.*": S(0), "*down.weight": S(1), "bn.num*": B, "bn.*": S(0), "token.weight": S(0), "*": B,
+    "*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1),
+    "*in_proj_*": S(0), "*out_proj.weight": S(1),
+    "*linear1.*": S(0), "*linear2.weight": S(1), "*up.*": S(0), "*down.weight": S(1), "bn.num*": B,
+    "bn.*": S(0), "token.weight": S(0), "*": B,
 }  # fmt: skip
 SUMS = {"token": B, "*.out": B, "*down": B, "*self_attn.out_proj": B, "*linear2": B}
-IN_TIME = {"token": S(1), "*.out": S(1), "*.down": S(1), "down": S(1), "*linear2": S(1), "*norm*": B}
+IN_TIME = {
+    "token": S(1),
+    "*.out": S(1),
+    "*.down": S(1),
+    "down": S(1),
+    "*linear2": S(1),
+    "*norm*": B,
+}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement's shape; the sbp of the batch, of the parameters, and of the outputs of modules."""
+    """The placement's shape; the sbp of the batch, of the parameters, and of the outputs of
+    modules."""
 
     grid: tuple[int, ...]
     batch: Sequence[Any]
@@ -144,7 +197,12 @@ def spreads(ranks: str) -> dict[str, Spread]:
             "tensor": Spread(grid, [B, B], both, {name: [sbp, sbp] for name, sbp in SUMS.items()}),
             "sequence": Spread(grid, [S(0), B], axis(TABLE, B), axis(IN_TIME, S(0))),
             "hybrid": Spread(grid, [S(0), B], axis(TABLE, B), axis(SUMS, S(0))),
-            "fsdp x tensor": Spread(grid, [S(0), B], {n: [S(1) if s == S(0) and "weight" in n else B, s] for n, s in TABLE.items()}, {}),
+            "fsdp x tensor": Spread(
+                grid,
+                [S(0), B],
+                {n: [S(1) if s == S(0) and "weight" in n else B, s] for n, s in TABLE.items()},
+                {},
+            ),
         }
     n = int(ranks)
     return {
@@ -152,7 +210,9 @@ def spreads(ranks: str) -> dict[str, Spread]:
         "tensor": Spread((n,), [B], TABLE, SUMS),
         "tensor, free": Spread((n,), [B], TABLE, {}),  # the library decides where sums are taken
         "sequence": Spread((n,), [B], TABLE, IN_TIME),
-        "sequence, input": Spread((n,), [S(1)], {"*": B}, {}),  # context parallelism: the input itself is split in time, or in space
+        "sequence, input": Spread(
+            (n,), [S(1)], {"*": B}, {}
+        ),  # context parallelism: the input itself is split in time, or in space
         "fsdp": Spread((n,), [S(0)], {"": lowest(S(0))}, {}),
         "hybrid": Spread((n // 2, 2), [S(0), B], axis(TABLE, B), axis(SUMS, S(0))),
     }
@@ -162,11 +222,15 @@ def spread(model: nn.Module, how: Spread, placement: Any) -> None:
     model.to_global(placement, how.parameters.get("", how.parameters))
     for name, module in model.named_modules():
         for pattern, sbp in how.outputs.items():
-            if fnmatch.fnmatch(name, pattern) and not (isinstance(module, nn.Conv2d) or name == "norm" == pattern):
-                module.register_forward_hook(lambda module, inputs, output, sbp=sbp: output.to_global(sbp=sbp))
+            if fnmatch.fnmatch(name, pattern) and not (
+                isinstance(module, nn.Conv2d) or name == "norm" == pattern
+            ):
+                module.register_forward_hook(
+                    lambda module, inputs, output, sbp=sbp: output.to_global(sbp=sbp)
+                )
 
 
-# ---------------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 @dataclass
@@ -177,10 +241,17 @@ class History:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    return (torch.from_numpy(x.detach().numpy()) if x.is_global else x.detach()).clone()  # the optimizer writes into gradients
+    return (
+        torch.from_numpy(x.detach().numpy()) if x.is_global else x.detach()
+    ).clone()  # the optimizer writes into gradients
 
 
-def train(model: nn.Module, loss_of: Callable[..., torch.Tensor], batches: Sequence[Sequence[torch.Tensor]], optimizer: str) -> History:
+def train(
+    model: nn.Module,
+    loss_of: Callable[..., torch.Tensor],
+    batches: Sequence[Sequence[torch.Tensor]],
+    optimizer: str,
+) -> History:
     step = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step, len(batches))
     losses, gradients = [], []
@@ -188,7 +259,9 @@ def train(model: nn.Module, loss_of: Callable[..., torch.Tensor], batches: Seque
         step.zero_grad()
         loss = loss_of(model, *batch)
         loss.backward()
-        gradients.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        )
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         step.step()
         schedule.step()
@@ -197,7 +270,9 @@ def train(model: nn.Module, loss_of: Callable[..., torch.Tensor], batches: Seque
 
 
 @functools.lru_cache(maxsize=64)
-def single(model: str, batch: int, vocabulary: int, optimizer: str) -> tuple[nn.Module, list[tuple[torch.Tensor, ...]], History]:
+def single(
+    model: str, batch: int, vocabulary: int, optimizer: str
+) -> tuple[nn.Module, list[tuple[torch.Tensor, ...]], History]:
     """The model before training, the batches, and what one device makes of them."""
     make, data, loss_of = MODELS[model]
     torch.manual_seed(batch)
@@ -210,16 +285,27 @@ def same(got: History, want: History) -> None:
     assert got.losses == pytest.approx(want.losses, rel=NEAR, abs=0)
     for i, (ours, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         assert ours.keys() == theirs.keys()
-        # Some gradients are zero but for rounding (a key's bias): the floor is what rounding leaves of the largest one.
+        # Some gradients are zero but for rounding (a key's bias): the floor is what rounding leaves
+        # of the largest one.
         floor = 1e-5 * max(float(g.abs().max()) for g in theirs.values())
         for name, g in theirs.items():
-            assert float((ours[name] - g).abs().max()) <= NEAR * max(float(g.abs().max()), floor), f"gradient of {name} in step {i}"
+            assert float((ours[name] - g).abs().max()) <= NEAR * max(float(g.abs().max()), floor), (
+                f"gradient of {name} in step {i}"
+            )
     assert got.state.keys() == want.state.keys()
     for name, value in want.state.items():
-        torch.testing.assert_close(got.state[name], value, rtol=NEAR, atol=NEAR * 1e-2, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got.state[name],
+            value,
+            rtol=NEAR,
+            atol=NEAR * 1e-2,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-def on_rank(model: str, start: nn.Module, batches: Any, want: History, how: Spread, optimizer: str) -> None:
+def on_rank(
+    model: str, start: nn.Module, batches: Any, want: History, how: Spread, optimizer: str
+) -> None:
     placement = flow.placement("cpu", torch.arange(how.size).reshape(how.grid).tolist())
     mine = copy.deepcopy(start)
     spread(mine, how, placement)
@@ -232,40 +318,67 @@ def _fed(t: torch.Tensor, placement: Any, sbp: Sequence[Any]) -> torch.Tensor:
     return t.to_global(placement, [B] * placement.axes).to_global(sbp=fits)
 
 
-def equal(model: str, ranks: str, mode: str, batch: int = 5, vocabulary: int = VOCABULARY, optimizer: str = "sgd") -> None:
+def equal(
+    model: str,
+    ranks: str,
+    mode: str,
+    batch: int = 5,
+    vocabulary: int = VOCABULARY,
+    optimizer: str = "sgd",
+) -> None:
     """The model trains in this mode, on simulated ranks, as on one device."""
     how = spreads(ranks)[mode]
     start, batches, want = single(model, batch, vocabulary, optimizer)
     simulate(how.size, on_rank, model, start, batches, want, how, optimizer, timeout=30.0)
 
 
-def on_process(model: str, ranks: str, mode: str, batch: int, vocabulary: int, optimizer: str) -> None:
+def on_process(
+    model: str, ranks: str, mode: str, batch: int, vocabulary: int, optimizer: str
+) -> None:
     start, batches, want = single(model, batch, vocabulary, optimizer)
     on_rank(model, start, batches, want, spreads(ranks)[mode], optimizer)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the tests
+# ---------------------------------------------------------------------------------------- the tests
 
-CASES = [(model, ranks, mode) for model in MODELS for ranks in ("2", "4", "2x2") for mode in spreads(ranks)]
+CASES = [
+    (model, ranks, mode)
+    for model in MODELS
+    for ranks in ("2", "4", "2x2")
+    for mode in spreads(ranks)
+]
 # With every test run: each mode for the GPT, and for each other model the modes that differ most.
 QUICK = {
     *[("gpt", ranks, mode) for ranks in ("2", "2x2") for mode in spreads(ranks)],
-    ("gpt", "4", "fsdp"), ("mlp", "2", "sequence, input"), ("mlp", "4", "fsdp"), ("mlp", "2x2", "hybrid"), ("mlp", "2", "tensor"),
+    ("gpt", "4", "fsdp"), ("mlp", "2", "sequence, input"), ("mlp", "4", "fsdp"),
+    ("mlp", "2x2", "hybrid"), ("mlp", "2", "tensor"),
     ("cnn", "2", "data"), ("cnn", "2x2", "data"), ("cnn", "2", "tensor"), ("cnn", "2", "fsdp"),
-    ("encoder pre", "2", "data"), ("encoder post", "2", "tensor"), ("encoder post", "2x2", "fsdp"), ("encoder pre", "2x2", "hybrid"),
+    ("encoder pre", "2", "data"), ("encoder post", "2", "tensor"), ("encoder post", "2x2", "fsdp"),
+    ("encoder pre", "2x2", "hybrid"),
     ("encoder pre", "2", "sequence"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "ranks", "mode"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES])
+@pytest.mark.parametrize(
+    ("model", "ranks", "mode"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES],
+)
 def test_equal(model: str, ranks: str, mode: str) -> None:
     equal(model, ranks, mode)
 
 
-UNEVEN = [(batch, mode) for batch in (3, 1) for mode in ("data", "fsdp", "tensor", "sequence", "hybrid")]
+UNEVEN = [
+    (batch, mode) for batch in (3, 1) for mode in ("data", "fsdp", "tensor", "sequence", "hybrid")
+]
 
 
-@pytest.mark.parametrize(("batch", "mode"), [pytest.param(b, m, marks=() if m in ("data", "fsdp") else pytest.mark.slow) for b, m in UNEVEN])
+@pytest.mark.parametrize(
+    ("batch", "mode"),
+    [
+        pytest.param(b, m, marks=() if m in ("data", "fsdp") else pytest.mark.slow)
+        for b, m in UNEVEN
+    ],
+)
 def test_batches_smaller_than_the_ranks(batch: int, mode: str) -> None:
     equal("gpt", "4", mode, batch=batch)
 
@@ -280,8 +393,18 @@ def test_small_batches_of_all_models(model: str, batch: int) -> None:
     equal(model, "4", "fsdp", batch=batch)
 
 
-@pytest.mark.parametrize("vocabulary", [3, pytest.param(41, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("hybrid", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [3, pytest.param(41, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "tensor",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_uneven_vocabularies(vocabulary: int, mode: str) -> None:
     equal("gpt", "4", mode, vocabulary=vocabulary)
 
@@ -293,11 +416,18 @@ def test_optimizers(optimizer: str, mode: str) -> None:
 
 
 REAL = [
-    ("gpt", "2", "fsdp"), ("cnn", "2", "data"), ("gpt", "2", "tensor"), ("gpt", "2x2", "hybrid"), ("encoder pre", "4", "data"), ("gpt", "4", "sequence"),
+    ("gpt", "2", "fsdp"), ("cnn", "2", "data"), ("gpt", "2", "tensor"), ("gpt", "2x2", "hybrid"),
+    ("encoder pre", "4", "data"), ("gpt", "4", "sequence"),
     ("mlp", "2x2", "fsdp"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "ranks", "mode"), [pytest.param(*c, marks=() if i < 2 else pytest.mark.slow, id="-".join(c)) for i, c in enumerate(REAL)])
+@pytest.mark.parametrize(
+    ("model", "ranks", "mode"),
+    [
+        pytest.param(*c, marks=() if i < 2 else pytest.mark.slow, id="-".join(c))
+        for i, c in enumerate(REAL)
+    ],
+)
 def test_on_processes(model: str, ranks: str, mode: str) -> None:
     run_on(spreads(ranks)[mode].size, on_process, model, ranks, mode, 5, VOCABULARY, "adamw fused")

@@ -21,13 +21,23 @@ from support.launched import Launched, cleared, nobody_left
 import globaltensor.v0 as flow
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "v0"
-MODULES = ("digits", "lenet_model", "distributed_train", "hybrid_parallelism_mlp", "hybrid_parallelism_lenet", "mirrored_mlp", "lenet_train", "lenet_eval")
+MODULES = (
+    "digits",
+    "lenet_model",
+    "distributed_train",
+    "hybrid_parallelism_mlp",
+    "hybrid_parallelism_lenet",
+    "mirrored_mlp",
+    "lenet_train",
+    "lenet_eval",
+)
 SECONDS = 600.0
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """An example as a module, in a session of its own. Nothing is dropped out: the numbers would differ."""
+    """An example as a module, in a session of its own. Nothing is dropped out: the numbers would
+    differ."""
     flow.clear_default_session()
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(flow.nn, "dropout", lambda x, rate, name=None: x)
@@ -40,14 +50,24 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 
 
 def perceptron(hidden: str, output: str) -> tuple[dict[str, Any], Callable[..., Any]]:
-    start = {f"{hidden}-weight": drawn(512, 784) * 0.05, f"{hidden}-bias": drawn(512) * 0.05, f"{output}-weight": drawn(10, 512) * 0.05}
-    return {**start, f"{output}-bias": drawn(10) * 0.05}, lambda x, a, b, c, d: F.linear(F.relu(F.linear(x.flatten(1), a, b)), c, d)
+    start = {
+        f"{hidden}-weight": drawn(512, 784) * 0.05,
+        f"{hidden}-bias": drawn(512) * 0.05,
+        f"{output}-weight": drawn(10, 512) * 0.05,
+    }
+    return {**start, f"{output}-bias": drawn(10) * 0.05}, lambda x, a, b, c, d: F.linear(
+        F.relu(F.linear(x.flatten(1), a, b)), c, d
+    )
 
 
 def lenet(hidden: str, output: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     start = {"conv1-weight": drawn(32, 1, 5, 5) * 0.1, "conv1-bias": drawn(32) * 0.05}
     start |= {"conv2-weight": drawn(64, 32, 5, 5) * 0.05, "conv2-bias": drawn(64) * 0.05}
-    start |= {f"{hidden}-weight": drawn(512, 3136) * 0.02, f"{hidden}-bias": drawn(512) * 0.05, f"{output}-weight": drawn(10, 512) * 0.05}
+    start |= {
+        f"{hidden}-weight": drawn(512, 3136) * 0.02,
+        f"{hidden}-bias": drawn(512) * 0.05,
+        f"{output}-weight": drawn(10, 512) * 0.05,
+    }
 
     def forward(x: Any, *ps: Any) -> Any:
         for weight, bias in (ps[0:2], ps[2:4]):
@@ -68,18 +88,33 @@ def lenet(hidden: str, output: str) -> tuple[dict[str, Any], Callable[..., Any]]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_losses_are_those_of_plain_pytorch(name: str, devices: int, network: tuple[dict[str, Any], Callable[..., Any]], example: Callable[[str], Any]) -> None:
+def test_losses_are_those_of_plain_pytorch(
+    name: str,
+    devices: int,
+    network: tuple[dict[str, Any], Callable[..., Any]],
+    example: Callable[[str], Any],
+) -> None:
     module, (start, forward) = example(name), network
     if name == "hybrid_parallelism_lenet":
         module.PIECES = 2
-    batches = [(np.abs(drawn(100, 1, 28, 28, seed=i)), np.random.RandomState(i).randint(0, 10, 100).astype(np.int32)) for i in range(3)]
+    batches = [
+        (
+            np.abs(drawn(100, 1, 28, 28, seed=i)),
+            np.random.RandomState(i).randint(0, 10, 100).astype(np.int32),
+        )
+        for i in range(3)
+    ]
     cut = module.cut if name == "mirrored_mlp" else lambda array: array
     got = play(devices, [(module.train_job, cut(x), cut(y)) for x, y in batches], start)
     parameters = [torch.tensor(v).requires_grad_() for v in start.values()]
     for (x, y), losses in zip(batches, got.results, strict=True):
-        want = F.cross_entropy(forward(torch.tensor(x), *parameters), torch.tensor(y).long(), reduction="none")
+        want = F.cross_entropy(
+            forward(torch.tensor(x), *parameters), torch.tensor(y).long(), reduction="none"
+        )
         same(np.concatenate(losses) if isinstance(losses, list) else losses, want.detach(), 2e-6)
-        assert abs(float(np.mean(losses)) - want.mean().item()) <= 1e-6 * max(1.0, want.mean().item())
+        assert abs(float(np.mean(losses)) - want.mean().item()) <= 1e-6 * max(
+            1.0, want.mean().item()
+        )
         grads = torch.autograd.grad(want.mean(), parameters)
         with torch.no_grad():
             for p, g in zip(parameters, grads, strict=True):
@@ -100,7 +135,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def run(folder: Path, name: str, *arguments: object) -> str:
     """An example run to its end -> what it printed."""
-    with Launched(folder, EXAMPLES / f"{name}.py", *arguments, command=[sys.executable], OMP_NUM_THREADS="1") as started:
+    with Launched(
+        folder, EXAMPLES / f"{name}.py", *arguments, command=[sys.executable], OMP_NUM_THREADS="1"
+    ) as started:
         assert started.code(SECONDS) == 0, started.err
         out = started.out
     assert nobody_left(folder)
@@ -131,7 +168,16 @@ def network() -> Iterator[Network]:
 @pytest.mark.slow
 def test_two_hosts_know_their_digits(folder: Path, network: Network) -> None:
     addresses, port = [host.addr for host in network.hosts], network.hosts[0].free_port()
-    command = [sys.executable, str(EXAMPLES / "distributed_train.py"), "--epochs", "12", "--port", str(port), "--nodes", *addresses]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "distributed_train.py"),
+        "--epochs",
+        "12",
+        "--port",
+        str(port),
+        "--nodes",
+        *addresses,
+    ]
     order = list(enumerate(network.hosts))
     processes = []
     for number, host in order:
@@ -147,7 +193,9 @@ def test_two_hosts_know_their_digits(folder: Path, network: Network) -> None:
     assert "accuracy" not in other
 
 
-def test_without_digits_it_says_what_to_install(tmp_path: Path, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_digits_it_says_what_to_install(
+    tmp_path: Path, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match=r'pip install "globaltensor\[examples\]"'):
         example("digits").load(None, 100)

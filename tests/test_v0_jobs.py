@@ -1,4 +1,5 @@
-"""Jobs of less common kinds: mixed precision, older forms, chosen variables, mirrored convolutions, pieces of pieces, uneven batches."""
+"""Jobs of less common kinds: mixed precision, older forms, chosen variables, mirrored convolutions,
+pieces of pieces, uneven batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,12 +34,16 @@ def test_mixed_precision_with_a_growing_scale(devices: int) -> None:
     def train(x: tp.Numpy.Placeholder((8, 6))) -> tp.Tuple[tp.Numpy, tp.Numpy]:
         out = flow.layers.dense(x, 5, kernel_initializer=flow.truncated_normal(0.5), name="d")
         loss = flow.math.reduce_sum(flow.math.square(out), axis=1)
-        flow.optimizer.Adam(constant(0.01), loss_scale_policy=flow.optimizer.loss_scale.dynamic_loss_scale(2.0**8)).minimize(loss)
+        flow.optimizer.Adam(
+            constant(0.01), loss_scale_policy=flow.optimizer.loss_scale.dynamic_loss_scale(2.0**8)
+        ).minimize(loss)
         return loss, out
 
     got = play(devices, [(train, drawn(8, 6))] * 5)
     assert got.results[-1][0].mean() < got.results[0][0].mean()
-    assert got.results[0][1].dtype == np.float32, "bfloat16 has no dtype of NumPy's: it comes out as float32"
+    assert got.results[0][1].dtype == np.float32, (
+        "bfloat16 has no dtype of NumPy's: it comes out as float32"
+    )
     assert got.variables["d-weight"].dtype == np.float32
 
 
@@ -61,7 +66,9 @@ def test_the_older_decorator() -> None:
 def test_an_optimizer_of_some_variables_and_several_losses() -> None:
     @flow.global_function(type="train")
     def train(x: tp.Numpy.Placeholder((8, 6))) -> tp.Numpy:
-        loss = flow.math.reduce_mean(flow.layers.dense(x, 5, name="d", kernel_initializer=flow.ones_initializer()))
+        loss = flow.math.reduce_mean(
+            flow.layers.dense(x, 5, name="d", kernel_initializer=flow.ones_initializer())
+        )
         flow.optimizer.SGD(constant(0.1), momentum=0, variables=["d-bias"]).minimize([loss, loss])
         return loss
 
@@ -76,17 +83,27 @@ def test_convolutions_in_the_mirrored_view(devices: int) -> None:
     config.default_logical_view(flow.scope.mirrored_view())
 
     @flow.global_function(type="train", function_config=config)
-    def train(x: tp.ListNumpy.Placeholder((2, 3, 8, 8)), y: tp.ListNumpy.Placeholder((2,), dtype=flow.int32)) -> tp.ListNumpy:
+    def train(
+        x: tp.ListNumpy.Placeholder((2, 3, 8, 8)),
+        y: tp.ListNumpy.Placeholder((2,), dtype=flow.int32),
+    ) -> tp.ListNumpy:
         with flow.scope.placement("gpu", f"0:0-{devices - 1}"):
-            convolved = flow.layers.conv2d(x, 4, 3, padding="SAME", activation=flow.nn.relu, name="c")
+            convolved = flow.layers.conv2d(
+                x, 4, 3, padding="SAME", activation=flow.nn.relu, name="c"
+            )
         hidden = flow.nn.dropout(flow.nn.max_pool2d(convolved, 2, 2, "VALID"), 0.3)
         flat = flow.reshape(hidden, (hidden.shape[0], -1))
-        loss = flow.nn.sparse_softmax_cross_entropy_with_logits(y, flow.layers.dense(flat, 5, name="d"))
+        loss = flow.nn.sparse_softmax_cross_entropy_with_logits(
+            y, flow.layers.dense(flat, 5, name="d")
+        )
         clip = flow.optimizer.grad_clipping.by_global_norm(1.0)
         flow.optimizer.SGD(constant(0.1), grad_clipping=clip).minimize(loss)
         return loss
 
-    xs, ys = [drawn(2, 3, 8, 8, seed=i) for i in range(devices)], [np.array([1, 2], np.int32)] * devices
+    xs, ys = (
+        [drawn(2, 3, 8, 8, seed=i) for i in range(devices)],
+        [np.array([1, 2], np.int32)] * devices,
+    )
     got = play(devices, [(train, xs, ys)] * 8)
     assert np.mean(got.results[-1]) < np.mean(got.results[0])
 
@@ -112,16 +129,26 @@ def test_pieces_that_are_no_lists_of_arrays() -> None:
 
     y = np.zeros(2, np.int32)
     for match, given in [
-        (r"y of device 0 is ListListNumpy: a list of one or more arrays is wanted.*got a ndarray", [y, y]),
+        (
+            (
+                r"y of device 0 is ListListNumpy: a list of one or more arrays is wanted.*got a "
+                r"ndarray"
+            ),
+            [y, y],
+        ),
         ("y of device 1 is ListListNumpy: .*got an empty one", [[y], []]),
-        (r"y of device 0: pieces of shapes \[2\], \[2, 1\] do not make one array", [[y, y[:, None]], [y]]),
+        (
+            r"y of device 0: pieces of shapes \[2\], \[2, 1\] do not make one array",
+            [[y, y[:, None]], [y]],
+        ),
     ]:
         with pytest.raises(flow.JobError, match=match):
             play(2, [(job, given)])
 
 
 def test_a_view_within_a_job_holds_for_all_ops() -> None:
-    """Dropout and pieces are ops like others: in the mirrored view each device has rows of its own."""
+    """Dropout and pieces are ops like others: in the mirrored view each device has rows of its
+    own."""
 
     @flow.global_function(type="train")
     def job(x: tp.Numpy.Placeholder((4, 2))) -> tp.Tuple[tp.ListNumpy, tp.ListNumpy, tp.Numpy]:
@@ -169,7 +196,9 @@ def test_a_record_is_the_same_in_every_process() -> None:
 
         @flow.global_function()
         def job(x: tp.Numpy.Placeholder((4, 2))) -> tp.Numpy:
-            return apply(_reduced, flow.math.reduce_max(x, axis=1, keepdims=True), mean, (0,), False)
+            return apply(
+                _reduced, flow.math.reduce_max(x, axis=1, keepdims=True), mean, (0,), False
+            )
 
         flow.clear_default_session()
         kept.append(mean)  # where the second lies the first must not have lain
@@ -198,10 +227,19 @@ def test_two_jobs_that_train_one_variable_keep_a_state_each(devices: int) -> Non
     calls = [(first, x), (second, x), (second, 2 * x), (second, x)]
     got = play(devices, calls)
     assert sorted(got.variables) == sorted(
-        ["w", "w-momentum", "second-w-momentum", "System-Train-TrainStep-first", "System-Train-TrainStep-second", "System-Train-LossScale-second"]
+        [
+            "w",
+            "w-momentum",
+            "second-w-momentum",
+            "System-Train-TrainStep-first",
+            "System-Train-TrainStep-second",
+            "System-Train-LossScale-second",
+        ]
     )
     same(got.variables["w-momentum"], np.full(4, -0.025))
-    assert got.variables["System-Train-LossScale-second"].tolist() == [8.0, 1.0], "twice as large after two steps, and one step since"
+    assert got.variables["System-Train-LossScale-second"].tolist() == [8.0, 1.0], (
+        "twice as large after two steps, and one step since"
+    )
     flow.clear_default_session()
     whole = play(devices, [*calls, *calls], more=[first, second])
     again = play(devices, calls, got.variables, more=[first, second])
@@ -213,7 +251,11 @@ def test_batches_and_units_that_do_not_divide() -> None:
     @flow.global_function(type="train")
     def train(x: tp.Numpy.Placeholder((7, 6))) -> tp.Numpy:
         split = flow.distribute.split(0)
-        loss = flow.math.square(flow.layers.dense(x, 5, name="d", kernel_initializer=flow.ones_initializer(), model_distribute=split))
+        loss = flow.math.square(
+            flow.layers.dense(
+                x, 5, name="d", kernel_initializer=flow.ones_initializer(), model_distribute=split
+            )
+        )
         flow.optimizer.SGD(constant(0.1), momentum=0).minimize(loss)
         return loss
 

@@ -1,4 +1,5 @@
-"""Scripts on several machines, which meet and agree; each failure is told in bounded time. Machines are hosts in network namespaces, or loopback addresses."""
+"""Scripts on several machines, which meet and agree; each failure is told in bounded time. Machines
+are hosts in network namespaces, or loopback addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if __name__ == "__main__":
     if sys.argv[4] == "raise":
         raise ValueError("the master stops on purpose")
     told(losses=losses, machine=flow.env.current_machine_id(), resource=flow.env.current_resource()[0])
-"""
+"""  # noqa: E501
 SOON = {"GLOBALTENSOR_V0_WAIT": "3"}
 
 
@@ -44,7 +45,8 @@ def machines(network: Network, tmp_path: Path) -> Machines:
 def something_listens(machines: Machines, folder: Path) -> None:
     """Another program is at the master's port. It answers in words of its own."""
     program = (
-        f"import socket; s = socket.create_server(('', {machines.port})); s.settimeout(100); open('ready', 'w').close()\n"
+        f"import socket; s = socket.create_server(('', {machines.port})); s.settimeout(100); "
+        f"open('ready', 'w').close()\n"
         "while True:\n    c, _ = s.accept(); c.sendall(b'220 ready\\n')"
     )
     machines.network.hosts[0].start([sys.executable, "-S", "-c", program], folder / "listener")
@@ -52,10 +54,18 @@ def something_listens(machines: Machines, folder: Path) -> None:
 
 
 def test_two_machines_with_two_devices_each(machines: Machines, tmp_path: Path) -> None:
-    """A proxy is set that leads nowhere: it is not asked. The interfaces of virtual cards are not taken: that of the machine's address is."""
+    """A proxy is set that leads nowhere: it is not asked. The interfaces of virtual cards are not
+    taken: that of the machine's address is."""
     path = script(tmp_path, BODY)
     for number in (0, 1):
-        machines.start(path, number, 2, "dicts", http_proxy="http://203.0.113.9:3128", ALL_PROXY="socks5://203.0.113.9:1080")
+        machines.start(
+            path,
+            number,
+            2,
+            "dicts",
+            http_proxy="http://203.0.113.9:3128",
+            ALL_PROXY="socks5://203.0.113.9:1080",
+        )
     (code, out), (other_code, other) = machines.ended(0), machines.ended(1)
     assert (code, other_code) == (0, 0), out + other
     (one,) = results(out)
@@ -63,8 +73,16 @@ def test_two_machines_with_two_devices_each(machines: Machines, tmp_path: Path) 
     assert one["resource"] == 2
     assert not results(other), "only the master gets past the first call"
     assert (out.count("every machine says this"), other.count("every machine says this")) == (1, 1)
-    names = {"hidden-weight": (10, 6), "hidden-bias": (10,), "out-weight": (4, 10), "out-bias": (4,)}
-    start = {name: np.random.RandomState(sum(shape)).randn(*shape).astype(np.float32) * np.float32(0.3) for name, shape in names.items()}
+    names = {
+        "hidden-weight": (10, 6),
+        "hidden-bias": (10,),
+        "out-weight": (4, 10),
+        "out-bias": (4,),
+    }
+    start = {
+        name: np.random.RandomState(sum(shape)).randn(*shape).astype(np.float32) * np.float32(0.3)
+        for name, shape in names.items()
+    }
     np.testing.assert_allclose(one["losses"], in_plain_torch(start, 3), rtol=1e-6)
 
 
@@ -82,17 +100,36 @@ def test_the_masters_failure_ends_all(machines: Machines, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("\n# one line more", r"runs another script than the master.*copy the same script to all machines"),
-        ("", r"has recorded other jobs than the master: train; the script must do the same on all machines"),
-        pytest.param("version", r"has another version of globaltensor than the master", marks=pytest.mark.slow),
+        (
+            "\n# one line more",
+            r"runs another script than the master.*copy the same script to all machines",
+        ),
+        (
+            "",
+            (
+                r"has recorded other jobs than the master: train; the script must do the same on "
+                r"all "
+                r"machines"
+            ),
+        ),
+        pytest.param(
+            "version",
+            r"has another version of globaltensor than the master",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["script", "job", "version"],
 )
-def test_machines_that_differ_are_told(change: str, says: str, machines: Machines, tmp_path: Path) -> None:
+def test_machines_that_differ_are_told(
+    change: str, says: str, machines: Machines, tmp_path: Path
+) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    other = "import globaltensor.v0.session.rendezvous as m, os\nif os.environ.get('OTHER'):\n    m._library = lambda: 'other'\n"
+    other = (
+        "import globaltensor.v0.session.rendezvous as m, os\nif os.environ.get('OTHER'):\n    "
+        "m._library = lambda: 'other'\n"
+    )
     forward = "network(x) * (2 if __import__('os').environ.get('TWICE') else 1)"
     first = script(folders[0], other + BODY, forward)
     second = script(folders[1], other + BODY, forward)
@@ -109,10 +146,15 @@ def test_machines_that_differ_are_told(change: str, says: str, machines: Machine
 
 
 def test_a_machine_that_does_not_come_is_named(machines: Machines, tmp_path: Path) -> None:
-    machines.start(script(tmp_path, BODY), 0, 1, "list", https_proxy="http://203.0.113.9:3128", **SOON)
+    machines.start(
+        script(tmp_path, BODY), 0, 1, "list", https_proxy="http://203.0.113.9:3128", **SOON
+    )
     code, out = machines.ended(0)
     assert code == 1
-    assert f"machine 1 ({machines.addresses[1]}) has not come to the master's port {machines.port} within 3 s" in out
+    assert (
+        f"machine 1 ({machines.addresses[1]}) has not come to the master's port {machines.port} "
+        f"within 3 s" in out
+    )
     assert "https_proxy is set, but machines of a session talk to each other directly" in out
 
 
@@ -133,8 +175,14 @@ def test_a_wrong_interface_is_named(name: str, machines: Machines, tmp_path: Pat
         pytest.skip("loopback addresses have one interface")
     if name == "virtual0":
         host = machines.network.hosts[1]
-        for words in ("link add virtual0 type veth peer name virtual1", "addr add 198.51.100.7/24 dev virtual0", "link set virtual0 up"):
-            if subprocess.run([*host.enter, "ip", *words.split()], capture_output=True, timeout=20, check=False).returncode:
+        for words in (
+            "link add virtual0 type veth peer name virtual1",
+            "addr add 198.51.100.7/24 dev virtual0",
+            "link set virtual0 up",
+        ):
+            if subprocess.run(
+                [*host.enter, "ip", *words.split()], capture_output=True, timeout=20, check=False
+            ).returncode:
                 pytest.skip("no virtual interfaces here")
     path = script(tmp_path, BODY)
     if name == "virtual0":
@@ -145,7 +193,11 @@ def test_a_wrong_interface_is_named(name: str, machines: Machines, tmp_path: Pat
     code, out = machines.ended(len(machines.processes) - 1)
     assert code == 1
     if name == "virtual0":
-        assert re.search(r"sends and receives data at 198.51.100.7 \(virtual0\), where the master .*cannot reach it", out), out
+        assert re.search(
+            r"sends and receives data at 198.51.100.7 \(virtual0\), where the master .*cannot "
+            r"reach it",
+            out,
+        ), out
         assert machines.ended(0)[0] == 1
     else:
         assert f"GLOO_SOCKET_IFNAME is '{name}'" in out
@@ -164,4 +216,7 @@ def test_a_port_that_is_taken_is_named(machines: Machines, tmp_path: Path) -> No
     assert f"port {machines.port} of the master {machines.addresses[0]} is taken" in out
     code, out = machines.ended(1)
     assert code == 1
-    assert f"what listened at {machines.addresses[0]}:{machines.port} is no session of globaltensor.v0" in out
+    assert (
+        f"what listened at {machines.addresses[0]}:{machines.port} is no session of globaltensor.v0"
+        in out
+    )

@@ -1,4 +1,5 @@
-"""Parts of a session in this process, on one device or against an end played by the test: what is queued, what fails, what is left behind."""
+"""Parts of a session in this process, on one device or against an end played by the test: what is
+queued, what fails, what is left behind."""
 
 import contextlib
 import os
@@ -43,14 +44,24 @@ def ends() -> Iterator[tuple[Line, Line]]:
 
 def _line(connection: socket.socket) -> Line:
     """A line over a socket that is no TCP socket: it takes no options of TCP's."""
-    taken = SimpleNamespace(**{name: getattr(connection, name) for name in ("settimeout", "sendall", "recv", "shutdown", "close")}, setsockopt=lambda *_: None)
+    taken = SimpleNamespace(
+        **{
+            name: getattr(connection, name)
+            for name in ("settimeout", "sendall", "recv", "shutdown", "close")
+        },
+        setsockopt=lambda *_: None,
+    )
     return Line(taken, "the other end")  # type: ignore[arg-type]
 
 
-def test_a_queued_job_gets_the_arrays_of_its_call_and_a_lost_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queued_job_gets_the_arrays_of_its_call_and_a_lost_error_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     @flow.global_function()
     def rows(at: tp.Numpy.Placeholder((2,), dtype=flow.int32)):  # type: ignore[no-untyped-def]
-        return flow.gather(flow.get_variable("table", (5, 3), initializer=flow.ones_initializer()), at)
+        return flow.gather(
+            flow.get_variable("table", (5, 3), initializer=flow.ones_initializer()), at
+        )
 
     @flow.global_function()
     def doubled(x: tp.Numpy.Placeholder((2,))) -> tp.Callback[tp.Numpy]:
@@ -64,7 +75,9 @@ def test_a_queued_job_gets_the_arrays_of_its_call_and_a_lost_error_is_logged(cap
     rows(np.array([0, 99], np.int32))  # its error is nobody's: nothing waits for it
     gate.set()
     assert came.get(timeout=SECONDS).tolist() == [2, 2]
-    assert rows(np.array([0, 4], np.int32)).get().shape == (2, 3), "one device is never out of step: the session goes on"
+    assert rows(np.array([0, 4], np.int32)).get().shape == (2, 3), (
+        "one device is never out of step: the session goes on"
+    )
     assert "job rows has failed: " in caplog.text
 
 
@@ -104,11 +117,19 @@ def test_both_numbers_of_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     flow.config.gpu_device_num(1)
     flow.config.cpu_device_num(4)
-    with pytest.raises(flow.SessionError, match=r"gpu_device_num\(1\) and config.cpu_device_num\(4\) ask for 4 devices .* this machine shows 1 GPU$"):
+    with pytest.raises(
+        flow.SessionError,
+        match=(
+            r"gpu_device_num\(1\) and config.cpu_device_num\(4\) ask for 4 devices .* this "
+            r"machine shows 1 GPU$"
+        ),
+    ):
         flow.env.init()
 
 
-def test_a_device_in_a_collective_ends_with_a_master_that_failed(ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_in_a_collective_ends_with_a_master_that_failed(
+    ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
     line, master = ends
     began, over, left = threading.Event(), threading.Event(), queue.SimpleQueue[Any]()
 
@@ -121,7 +142,9 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(ends: tuple[Lin
         if threading.current_thread() is follower:
             raise SystemExit
 
-    monkeypatch.setattr(worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None))
+    monkeypatch.setattr(
+        worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None)
+    )
     monkeypatch.setattr(worker, "_leave", leave)
     monkeypatch.setattr(worker, "reset_world", lambda: None)
 
@@ -143,8 +166,11 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(ends: tuple[Lin
     assert not follower.is_alive()
 
 
-def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches the master when its own time is nearly over; the master's has only begun then. And what it set for the meeting is gone afterwards."""
+def test_a_machine_that_came_early_waits_as_long_as_the_master(
+    ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the master when its own time is nearly over; the master's has only begun then. And
+    what it set for the meeting is gone afterwards."""
     waits, now = {}, [0.0]
 
     def found(*_: object) -> socket.socket:
@@ -160,10 +186,17 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
 
     monkeypatch.setenv(rendezvous.VARIABLE, "50")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    for name, value in {"time": SimpleNamespace(monotonic=lambda: now[0]), "is_here": lambda a: a == "b", "reached": found, "_lead": lead}.items():
+    for name, value in {
+        "time": SimpleNamespace(monotonic=lambda: now[0]),
+        "is_here": lambda a: a == "b",
+        "reached": found,
+        "_lead": lead,
+    }.items():
         monkeypatch.setattr(rendezvous, name, value)
     monkeypatch.setattr(rendezvous.SessionRendezvous, "_heard", heard)
-    met = rendezvous.SessionRendezvous(Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu")
+    met = rendezvous.SessionRendezvous(
+        Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu"
+    )
     assert min(waits.values()) >= 50
     assert set(waits) == {"machine", "met", "go"}
     assert os.environ["NCCL_SOCKET_IFNAME"] == "other0"
@@ -171,13 +204,20 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
-def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(ends: tuple[Line, Line]) -> None:
+def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(
+    ends: tuple[Line, Line],
+) -> None:
     comes = object.__new__(rendezvous.SessionRendezvous)
     comes.master = ends[0]
-    with pytest.raises(flow.SessionError, match=r"what listens at a:1 is not the master of this session, or it hangs"):
+    with pytest.raises(
+        flow.SessionError,
+        match=r"what listens at a:1 is not the master of this session, or it hangs",
+    ):
         comes._heard("a:1", "machine", 0.1)
     ends[1].send(hello="I am another program")
-    with pytest.raises(flow.SessionError, match=r"what listened at a:1 is no session of globaltensor.v0"):
+    with pytest.raises(
+        flow.SessionError, match=r"what listened at a:1 is no session of globaltensor.v0"
+    ):
         comes._heard("a:1", "machine", SECONDS)
 
 
@@ -186,7 +226,9 @@ def test_a_wrong_interface_is_named_before_machines_meet(monkeypatch: pytest.Mon
     monkeypatch.setattr(rendezvous, "interface_of", lambda _: "eth0")
     for name in ("nosuch0", "lo"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-        with pytest.raises(flow.SessionError, match=f"machine 1: GLOO_SOCKET_IFNAME is '{name}', .*set it to eth0"):
+        with pytest.raises(
+            flow.SessionError, match=f"machine 1: GLOO_SOCKET_IFNAME is '{name}', .*set it to eth0"
+        ):
             rendezvous._lead("203.0.113.8", nodes, 1)
 
 

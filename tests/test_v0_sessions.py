@@ -1,4 +1,5 @@
-"""Scripts with job functions as users start them: one process, which starts its devices; results, callbacks, snapshots, and ends of every kind."""
+"""Scripts with job functions as users start them: one process, which starts its devices; results,
+callbacks, snapshots, and ends of every kind."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ if __name__ == "__main__":
         session()._later(lambda: time.sleep(1))
         said_nothing(drawn(8, 6))  # still queued when the script ends: it is run all the same
         raise ValueError("this script ends here")
-"""
+"""  # noqa: E501
 
 
 def test_all_that_a_script_may_do_on_one_and_two_devices(folder: Path) -> None:
@@ -84,22 +85,36 @@ def test_all_that_a_script_may_do_on_one_and_two_devices(folder: Path) -> None:
         assert "has failed" not in err
         assert nobody_left(folder)
     for one in found:
-        assert one["again"] == one["second"], "training does not go on as it did: momentum or the step was not restored"
+        assert one["again"] == one["second"], (
+            "training does not go on as it did: momentum or the step was not restored"
+        )
         assert "holds something already" in one["refused"]
-        assert one["came"] == [[np.random.RandomState(14).randn(8, 6).astype(np.float32).tolist(), [8, 6], False]]
-        np.testing.assert_allclose(one["later"], 2 * np.random.RandomState(14).randn(8, 6), rtol=1e-6)
-        assert {"hidden-weight", "hidden-weight-momentum", "System-Train-TrainStep-train"} <= set(one["kept"])
+        assert one["came"] == [
+            [np.random.RandomState(14).randn(8, 6).astype(np.float32).tolist(), [8, 6], False]
+        ]
+        np.testing.assert_allclose(
+            one["later"], 2 * np.random.RandomState(14).randn(8, 6), rtol=1e-6
+        )
+        assert {"hidden-weight", "hidden-weight-momentum", "System-Train-TrainStep-train"} <= set(
+            one["kept"]
+        )
         assert (one["late"], one["rank"], one["grad"], one["machine"]) == (False, None, True, 0)
         assert one["threads"] == ["MainThread"]
         kept = np.asarray(one["noise"])
         assert set(np.unique(kept)) == {0.0, 2.0}
         assert (kept[0] != kept[1]).any(), "the same numbers were dropped twice"
     one, two = found
-    assert one["before"] == two["before"], "variables begin with other values on other numbers of devices"
+    assert one["before"] == two["before"], (
+        "variables begin with other values on other numbers of devices"
+    )
     halves = np.asarray(two["noise"])[0].reshape(2, -1)
     assert (halves[0] != halves[1]).any(), "both devices dropped the same places"
-    np.testing.assert_allclose(one["first"] + one["second"], two["first"] + two["second"], rtol=1e-6)
-    np.testing.assert_allclose(one["first"] + one["second"], in_plain_torch(one["before"], 6), rtol=1e-6)
+    np.testing.assert_allclose(
+        one["first"] + one["second"], two["first"] + two["second"], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        one["first"] + one["second"], in_plain_torch(one["before"], 6), rtol=1e-6
+    )
     assert (one["resource"][:2], two["resource"][2]) == ([1, int(torch.cuda.is_available())], 2)
 
 
@@ -135,11 +150,12 @@ if __name__ == "__main__":
     os.kill(session()._crew.workers.processes[0].pid, signal.SIGKILL)
     for _ in range(1000):
         flow.get_all_variables()["table"].numpy()
-"""
+"""  # noqa: E501
 
 
 def test_a_session_that_failed_says_so_and_another_may_follow(folder: Path) -> None:
-    """First a job fails on one of two devices, with nobody waiting for it; then, in a new session, one of three devices is killed."""
+    """First a job fails on one of two devices, with nobody waiting for it; then, in a new session,
+    one of three devices is killed."""
     ((one,), _, err) = ran(folder, script(folder, FAILS), code=1)
     assert (one["good"], one["again"]) == ([3, 3], [3, 3])
     assert len(one["said"]) == 2
@@ -162,7 +178,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code", "says"), [("job", 1, r"x takes an array of shape \[8, 6\], got \[8, 5\]"), ("return", 0, "")])
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [("job", 1, r"x takes an array of shape \[8, 6\], got \[8, 5\]"), ("return", 0, "")],
+)
 def test_no_device_outlives_a_script(how: str, code: int, says: str, folder: Path) -> None:
     with Launched(folder, script(folder, ENDS), how, command=[sys.executable]) as started:
         assert started.code(SECONDS) == code, started.err
@@ -170,10 +189,14 @@ def test_no_device_outlives_a_script(how: str, code: int, says: str, folder: Pat
     assert nobody_left(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=str
+)
 def test_no_device_outlives_a_script_that_is_ended(number: signal.Signals, folder: Path) -> None:
     with Launched(folder, script(folder, ENDS), "wait", command=[sys.executable]) as started:
-        assert within(SECONDS, lambda: "RESULT" in started.out or started.process.poll() is not None)
+        assert within(
+            SECONDS, lambda: "RESULT" in started.out or started.process.poll() is not None
+        )
         started.process.send_signal(number)
         assert started.code(SECONDS) != 0
         assert nobody_left(folder)

@@ -1,4 +1,5 @@
-"""Views and indexing through the whole library on simulated ranks: composites, in-place forms, shapes that depend on data."""
+"""Views and indexing through the whole library on simulated ranks: composites, in-place forms,
+shapes that depend on data."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ gen = torch.Generator().manual_seed(3)
 
 
 def x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 def mask(*shape: int) -> torch.Tensor:
@@ -61,7 +64,11 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("index array", lambda a: a[:, np.array([2, 0])], (x(5, 3),)),
     ("index numpy int", lambda a: a[np.int64(3)], (x(5, 3),)),
     ("index item", lambda a: a[torch.tensor(3)], (x(5, 3),)),
-    ("index items", lambda a: a[..., torch.tensor(-1), None, torch.tensor(0)] + a[torch.tensor(2), :, 1:][0], (x(4, 5, 3)[:, :1],)),
+    (
+        "index items",
+        lambda a: a[..., torch.tensor(-1), None, torch.tensor(0)] + a[torch.tensor(2), :, 1:][0],
+        (x(4, 5, 3)[:, :1],),
+    ),
     ("index global", lambda a, i: a[i], (x(5, 3), i5)),
     ("index globals", lambda a, i, j: a[i, j], (x(5, 3), i5, i3)),
     ("index mask", lambda a, m: a[m], (x(5, 3), mask(5, 3))),
@@ -70,16 +77,36 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("index bool list", lambda a: a[[True, False, True]], (x(3, 2),)),
     ("plain table", lambda i: x(5, 3)[i], (i5,)),
     ("set list", lambda a, v: assigned(a, [4, 0], v), (x(5, 3), x(2, 3))),
-    ("set mask values", lambda a, m, v: assigned(a, m, v[: int(m.sum())]), (x(5, 3), mask(5, 3), x(15))),
+    (
+        "set mask values",
+        lambda a, m, v: assigned(a, m, v[: int(m.sum())]),
+        (x(5, 3), mask(5, 3), x(15)),
+    ),
     ("set mask number", lambda a, m: assigned(a, m, 3.0), (x(5, 3), mask(5, 3))),
     ("set global", lambda a, i, v: assigned(a, i, v), (x(5, 3), torch.tensor([4, 0]), x(2, 3))),
     ("set slice", lambda a, v: assigned(a, slice(1, 4), v), (x(5, 3), x(3, 3))),
     ("set item", lambda a: assigned(a, (torch.tensor(1), slice(0, 2)), 5.0), (x(5, 3),)),
-    ("index_put", lambda a, i, v: torch.index_put(a, (i,), v), (x(5, 3), torch.tensor([4, 0]), x(2, 3))),
-    ("index_put_", lambda a, i, v: (a * 1).index_put_((i,), v), (x(5, 3), torch.tensor([4, 0]), x(2, 3))),
+    (
+        "index_put",
+        lambda a, i, v: torch.index_put(a, (i,), v),
+        (x(5, 3), torch.tensor([4, 0]), x(2, 3)),
+    ),
+    (
+        "index_put_",
+        lambda a, i, v: (a * 1).index_put_((i,), v),
+        (x(5, 3), torch.tensor([4, 0]), x(2, 3)),
+    ),
     ("take", lambda a, i: a.take(i), (x(5, 3), torch.tensor([[14, 0], [-1, 3]]))),
-    ("take_along_dim", lambda a, i: torch.take_along_dim(a, i, 0), (x(5, 3), torch.tensor([[4], [0]]))),
-    ("take_along_dim flat", lambda a, i: torch.take_along_dim(a, i), (x(5, 3), torch.tensor([14, 0, 2]))),
+    (
+        "take_along_dim",
+        lambda a, i: torch.take_along_dim(a, i, 0),
+        (x(5, 3), torch.tensor([[4], [0]])),
+    ),
+    (
+        "take_along_dim flat",
+        lambda a, i: torch.take_along_dim(a, i),
+        (x(5, 3), torch.tensor([14, 0, 2])),
+    ),
     ("nonzero", lambda a: a.nonzero(), (mask(5, 3),)),
     ("nonzero tuple", lambda a: torch.nonzero(a, as_tuple=True), (mask(5, 3),)),
     ("masked_select", lambda a, m: a.masked_select(m), (x(5, 3), mask(5, 3))),
@@ -89,13 +116,23 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("torch.embedding", lambda w, i: torch.embedding(w, i), (x(5, 3), i5)),
     ("masked_fill_", lambda a, m: (a * 1).masked_fill_(m, 2.0), (x(5, 3), mask(5, 3))),
     ("tril_", lambda a: (a * 1).tril_(), (x(5, 3),)),
-    ("scatter_add_", lambda a, i, v: (a * 1).scatter_add_(0, i, v), (x(5, 3), torch.tensor([[4, 0, 1]]), x(1, 3))),
+    (
+        "scatter_add_",
+        lambda a, i, v: (a * 1).scatter_add_(0, i, v),
+        (x(5, 3), torch.tensor([[4, 0, 1]]), x(1, 3)),
+    ),
     ("pad then view", lambda a: F.pad(a, (0, 2)).view(5, 4, 2).flatten(1).view(-1), (x(5, 6),)),
-    ("heads", lambda a: a.view(2, 3, 4, 3).transpose(1, 2).contiguous().view(8, 3, 3), (x(2, 3, 12),)),
+    (
+        "heads",
+        lambda a: a.view(2, 3, 4, 3).transpose(1, 2).contiguous().view(8, 3, 3),
+        (x(2, 3, 12),),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
 def test_against_plain_torch(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     compare(function, *args, draws=4)
 
@@ -120,10 +157,14 @@ def test_a_slice_whose_end_is_a_tensor(sbp: Any) -> None:
 
     def run() -> None:
         whole = x(6, 2)
-        t = whole.to_global(flow.placement("cpu", [0, 1]), flow.sbp.broadcast, check_meta=False).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        t = whole.to_global(
+            flow.placement("cpu", [0, 1]), flow.sbp.broadcast, check_meta=False
+        ).to_global(sbp=sbp)  # type: ignore[attr-defined]
         for end in (2, 3, 5, 2):
             got = t[: torch.tensor(end)]
             assert got.shape == (end, 2)
-            torch.testing.assert_close(got.to_global(sbp=flow.sbp.broadcast).to_local(), whole[:end])
+            torch.testing.assert_close(
+                got.to_global(sbp=flow.sbp.broadcast).to_local(), whole[:end]
+            )
 
     simulate(2, run)

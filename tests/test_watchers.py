@@ -1,4 +1,5 @@
-"""Who looks at gradients on their way sees the true ones, and makes the passes that it looks at slower, not those that come afterwards."""
+"""Who looks at gradients on their way sees the true ones, and makes the passes that it looks at
+slower, not those that come afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _pools: dict[int, Pool] = {}
 
 
 def run_on(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``fn`` on ``n`` processes that run these tests alone: in others something may be left that looks at gradients."""
+    """Call ``fn`` on ``n`` processes that run these tests alone: in others something may be left
+    that looks at gradients."""
     if n not in _pools:
         _pools[n] = Pool(n)
     try:
@@ -61,16 +63,22 @@ class Doubled(torch.autograd.Function):
 
 
 class Task:
-    """A classifier of one weight [7, 5] on samples [9, 7], most of those that count on the first rank: plain, or split over the samples."""
+    """A classifier of one weight [7, 5] on samples [9, 7], most of those that count on the first
+    rank: plain, or split over the samples."""
 
     def __init__(self, plain: bool) -> None:
         draw = torch.Generator().manual_seed(1)
-        x, weight = torch.randn(9, 7, dtype=torch.float64, generator=draw), torch.randn(7, 5, dtype=torch.float64, generator=draw)
+        x, weight = (
+            torch.randn(9, 7, dtype=torch.float64, generator=draw),
+            torch.randn(7, 5, dtype=torch.float64, generator=draw),
+        )
         target = torch.randint(0, 5, (9,), generator=draw)
         target[[0, 1, 3, 8]] = IGNORED
         self.plain, self.x, self.target, self.weight = plain, x, target, weight.requires_grad_()
         if not plain:
-            self.x, self.target = (t.to_global(everyone(), B).to_global(sbp=S(0)) for t in (x, target))  # type: ignore[attr-defined]
+            self.x, self.target = (
+                t.to_global(everyone(), B).to_global(sbp=S(0)) for t in (x, target)
+            )  # type: ignore[attr-defined]
             self.weight = weight.detach().to_global(everyone(), B).requires_grad_()  # type: ignore[attr-defined]
         self.loss: Any = None
 
@@ -88,11 +96,13 @@ def everyone() -> flow.placement:
 
 
 def same(values: list[Tensor]) -> list[float]:
-    """What a hook was given, or what was made of it, in numbers that do not depend on the layout."""
+    """What a hook was given, or what was made of it, in numbers that do not depend on the
+    layout."""
     return [float(s) for v in values for s in v.sum(1)]
 
 
-# Each looks at a pass or several of the task; what it gives is to be the same on one device. Afterwards nobody looks any more.
+# Each looks at a pass or several of the task; what it gives is to be the same on one device.
+# Afterwards nobody looks any more.
 
 
 def hook_on_the_leaf(task: Task) -> Any:
@@ -142,11 +152,13 @@ def node_looked_at(task: Task) -> Any:
     task.step(hooked)
     if task.plain:
         return same(seen)
-    return same([t.to_global(everyone(), S(0)) for t in seen])  # type: ignore[attr-defined]  # a node sees parts
+    # a node sees parts
+    return same([t.to_global(everyone(), S(0)) for t in seen])  # type: ignore[attr-defined]
 
 
 def node_behind_one(task: Task) -> Any:
-    """The node that adds to the leaf, got at by a tensor that goes at once: as libraries do that hook into gradients."""
+    """The node that adds to the leaf, got at by a tensor that goes at once: as libraries do that
+    hook into gradients."""
     seen: list[Tensor] = []
     node = task.weight.expand_as(task.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     handle = node.register_hook(lambda _, grads: seen.append(grads[0].detach().clone()))
@@ -224,13 +236,25 @@ def local_function(task: Task) -> Any:
     here = lambda logits: logits * own  # noqa: E731
     task.step(here if task.plain else flow.local_map(here, out_sbp=S(0)))
     assert own.grad is not None
-    return own.grad.tolist() if task.plain else own.grad.to_global(everyone(), flow.sbp.partial_sum).tolist()  # type: ignore[attr-defined]
+    return (
+        own.grad.tolist()
+        if task.plain
+        else own.grad.to_global(everyone(), flow.sbp.partial_sum).tolist()
+    )  # type: ignore[attr-defined]
 
 
 held: list[Any] = []
-ENDED = [hook_on_the_leaf, hook_that_changes, leaf_without_gradients_again, unsummed, unsummed_and_read, unsummed_and_dropped]
+ENDED = [
+    hook_on_the_leaf,
+    hook_that_changes,
+    leaf_without_gradients_again,
+    unsummed,
+    unsummed_and_read,
+    unsummed_and_dropped,
+]
 GONE = [
-    hook_on_the_way, retained, node_looked_at, node_behind_one, custom_function, plain_leaf, plain_leaf_made_global, leaf_that_is_not_shared, hooked_module,
+    hook_on_the_way, retained, node_looked_at, node_behind_one, custom_function, plain_leaf,
+    plain_leaf_made_global, leaf_that_is_not_shared, hooked_module,
     local_function,
 ]  # fmt: skip
 
@@ -258,20 +282,33 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
     if (apart if rides else waited)(ours):
         found.append("slow before")
     got, want = looks(ours), looks(plain)
-    if (got is None) != (want is None) or (want is not None and not torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-14)):
+    if (got is None) != (want is None) or (
+        want is not None
+        and not torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-14)
+    ):
         found.append("other numbers")
     ours.loss = None  # and with it the graph
     slow = [(apart if rides else waited)(ours) for _ in range(3)]
     plain.step()
-    if not torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad, rtol=1e-12):  # type: ignore[union-attr,arg-type]
+    if not torch.allclose(
+        torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad, rtol=1e-12
+    ):  # type: ignore[union-attr,arg-type]
         found.append("other numbers afterwards")
     flow.fuse_loss_count(False)
     # Of what goes without an end the ranks have to tell each other first.
-    return found + [f"slow: {n} passes afterwards" for n, is_slow in enumerate(slow) if is_slow and (n > 0 or not rides or looks in ENDED)]
+    return found + [
+        f"slow: {n} passes afterwards"
+        for n, is_slow in enumerate(slow)
+        if is_slow and (n > 0 or not rides or looks in ENDED)
+    ]
 
 
 def looked() -> dict[str, list[str]]:
-    found = {f"{looks.__name__}{', riding' * rides}": after(looks, rides) for looks in (*ENDED, *GONE) for rides in (False, True)}
+    found = {
+        f"{looks.__name__}{', riding' * rides}": after(looks, rides)
+        for looks in (*ENDED, *GONE)
+        for rides in (False, True)
+    }
     return {name: wrong for name, wrong in found.items() if wrong}
 
 
@@ -280,7 +317,8 @@ def test_the_pass_after_a_look_is_fast_again() -> None:
 
 
 def held_on_one_rank() -> list[tuple[bool, bool]]:
-    """(whether the number travels with the gradients, whether these are right) of passes after a look; what looked stays on the first rank for some of them."""
+    """(whether the number travels with the gradients, whether these are right) of passes after a
+    look; what looked stays on the first rank for some of them."""
     flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
@@ -293,7 +331,14 @@ def held_on_one_rank() -> list[tuple[bool, bool]]:
         if i == 5:
             kept.clear()
         rode = not apart(ours)
-        found.append((rode, torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad)))  # type: ignore[union-attr,arg-type]
+        found.append(
+            (
+                rode,
+                torch.allclose(
+                    torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad
+                ),
+            )
+        )  # type: ignore[union-attr,arg-type]
     flow.fuse_loss_count(False)
     return found
 
@@ -321,7 +366,8 @@ class Sharing(flow.nn.Graph):
 
 
 def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
-    """Return, for each step, True if its loss is that of one device. On the first rank alone an object that has looked at gradients is still alive."""
+    """Return, for each step, True if its loss is that of one device. On the first rank alone an
+    object that has looked at gradients is still alive."""
     ours, found = Task(False), []
     ours.step(Doubled.apply)
     Doubled.seen.clear()
@@ -333,7 +379,10 @@ def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
     plain = copy.deepcopy(model)
     task, optimizer = Task(True), torch.optim.SGD(plain.parameters(), lr=0.1)
     flow.parallelize(model, everyone(), "data" if graphs else "fsdp")
-    graph, stepping = Sharing(model) if graphs else None, torch.optim.SGD(model.parameters(), lr=0.1)
+    graph, stepping = (
+        Sharing(model) if graphs else None,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     for i in range(4):
         if i == 2:
             kept.clear()
@@ -354,7 +403,8 @@ def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager, fsdp", "graph, ZeRO 2"])
 def test_a_look_that_one_rank_alone_still_holds_is_no_divergence(graphs: bool) -> None:
-    """When an object goes is a matter of each rank's garbage collector: what the ranks compare must not depend on it."""
+    """When an object goes is a matter of each rank's garbage collector: what the ranks compare must
+    not depend on it."""
     assert run_on(2, shared_out_while_held_on_one_rank, graphs) == [[True] * 4] * 2
 
 
@@ -396,7 +446,8 @@ def test_a_graph_of_micro_batches_leaves_no_trace() -> None:
 
 
 def fewer_ranks() -> list[bool]:
-    """Leaves of the first two ranks keep contributions that are not summed; the others do not know of them."""
+    """Leaves of the first two ranks keep contributions that are not summed; the others do not know
+    of them."""
     flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
@@ -410,7 +461,11 @@ def fewer_ranks() -> list[bool]:
         if i == 3:
             found.append(other.grad.to_global(everyone(), B).tolist() == [2.0] * 7)  # type: ignore[union-attr]
         ours.step()
-        found.append(torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad))  # type: ignore[union-attr,arg-type]
+        found.append(
+            torch.allclose(
+                torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad
+            )
+        )  # type: ignore[union-attr,arg-type]
     flow.fuse_loss_count(False)
     return found
 
@@ -420,7 +475,8 @@ def test_contributions_that_only_some_ranks_have() -> None:
 
 
 def watchers() -> tuple[int, int]:
-    """How many are there, and how many the program has begun and not ended, after many passes that somebody looks at."""
+    """How many are there, and how many the program has begun and not ended, after many passes that
+    somebody looks at."""
     task = Task(False)
     before = reducer().watchers.open
     for _ in range(20):
@@ -443,8 +499,11 @@ def test_gathered_gradients_travel_together_again(through: str) -> None:
 
 
 def gathered(through: str) -> tuple[bool, bool]:
-    """(whether a hook on a split parameter makes passes send other messages, whether they are the same again once it has been removed)."""
-    model = flow.parallelize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), everyone(), "fsdp")
+    """(whether a hook on a split parameter makes passes send other messages, whether they are the
+    same again once it has been removed)."""
+    model = flow.parallelize(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), everyone(), "fsdp"
+    )
     x = torch.ones(128, 64).to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
     def step() -> list[str]:
@@ -454,7 +513,11 @@ def gathered(through: str) -> tuple[bool, bool]:
 
     step()
     before, weight = step(), next(model.parameters())
-    handle = weight.register_post_accumulate_grad_hook(lambda p: None) if through == "post" else weight.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
+    handle = (
+        weight.register_post_accumulate_grad_hook(lambda p: None)
+        if through == "post"
+        else weight.register_hook(lambda grad: None)
+    )  # type: ignore[no-untyped-call]
     between = step()
     handle.remove()
     step()  # whose buckets still are those of the pass before
@@ -462,7 +525,8 @@ def gathered(through: str) -> tuple[bool, bool]:
 
 
 def after_a_divergence() -> tuple[bool, list[bool]]:
-    """(whether the ranks have diverged, what is apart in later passes) where one rank alone has hooked into a leaf."""
+    """(whether the ranks have diverged, what is apart in later passes) where one rank alone has
+    hooked into a leaf."""
     flow.fuse_loss_count()
     for _ in range(2):
         Task(False).step()
@@ -483,7 +547,9 @@ def after_a_divergence() -> tuple[bool, list[bool]]:
     for _ in range(6):
         later = Task(False)
         found.append(apart(later))
-        assert torch.allclose(torch.tensor(later.weight.grad.tolist(), dtype=torch.float64), gradient_alone())  # type: ignore[union-attr]
+        assert torch.allclose(
+            torch.tensor(later.weight.grad.tolist(), dtype=torch.float64), gradient_alone()
+        )  # type: ignore[union-attr]
     flow.fuse_loss_count(False)
     return diverged, found
 
@@ -502,8 +568,8 @@ def test_ranks_that_have_diverged_agree_again(fresh_pool: Any) -> None:
 
 
 def made_by_one_rank() -> tuple[list[bool], list[bool]]:
-    """What is apart in passes around which one rank alone copies leaves and reads them from memory, and in those in which all ranks use such a leaf, of which
-    each has a part that nobody sums."""
+    """What is apart in passes around which one rank alone copies leaves and reads them from memory,
+    and in those in which all ranks use such a leaf, of which each has a part that nobody sums."""
     gc.collect()
     flow.fuse_loss_count()
     value = torch.linspace(-1, 1, 14, dtype=torch.float64).view(7, 2)
@@ -520,12 +586,19 @@ def made_by_one_rank() -> tuple[list[bool], list[bool]]:
         before.append(apart(Task(False)))
     used = []
     for i in range(5):
-        ours, plain, mine, alone = Task(False), Task(True), pickle.loads(data), value.clone().requires_grad_()
+        ours, plain, mine, alone = (
+            Task(False),
+            Task(True),
+            pickle.loads(data),
+            value.clone().requires_grad_(),
+        )
         ours.x, plain.x = ours.x + (mine * 3).sum(), plain.x + (alone * 3).sum()
         ours.x, plain.x = ours.x * mine.square().sum(), plain.x * alone.square().sum()
         used.append(apart(ours))
         plain.step()
-        assert torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad), i  # type: ignore[union-attr,arg-type]
+        assert torch.allclose(
+            torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad
+        ), i  # type: ignore[union-attr,arg-type]
         assert torch.allclose(torch.tensor(mine.grad.tolist(), dtype=torch.float64), alone.grad), i  # type: ignore[arg-type]
     flow.fuse_loss_count(False)
     return before, used

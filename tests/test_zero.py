@@ -1,4 +1,5 @@
-"""ZeRO: training in shares gives the numbers of one device, users see what they saw, and each rank keeps its share of the bytes."""
+"""ZeRO: training in shares gives the numbers of one device, users see what they saw, and each rank
+keeps its share of the bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """A tied embedding, sizes that no number of ranks divides, a number, and a parameter that is not trained."""
+    """A tied embedding, sizes that no number of ranks divides, a number, and a parameter that is
+    not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +56,8 @@ class Net(nn.Module):
 
 
 def net(make: Callable[[], Any] = Net) -> Any:
-    """The same on every rank. Ranks are threads that share torch's generator, so it draws from its own."""
+    """The same on every rank. Ranks are threads that share torch's generator, so it draws from its
+    own."""
     model, gen = make().double(), torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -64,7 +67,9 @@ def net(make: Callable[[], Any] = Net) -> Any:
 
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 11, (12, 3), generator=gen), torch.randint(0, 11, (12, 3), generator=gen)
+    return torch.randint(0, 11, (12, 3), generator=gen), torch.randint(
+        0, 11, (12, 3), generator=gen
+    )
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
@@ -81,7 +86,9 @@ def groups(model: Net, maker: str) -> list[optim.Optimizer]:
 
 
 def whole(x: Any) -> torch.Tensor:
-    return x.detach().to_global(x.placement, [B] * x.placement.axes).to_local() if x.is_global else x
+    return (
+        x.detach().to_global(x.placement, [B] * x.placement.axes).to_local() if x.is_global else x
+    )
 
 
 def reference(maker: str, steps: int) -> tuple[Net, list[optim.Optimizer]]:
@@ -107,7 +114,14 @@ def placed(ranks: Sequence[Any]) -> tuple[Any, Net, list[Any]]:
     return p, model, [S(0)] + [B] * (p.axes - 1)
 
 
-def train(model: Net, optimizers: Sequence[optim.Optimizer], place: Any, sbp: Any, seeds: Sequence[int], freed: bool) -> None:
+def train(
+    model: Net,
+    optimizers: Sequence[optim.Optimizer],
+    place: Any,
+    sbp: Any,
+    seeds: Sequence[int],
+    freed: bool,
+) -> None:
     for seed in seeds:
         x, y = (t.to_global(place, [B] * place.axes).to_global(sbp=sbp) for t in batch(seed))  # type: ignore[attr-defined]
         with parameter_gather.reshard_after_forward() if freed else contextlib.nullcontext():
@@ -118,16 +132,22 @@ def train(model: Net, optimizers: Sequence[optim.Optimizer], place: Any, sbp: An
             optimizer.zero_grad()
 
 
-def same(model: Net, optimizers: Sequence[optim.Optimizer], want: tuple[Net, list[optim.Optimizer]]) -> None:
+def same(
+    model: Net, optimizers: Sequence[optim.Optimizer], want: tuple[Net, list[optim.Optimizer]]
+) -> None:
     close = {"rtol": 1e-9, "atol": 1e-9}
     pairs = dict(zip(model.parameters(), want[0].parameters(), strict=True))
     for (name, p), q in zip(model.named_parameters(), pairs.values(), strict=True):
-        torch.testing.assert_close(whole(p), q.detach(), **close, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[arg-type]
+        torch.testing.assert_close(
+            whole(p), q.detach(), **close, msg=lambda text, name=name: f"{name}: {text}"
+        )  # type: ignore[arg-type]
     for ours, theirs in zip(optimizers, want[1], strict=True):
         for group in ours.param_groups:
             for p in group["params"]:
                 mine, its = ours.state.get(p, {}), theirs.state.get(pairs[p], {})
-                assert {k for k, v in mine.items() if v is not None} == {k for k, v in its.items() if v is not None}
+                assert {k for k, v in mine.items() if v is not None} == {
+                    k for k, v in its.items() if v is not None
+                }
                 for key, value in its.items():
                     if isinstance(value, torch.Tensor):
                         assert mine[key].shape == value.shape
@@ -166,10 +186,12 @@ def test_training_equals_one_device(maker: str, ranks: Any, stage: int) -> None:
     simulate(torch.tensor(ranks).numel(), _equal, maker, ranks, stage, timeout=20.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- shares
+# ------------------------------------------------------------------------------------------- shares
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 2], [[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [[0, 1, 2], [[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=str
+)
 def test_shares_are_disjoint_pieces_of_what_is_shown(ranks: Any) -> None:
     place = flow.placement("cpu", ranks)
     for shape in [(7,), (2, 3), (1, 1), (6, 5), (3, 8, 2), (0, 4)]:
@@ -177,7 +199,9 @@ def test_shares_are_disjoint_pieces_of_what_is_shown(ranks: Any) -> None:
             spec = Spec.make(shape, torch.float64, place, layout)
             shares = shares_of(spec)
             held = [a for a, e in enumerate(layout) if e.is_broadcast]
-            assert (shares is None) == (not held or spec.numel < torch.tensor([place.shape[a] for a in held]).prod().item())
+            assert (shares is None) == (
+                not held or spec.numel < torch.tensor([place.shape[a] for a in held]).prod().item()
+            )
             for rank in place.flat if shares is not None else ():
                 assert sorted(shares.ranks(rank)) == sorted(place.fiber(rank, held))  # type: ignore[union-attr]
                 count = torch.zeros(spec.local_shape(rank))
@@ -201,7 +225,7 @@ def test_only_large_parameters_are_shared() -> None:
     assert shares_of(Spec.make((64, 32), torch.float32, place, S(0))) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- what users see
+# ----------------------------------------------------------------------------------- what users see
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -215,7 +239,13 @@ def _seen(stage: int) -> None:
     x = batch(0)[0].to_global(place, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
     zero = Zero(groups(model, "adamw"), stage, 1).attach()
     w, v = model.up.weight, other.up.weight
-    assert (model(x).sbp, w.sbp, w.spec, str(w), w.nbytes) == (other(x).sbp, v.sbp, v.spec, str(v), v.nbytes)
+    assert (model(x).sbp, w.sbp, w.spec, str(w), w.nbytes) == (
+        other(x).sbp,
+        v.sbp,
+        v.spec,
+        str(v),
+        v.nbytes,
+    )
     torch.testing.assert_close(whole(model(x)), whole(other(x)))
     assert torch.equal(w.to_local(), v.to_local())
     assert w.to_local().shape == w.shape
@@ -250,7 +280,9 @@ def _seen(stage: int) -> None:
     torch.testing.assert_close(whole(model.up.weight.grad), whole(other.up.weight.grad))
     zero.detach()
     torch.testing.assert_close(model.up.weight.grad.to_local(), other.up.weight.grad.to_local())
-    assert model.up.weight.to_local().data_ptr() == model.up.weight._local.data_ptr()  # it lies whole again
+    assert (
+        model.up.weight.to_local().data_ptr() == model.up.weight._local.data_ptr()
+    )  # it lies whole again
     assert model.to_local().up.weight.shape == (13, 6)
 
 
@@ -270,7 +302,9 @@ def _goes_on(stage: int, then: int) -> None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         assert state["state"]
         assert all(s["exp_avg"].shape == every[i].shape for i, s in state["state"].items())
-        assert all(s["exp_avg"].sbp == every[i].sbp for i, s in state["state"].items() if every[i].dim())
+        assert all(
+            s["exp_avg"].sbp == every[i].sbp for i, s in state["state"].items() if every[i].dim()
+        )
     place, other, sbp = placed([0, 1, 2])
     others = groups(other, "adamw")
     if then:
@@ -282,7 +316,7 @@ def _goes_on(stage: int, then: int) -> None:
     same(other, others, reference("adamw", 4))
 
 
-# ---------------------------------------------------------------------------------------------------------------- ways to step
+# ------------------------------------------------------------------------------------- ways to step
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -331,7 +365,9 @@ def _ways(stage: int) -> None:
     for way in (accumulated, scaled, closure, accumulated):
         both(way)
     seen: list[bool] = []
-    handle = optimizer.register_step_pre_hook(lambda o, a, k: seen.append(all(p.is_global for p in o.param_groups[0]["params"])))
+    handle = optimizer.register_step_pre_hook(
+        lambda o, a, k: seen.append(all(p.is_global for p in o.param_groups[0]["params"]))
+    )
     both(accumulated)
     handle.remove()
     assert seen == [True]
@@ -355,7 +391,10 @@ def _fails() -> None:
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
     both = world().comm((0, 1))
-    assert all(len({str(v) for v in both.all_gather_object(p.to_local().tolist())}) == 1 for p in model.parameters()), "the ranks agree again"
+    assert all(
+        len({str(v) for v in both.all_gather_object(p.to_local().tolist())}) == 1
+        for p in model.parameters()
+    ), "the ranks agree again"
 
 
 def test_parameters_of_stages_on_different_ranks() -> None:
@@ -385,7 +424,7 @@ def _stages(stage: int) -> None:
     zero.detach()
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("stage", [0, 4, True, "1"])
@@ -412,7 +451,7 @@ def test_optimizers_that_look_at_whole_tensors() -> None:
         Zero([optim.SGD(p, differentiable=True)], 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes and traffic
+# -------------------------------------------------------------------------------- bytes and traffic
 
 
 class Live(TorchDispatchMode):
@@ -476,7 +515,13 @@ def _bytes(stage: int) -> dict[str, int]:
             backward, gradients = live.peak, _stored(p.grad for p in model.parameters())
             optimizer.step()
     state = _stored(v for s in optimizer.state.values() for k, v in s.items() if k != "step")
-    return {"before": before, "backward": backward, "gradients": gradients, "peak": live.peak, "state": state}
+    return {
+        "before": before,
+        "backward": backward,
+        "gradients": gradients,
+        "peak": live.peak,
+        "state": state,
+    }
 
 
 def _stored(tensors: Any) -> int:
@@ -493,9 +538,13 @@ def test_bytes_fall_as_zero_says(n: int) -> None:
     assert found[1]["gradients"] >= MODEL, "the measure sees whole gradients"
     assert found[2]["gradients"] <= MODEL / n
     assert found[3]["gradients"] <= MODEL / n
-    assert found[2]["backward"] - found[2]["before"] < MODEL, "whole gradients never lie here at once"
+    assert found[2]["backward"] - found[2]["before"] < MODEL, (
+        "whole gradients never lie here at once"
+    )
     assert found[3]["before"] <= 3 * MODEL / n + OTHERS
-    assert found[3]["peak"] <= 4 * MODEL / n + 4 * LAYER, "a share of parameters, gradients and state, and one layer's"
+    assert found[3]["peak"] <= 4 * MODEL / n + 4 * LAYER, (
+        "a share of parameters, gradients and state, and one layer's"
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -512,13 +561,17 @@ def _traffic(stage: int) -> None:
     loss = loss_of(model, x, y)
     with record_collectives() as log:
         loss.backward()
-    assert [t.kind for t in log if t.bytes > 100] == [["all_reduce"], ["reduce_scatter"], ["reduce_scatter"]][stage - 1]
+    assert [t.kind for t in log if t.bytes > 100] == [
+        ["all_reduce"],
+        ["reduce_scatter"],
+        ["reduce_scatter"],
+    ][stage - 1]
     with record_collectives() as log:
         optimizer.step()
     assert [t.kind for t in log] == ([] if stage == 3 else ["all_gather"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- freed
+# -------------------------------------------------------------------------------------------- freed
 
 
 def test_what_is_freed_is_gathered_again() -> None:
@@ -540,10 +593,15 @@ def _freed() -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)
-    twice = [torch.autograd.grad(m.up(h).pow(3).sum(), list(m.up.parameters()), create_graph=True) for m, h in ((plain, values(4, 6)),)]
+    twice = [
+        torch.autograd.grad(m.up(h).pow(3).sum(), list(m.up.parameters()), create_graph=True)
+        for m, h in ((plain, values(4, 6)),)
+    ]
     with parameter_gather.reshard_after_forward():
         h = values(4, 6).to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
-        ours = torch.autograd.grad(model.up(h).pow(3).sum(), list(model.up.parameters()), create_graph=True)
+        ours = torch.autograd.grad(
+            model.up(h).pow(3).sum(), list(model.up.parameters()), create_graph=True
+        )
         second = torch.autograd.grad(sum(g.pow(2).sum() for g in ours), model.up.weight)[0]
     want = torch.autograd.grad(sum(g.pow(2).sum() for g in twice[0]), plain.up.weight)[0]
     torch.testing.assert_close(whole(second), want, rtol=1e-9, atol=1e-9)
@@ -564,7 +622,11 @@ def _freed_elsewhere() -> None:
         for i, layer in enumerate(m):
             if m is model:
                 x = x.to_global(second if i % 2 else first, S(0))
-            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False) if i in (2, 3) else torch.tanh(layer(x))
+            x = (
+                checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False)
+                if i in (2, 3)
+                else torch.tanh(layer(x))
+            )
         return (x**2).sum()
 
     for rows in (1, 4, 4):  # of one row a rank has none
@@ -597,7 +659,11 @@ def _bfloat16() -> None:
             optimizer.step()
             optimizer.zero_grad()
         twin = pickle.loads(pickle.dumps(layer.weight))
-        assert (twin.sbp, twin.shape, twin._local.shape) == (layer.weight.sbp, layer.weight.shape, layer.weight._local.shape)
+        assert (twin.sbp, twin.shape, twin._local.shape) == (
+            layer.weight.sbp,
+            layer.weight.shape,
+            layer.weight._local.shape,
+        )
         assert torch.equal(whole(twin), whole(layer.weight))
         layer.double()
         assert layer.weight.sbp == (B,)
@@ -612,18 +678,28 @@ def test_gradients_that_are_conjugated_or_negated_by_a_bit(dim: int, together: i
 
 def _by_a_bit(dim: int, together: int) -> None:
     gen, place = torch.Generator().manual_seed(3), flow.placement.all("cpu")
-    values, grad = ([torch.randn(5, 6, dtype=torch.complex128, generator=gen) for _ in range(together)] for _ in range(2))
+    values, grad = (
+        [torch.randn(5, 6, dtype=torch.complex128, generator=gen) for _ in range(together)]
+        for _ in range(2)
+    )
     for bit, of in (("conj", lambda x: x), ("neg", lambda x: x.real)):
         for marked in (False, True):
             leaves = [nn.Parameter(of(x).to_global(place, B).to_global(sbp=S(dim))) for x in values]
             there = [g.to(leaves[0].device) for g in grad]
-            given = [(g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in there]
+            given = [
+                (g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in there
+            ]
             assert all(getattr(g, f"is_{bit}")() is marked for g in given)
-            wholes = [parameter_gather.gather_param(p, p._spec, p._spec.replace(layout=(B,)), "a test") for p in leaves]
+            wholes = [
+                parameter_gather.gather_param(p, p._spec, p._spec.replace(layout=(B,)), "a test")
+                for p in leaves
+            ]
             torch.autograd.backward(wholes, given)
             for p, x, g in zip(leaves, wholes, given, strict=True):
                 assert torch.equal(x, p.to_global(sbp=B).to_local())
-                assert torch.equal(p.grad.to_global(sbp=B).to_local(), 2 * g.resolve_conj().resolve_neg())
+                assert torch.equal(
+                    p.grad.to_global(sbp=B).to_local(), 2 * g.resolve_conj().resolve_neg()
+                )
 
 
 def test_what_changes_before_backward_is_told() -> None:
@@ -665,13 +741,25 @@ def test_over_mpi() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_in_shares_of_what_is_split_already_are_clipped(stage: int) -> None:
-    """On two axes a bias that is split along one has shares along the other: its gradient lies on the same ranks with the axes in another order."""
+    """On two axes a bias that is split along one has shares along the other: its gradient lies on
+    the same ranks with the axes in another order."""
 
     class Step(flow.nn.Graph):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
             self.model = model
-            self.add_optimizer(optim.SGD([{"params": list(model.parameters()), "clip_grad_max_norm": 0.1, "clip_grad_norm_type": 2.0}], lr=0.5))
+            self.add_optimizer(
+                optim.SGD(
+                    [
+                        {
+                            "params": list(model.parameters()),
+                            "clip_grad_max_norm": 0.1,
+                            "clip_grad_norm_type": 2.0,
+                        }
+                    ],
+                    lr=0.5,
+                )
+            )
             self.config.enable_zero(True, stage=stage, shard_min_size=1)
 
         def build(self, x: Any) -> Any:

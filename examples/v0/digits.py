@@ -1,4 +1,5 @@
-"""The digits that the programs beside this file train on: MNIST's, from a folder that is named, or those that ship with scikit-learn."""
+"""The digits that the programs beside this file train on: MNIST's, from a folder that is named, or
+those that ship with scikit-learn."""
 
 import argparse
 
@@ -6,13 +7,20 @@ import numpy as np
 
 import globaltensor.v0 as flow
 
-SIDE, TEST = 28, 497  # as high and wide as MNIST's; of scikit-learn's 1797 digits so many are kept for the test
+SIDE, TEST = (
+    28,
+    497,
+)  # as high and wide as MNIST's; of scikit-learn's 1797 digits so many are kept for the test
 
 
 def options(epochs, **more):
     """The command line that the programs share."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--mnist", metavar="FOLDER", help="read MNIST's IDX files there; without it, the digits of scikit-learn")
+    parser.add_argument(
+        "--mnist",
+        metavar="FOLDER",
+        help="read MNIST's IDX files there; without it, the digits of scikit-learn",
+    )
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--steps", type=int, help="stop after so many batches")
     for name, settings in more.items():
@@ -21,20 +29,26 @@ def options(epochs, **more):
 
 
 def load(folder, batch_size):
-    """((images, labels) to train with, (images, labels) to test with), as ``flow.data.load_mnist`` gives them."""
+    """((images, labels) to train with, (images, labels) to test with), as ``flow.data.load_mnist``
+    gives them."""
     if folder is not None:
         return flow.data.load_mnist(batch_size, batch_size, out_dir=folder)
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit('no --mnist FOLDER is given, and scikit-learn, which has digits, is not installed: pip install "globaltensor[examples]"') from None
+        raise SystemExit(
+            "no --mnist FOLDER is given, and scikit-learn, which has digits, is not installed: "
+            'pip install "globaltensor[examples]"'
+        ) from None
     found = load_digits()
     order = np.random.RandomState(0).permutation(len(found.target))
     images = np.kron(found.images[order] / 16.0, np.ones((3, 3)))  # 8 x 8 -> 24 x 24
     edge = (SIDE - images.shape[-1]) // 2
     images = np.pad(images, ((0, 0), (edge, edge), (edge, edge))).astype(np.float32)[:, None]
     labels = found.target[order].astype(np.int32)
-    return batched(images[:-TEST], labels[:-TEST], batch_size), batched(images[-TEST:], labels[-TEST:], batch_size)
+    return batched(images[:-TEST], labels[:-TEST], batch_size), batched(
+        images[-TEST:], labels[-TEST:], batch_size
+    )
 
 
 def batches(arguments, train):
@@ -55,4 +69,6 @@ def accuracy(predict, test):
 def batched(images, labels, size):
     """In batches; what is left of the last one is dropped."""
     n = len(images) // size
-    return images[: n * size].reshape(n, size, *images.shape[1:]), labels[: n * size].reshape(n, size)
+    return images[: n * size].reshape(n, size, *images.shape[1:]), labels[: n * size].reshape(
+        n, size
+    )

@@ -1,4 +1,5 @@
-"""A perceptron trained on several machines: start this script on each of them. The first one of the list prints.
+"""A perceptron trained on several machines: start this script on each of them. The first one of the
+list prints.
 
 python distributed_train.py --nodes 192.168.1.12 192.168.1.11
 """
@@ -14,7 +15,9 @@ BATCH_SIZE = 100
 def mlp(data):
     initializer = flow.truncated_normal(0.1)
     reshape = flow.reshape(data, [data.shape[0], -1])
-    hidden = flow.layers.dense(reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden")
+    hidden = flow.layers.dense(
+        reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden"
+    )
     return flow.layers.dense(hidden, 10, kernel_initializer=initializer, name="output-weight")
 
 
@@ -45,7 +48,12 @@ def eval_job(images: tp.Numpy.Placeholder((BATCH_SIZE, 1, 28, 28), dtype=flow.fl
 def main():
     arguments = digits.options(
         epochs=10,
-        nodes={"nargs": "+", "default": ["127.0.0.1"], "metavar": "ADDRESS", "help": "the machines, the master first"},
+        nodes={
+            "nargs": "+",
+            "default": ["127.0.0.1"],
+            "metavar": "ADDRESS",
+            "help": "the machines, the master first",
+        },
         port={"type": int, "default": 9988, "help": "the control port"},
     )
     config_distributed(arguments.nodes, arguments.port)

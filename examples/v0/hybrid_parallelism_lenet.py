@@ -1,4 +1,5 @@
-"""Pipelining on two devices of one machine: LeNet's hidden layer is on device 0, its output layer on device 1, the convolutions on both.
+"""Pipelining on two devices of one machine: LeNet's hidden layer is on device 0, its output layer
+on device 1, the convolutions on both.
 
 ``--pieces 2`` lets the batch flow through the two dense layers in pieces, one behind the other.
 """
@@ -16,11 +17,15 @@ def lenet(data, train=False):
     initializer = flow.truncated_normal(0.1)
     reshape = flow.unpack(convolutions(data), PIECES)
     with flow.scope.placement("gpu", "0:0"):
-        hidden = flow.layers.dense(reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden")
+        hidden = flow.layers.dense(
+            reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden"
+        )
     if train:
         hidden = flow.nn.dropout(hidden, rate=0.5)
     with flow.scope.placement("gpu", "0:1"):
-        return flow.pack(flow.layers.dense(hidden, 10, kernel_initializer=initializer, name="outlayer"), PIECES)
+        return flow.pack(
+            flow.layers.dense(hidden, 10, kernel_initializer=initializer, name="outlayer"), PIECES
+        )
 
 
 @flow.global_function(type="train")

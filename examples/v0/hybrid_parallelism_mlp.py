@@ -1,4 +1,5 @@
-"""Hybrid parallelism on two devices of one machine: the hidden layer splits the batch, the output layer splits its weight."""
+"""Hybrid parallelism on two devices of one machine: the hidden layer splits the batch, the output
+layer splits its weight."""
 
 import digits
 
@@ -17,7 +18,9 @@ def get_train_config():
 def mlp(data):
     initializer = flow.truncated_normal(0.1)
     reshape = flow.reshape(data, [data.shape[0], -1])
-    hidden = flow.layers.dense(reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden")
+    hidden = flow.layers.dense(
+        reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden"
+    )
     return flow.layers.dense(
         hidden,
         10,

@@ -1,4 +1,5 @@
-"""Loads what lenet_train.py has saved, on one device, and counts how many digits of the test it knows."""
+"""Loads what lenet_train.py has saved, on one device, and counts how many digits of the test it
+knows."""
 
 import digits
 from lenet_model import BATCH_SIZE, lenet
@@ -16,7 +17,10 @@ def eval_job(
 
 
 def main():
-    arguments = digits.options(epochs=1, models={"default": "./lenet_models_1", "help": "the folder that the model was saved in"})
+    arguments = digits.options(
+        epochs=1,
+        models={"default": "./lenet_models_1", "help": "the folder that the model was saved in"},
+    )
     flow.config.enable_legacy_model_io(False)
     flow.load_variables(flow.checkpoint.get(arguments.models))
     _, test = digits.load(arguments.mnist, BATCH_SIZE)

@@ -20,7 +20,10 @@ def train_job(
 
 
 def main():
-    arguments = digits.options(epochs=15, models={"default": "./lenet_models_1", "help": "the folder that the model is saved in"})
+    arguments = digits.options(
+        epochs=15,
+        models={"default": "./lenet_models_1", "help": "the folder that the model is saved in"},
+    )
     flow.config.gpu_device_num(2)
     flow.config.enable_legacy_model_io(False)
     train, _ = digits.load(arguments.mnist, BATCH_SIZE)

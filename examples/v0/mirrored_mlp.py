@@ -1,4 +1,5 @@
-"""The mirrored view on two devices of one machine: the caller cuts the batch, and gets a list of losses, one array from each device."""
+"""The mirrored view on two devices of one machine: the caller cuts the batch, and gets a list of
+losses, one array from each device."""
 
 import digits
 import numpy as np
@@ -20,7 +21,9 @@ def get_train_config():
 def mlp(data):
     initializer = flow.truncated_normal(0.1)
     reshape = flow.reshape(data, [data.shape[0], -1])
-    hidden = flow.layers.dense(reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden")
+    hidden = flow.layers.dense(
+        reshape, 512, activation=flow.nn.relu, kernel_initializer=initializer, name="hidden"
+    )
     return flow.layers.dense(hidden, 10, kernel_initializer=initializer, name="output")
 
 

@@ -1,1 +1,2 @@
-"""What everything may use: torch's private names, patches, pytrees. It knows no layout and no ranks."""
+"""What everything may use: torch's private names, patches, pytrees. It knows no layout and no
+ranks."""

@@ -1,4 +1,5 @@
-"""Changes to a module that is not imported yet, and may never be: importing it for that would take its time of everyone."""
+"""Changes to a module that is not imported yet, and may never be: importing it for that would take
+its time of everyone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Python functions of torch run by their own bodies on global tensors: the calls inside are dispatched one by one."""
+"""Python functions of torch run by their own bodies on global tensors: the calls inside are
+dispatched one by one."""
 
 from __future__ import annotations
 
@@ -11,16 +12,26 @@ import torch
 
 __all__ = ["DROPPED_ARGS", "apply_plainly", "python_body", "recover_dropped_args"]
 
-#: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13; before `l1_loss` had no weight).
-DROPPED_ARGS: dict[Any, tuple[str, ...]] = {torch.nn.functional.l1_loss: ("weight",), torch.chain_matmul: ("out",)}
+#: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13;
+#: before `l1_loss` had no weight).
+DROPPED_ARGS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.l1_loss: ("weight",),
+    torch.chain_matmul: ("out",),
+}
 _DEEPEST = 16  # frames between the function and who it was handed to
-#: torch's initializers by name. While a library makes a model it may put its own in their place (transformers: some that leave loaded weights alone), and
-#: torch's hand on a call under the name that they have at that moment.
-_INITIALIZERS = {name: f for name, f in vars(torch.nn.init).items() if isinstance(f, types.FunctionType) and name.endswith("_")}
+#: torch's initializers by name. While a library makes a model it may put its own in their place
+#: (transformers: some that leave loaded weights alone), and torch's hand on a call under the name
+#: that they have at that moment.
+_INITIALIZERS = {
+    name: f
+    for name, f in vars(torch.nn.init).items()
+    if isinstance(f, types.FunctionType) and name.endswith("_")
+}
 
 
 def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs``; with the arguments of this call that ``func`` has forgotten, if any: it still runs, and has them."""
+    """``kwargs``; with the arguments of this call that ``func`` has forgotten, if any: it still
+    runs, and has them."""
     if func not in DROPPED_ARGS or not kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         return kwargs
     frame = sys._getframe(1)
@@ -36,7 +47,8 @@ def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def python_body(func: Any) -> Callable[..., Any] | None:
-    """A Python function of torch, made to run its own body on global tensors: its inner calls are dispatched one by one."""
+    """A Python function of torch, made to run its own body on global tensors: its inner calls are
+    dispatched one by one."""
     if not isinstance(func, types.FunctionType):
         return None
     if not (func.__module__ or "").startswith("torch"):
@@ -50,11 +62,16 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 
 
 def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any]:
-    # The body asks first whether an argument overrides the function, and would come back here for ever: in this copy the answer is no.
+    # The body asks first whether an argument overrides the function, and would come back here for
+    # ever: in this copy the answer is no.
     own = {**func.__globals__, **dict.fromkeys(names, lambda *a: False)}
     if "overrides" in func.__code__.co_names:
-        own["torch"] = _Stand(torch, {"overrides": _Stand(torch.overrides, dict.fromkeys(names, lambda *a: False))})
-    copy = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+        own["torch"] = _Stand(
+            torch, {"overrides": _Stand(torch.overrides, dict.fromkeys(names, lambda *a: False))}
+        )
+    copy = types.FunctionType(
+        func.__code__, own, func.__name__, func.__defaults__, func.__closure__
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
@@ -70,7 +87,9 @@ class _Stand:
         return getattr(self.__module, name)
 
 
-def apply_plainly(apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function.apply`` as torch has it, of no global arguments. By this frame dispatch knows that it is in a custom Function's forward; torch's own has none
-    since 2.14."""
+def apply_plainly(
+    apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``function.apply`` as torch has it, of no global arguments. By this frame dispatch knows that
+    it is in a custom Function's forward; torch's own has none since 2.14."""
     return apply(function, *args, **kwargs)

@@ -1,7 +1,8 @@
 """Trees of values that hold tensors: the arguments of a call, and what a graph takes and gives.
 
-Arguments of a call are tuples, lists and dicts (`tensors_in`, `replaced`): these two run at every call that no plan runs directly. A graph also takes
-dataclasses and other objects (a batch, a model's output, a cache): `object_tensors`, `replaced_in_objects`, `skeleton`.
+Arguments of a call are tuples, lists and dicts (`tensors_in`, `replaced`): these two run at every
+call that no plan runs directly. A graph also takes dataclasses and other objects (a batch, a
+model's output, a cache): `object_tensors`, `replaced_in_objects`, `skeleton`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["object_tensors", "rebuilt_tuple", "replaced", "replaced_in_objects", "skeleton", "tensors_in"]
+__all__ = [
+    "object_tensors",
+    "rebuilt_tuple",
+    "replaced",
+    "replaced_in_objects",
+    "skeleton",
+    "tensors_in",
+]
 
 
 def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,7 +46,11 @@ def replaced(value: Any, these: Iterator[Any]) -> Any:
         parts = [replaced(v, these) for v in value]
         if isinstance(value, torch.Size):
             return value
-        return type(value)(parts) if not isinstance(value, tuple) or type(value) is tuple else rebuilt_tuple(value, parts)
+        return (
+            type(value)(parts)
+            if not isinstance(value, tuple) or type(value) is tuple
+            else rebuilt_tuple(value, parts)
+        )
     if isinstance(value, dict):
         return {k: replaced(v, these) for k, v in value.items()}
     return value
@@ -46,16 +58,41 @@ def replaced(value: Any, these: Iterator[Any]) -> Any:
 
 def rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
     """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
-    return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
+    return (
+        type(value)(*parts)
+        if isinstance(getattr(value, "_fields", None), tuple)
+        else type(value)(parts)
+    )
 
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.Size,
+    torch.Generator,
+)
 #: Objects that are looked at as one value: what they hold is their own affair.
-_WHOLE = (torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_WHOLE = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What an object holds, by key or attribute; None where it holds nothing that is looked into."""
+    """What an object holds, by key or attribute; None where it holds nothing that is looked
+    into."""
     if isinstance(value, dict):
         return value
     if isinstance(value, _WHOLE) or isinstance(getattr(value, "__members__", None), dict):
@@ -64,7 +101,8 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def object_tensors(value: Any, found: list[Any], kind: type = torch.Tensor) -> list[Any]:
-    """The tensors in a nest, in order, after those ``found``; of another ``kind`` if that is asked for. What is met twice is looked into once, tuples aside."""
+    """The tensors in a nest, in order, after those ``found``; of another ``kind`` if that is asked
+    for. What is met twice is looked into once, tuples aside."""
     _collect(value, found, kind, set())
     return found
 
@@ -84,7 +122,8 @@ def _collect(value: Any, found: list[Any], kind: type, seen: set[int]) -> None:
 
 
 def replaced_in_objects(value: Any, these: Iterator[Any], kind: type = torch.Tensor) -> Any:
-    """The same nest with its tensors replaced by ``these``, in the order of `object_tensors`. What holds tensors is copied, the rest is shared."""
+    """The same nest with its tensors replaced by ``these``, in the order of `object_tensors`. What
+    holds tensors is copied, the rest is shared."""
     return _mapped(value, these, kind, {})
 
 
@@ -97,7 +136,11 @@ def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) 
         parts = [_mapped(v, these, kind, memo) for v in value]
         if type(value) in (tuple, list):
             return type(value)(parts)
-        return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
+        return (
+            type(value)(*parts)
+            if isinstance(getattr(value, "_fields", None), tuple)
+            else type(value)(parts)
+        )
     if id(value) in memo:
         return memo[id(value)]
     held = _parts(value)
@@ -108,13 +151,16 @@ def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) 
         new = _mapped(v, these, kind, memo)
         if isinstance(value, dict):
             dict.__setitem__(out, k, new)
-        if not isinstance(value, dict) or k in getattr(value, "__dict__", ()):  # what transformers calls a model's output: its entries are attributes too
+        if not isinstance(value, dict) or k in getattr(
+            value, "__dict__", ()
+        ):  # what transformers calls a model's output: its entries are attributes too
             object.__setattr__(out, k, new)
     return out
 
 
 def skeleton(value: Any, describe: Callable[[torch.Tensor], Any]) -> Any:
-    """A hashable stand-in for a nest: what of each tensor ``describe`` says, the values that are no tensors, the kinds of what holds them."""
+    """A hashable stand-in for a nest: what of each tensor ``describe`` says, the values that are no
+    tensors, the kinds of what holds them."""
     return _skeleton(value, describe, set())
 
 
@@ -126,7 +172,11 @@ def _skeleton(value: Any, describe: Callable[[torch.Tensor], Any], seen: set[int
     if isinstance(value, (tuple, list)):
         return (type(value), *[_skeleton(v, describe, seen) for v in value])
     held = _parts(value)
-    if isinstance(value, dict) or dataclasses.is_dataclass(value) or (held and object_tensors(value, [])):
+    if (
+        isinstance(value, dict)
+        or dataclasses.is_dataclass(value)
+        or (held and object_tensors(value, []))
+    ):
         if id(value) in seen:
             return type(value), "again"
         seen.add(id(value))

@@ -1,4 +1,5 @@
-"""What is said where a global tensor comes below torch's functions: a kernel, a collective of torch.distributed, a transform of torch.func."""
+"""What is said where a global tensor comes below torch's functions: a kernel, a collective of
+torch.distributed, a transform of torch.func."""
 
 from __future__ import annotations
 
@@ -10,19 +11,26 @@ __all__ = ["collective_message", "kernel_message", "refuse_transforms"]
 
 def kernel_message(where: object) -> str:
     return (
-        f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
-        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
+        f"a global tensor reached {where}, below torch's functions, where nobody knows how its "
+        f"parts belong together. Run that code on the local parts "
+        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local "
+        "tensors and wraps what it returns"
     )
 
 
 def collective_message(name: str) -> str:
     return (
-        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it is one value on all ranks already, and nothing is left to gather or "
-        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, x.to_local() to send this rank's part alone"
+        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it is one "
+        f"value on all ranks already, and nothing is left to gather or "
+        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, "
+        "x.to_local() to send this rank's part alone"
     )
 
 
 def refuse_transforms() -> None:
-    """Raise KernelError inside a transform of torch.func: its tensors stand for others, and have no memory to send."""
+    """Raise KernelError inside a transform of torch.func: its tensors stand for others, and have no
+    memory to send."""
     if torch_private.innermost_transform() is not None:
-        raise KernelError(kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)"))
+        raise KernelError(
+            kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)")
+        )

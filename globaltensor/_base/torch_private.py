@@ -1,4 +1,5 @@
-"""The only file that touches torch's private names. Each with its reason; checked with torch 2.11 and 2.13."""
+"""The only file that touches torch's private names. Each with its reason; checked with torch 2.11
+and 2.13."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ from torch.multiprocessing import reductions
 
 from .import_hooks import when_imported
 
-#: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the function level can read wrong values from it (1 us).
+#: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the
+#: function level can read wrong values from it (1 us).
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
-#: Whether autocast is on for any device type: asked at every call, and one question is cheaper than one for each type.
+#: Whether autocast is on for any device type: asked at every call, and one question is cheaper than
+#: one for each type.
 any_autocast = torch._C._is_any_autocast_enabled
 
-#: The kernel by which torch reads a number out of a tensor that stands for one among a function's arguments: ``torch.arange(lengths.max())``.
+#: The kernel by which torch reads a number out of a tensor that stands for one among a function's
+#: arguments: ``torch.arange(lengths.max())``.
 READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 #: The kernel of ``tensor.set_(source)``, which asks the tensor alone whether it overrides that.
@@ -35,23 +39,27 @@ TAKING_MEMORY = torch.ops.aten.set_.source_Tensor
 #: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
 
-#: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for each. What torch's own reducers use.
+#: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for
+#: each. What torch's own reducers use.
 parts_of = torch._C._nn.unflatten_dense_tensors
 
 
 def call_after_accumulation(leaf: torch.Tensor) -> None:
-    """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs them at the end of a backward pass only (2.1)."""
+    """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs
+    them at the end of a backward pass only (2.1)."""
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
 
 
 def computed_by(t: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """The op that computed what ``t`` is or is a view of; it stays in the graph when someone writes to the view, whose own op then does not."""
+    """The op that computed what ``t`` is or is a view of; it stays in the graph when someone writes
+    to the view, whose own op then does not."""
     return (t if t._base is None else t._base).grad_fn
 
 
 def fake_tensors() -> Any:
-    """A mode in which tensors have a device but no memory. Autocast sees them, and does not see meta tensors, to which torch has public ways."""
+    """A mode in which tensors have a device but no memory. Autocast sees them, and does not see
+    meta tensors, to which torch has public ways."""
     from torch._subclasses import fake_tensor
 
     fake_tensor.log.addFilter(_unrecorded)
@@ -61,7 +69,8 @@ def fake_tensors() -> Any:
 
 @contextlib.contextmanager
 def real_among_fake(fake: Any) -> Any:
-    """Inside, tensors with memory may meet those of ``fake``, the mode that is on: code that reaches for parameters of its own computes shapes with them."""
+    """Inside, tensors with memory may meet those of ``fake``, the mode that is on: code that
+    reaches for parameters of its own computes shapes with them."""
     before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
     try:
         yield
@@ -74,7 +83,8 @@ _preparing = threading.Lock()
 
 @functools.cache
 def _prepare_fakes_once() -> None:
-    # Fake tensors on a CUDA build where no GPU shows call this each time they start; in several threads (simulated ranks) it brings down the process (2.11).
+    # Fake tensors on a CUDA build where no GPU shows call this each time they start; in several
+    # threads (simulated ranks) it brings down the process (2.11).
     torch._C._ensureCUDADeviceGuardSet()
     torch._C._ensureCUDADeviceGuardSet = lambda: None
 
@@ -86,70 +96,108 @@ def _prepare_fakes() -> None:
 
 
 def _unrecorded(record: logging.LogRecord) -> bool:
-    """Fake tensors log a stack trace for every wrong call, besides raising: while a recorder is at work the error alone is told."""
+    """Fake tensors log a stack trace for every wrong call, besides raising: while a recorder is at
+    work the error alone is told."""
     return not recording.on
 
 
-#: Whether a tensor is autograd's own "all zeros, without memory": it must be cloned before its memory is asked for.
+#: Whether a tensor is autograd's own "all zeros, without memory": it must be cloned before its
+#: memory is asked for.
 is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 def queue_backward_callback(function: Any) -> None:
-    """Run ``function`` when the backward pass under way ends: torch's own reducers finish their buckets so; there is no public hook."""
+    """Run ``function`` when the backward pass under way ends: torch's own reducers finish their
+    buckets so; there is no public hook."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_kernel(func: object) -> bool:
-    """Whether a function is an operator of the dispatcher (``torch.ops...``), below the function level."""
+    """Whether a function is an operator of the dispatcher (``torch.ops...``), below the function
+    level."""
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def twin_of_kernel(kernel: Any) -> Any:
-    """The function of torch with a kernel's name and arguments: torch's functions are generated from the kernels. None where there is none."""
-    full = kernel._qualified_op_name if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel.name()
+    """The function of torch with a kernel's name and arguments: torch's functions are generated
+    from the kernels. None where there is none."""
+    full = (
+        kernel._qualified_op_name
+        if isinstance(kernel, torch._ops.OpOverloadPacket)
+        else kernel.name()
+    )
     space, _, name = full.partition("::")
-    found = (getattr(where, name.split(".")[0], None) for where in (torch, torch.Tensor, torch._C._nn))
+    found = (
+        getattr(where, name.split(".")[0], None) for where in (torch, torch.Tensor, torch._C._nn)
+    )
     return next(filter(None, found), None) if space == "aten" else None
 
 
 def kernel_writes(kernel: Any) -> bool:
-    """Return True if a kernel writes into one of its arguments. A name without its overload tells by its ending."""
+    """Return True if a kernel writes into one of its arguments. A name without its overload tells
+    by its ending."""
     if isinstance(kernel, torch._ops.OpOverloadPacket):
         overload = _only_overload(kernel)
-        return kernel.__name__.endswith("_") or (overload is not None and bool(overload._schema.is_mutable))
+        return kernel.__name__.endswith("_") or (
+            overload is not None and bool(overload._schema.is_mutable)
+        )
     return bool(kernel._schema.is_mutable)
 
 
 def _only_overload(packet: Any) -> Any:
-    """Return the overload that a packet stands for where nothing else says which: its only one, or the default one. None where there is no such."""
+    """Return the overload that a packet stands for where nothing else says which: its only one, or
+    the default one. None where there is no such."""
     names = packet.overloads()
-    return getattr(packet, names[0]) if len(names) == 1 else packet.default if "default" in names else None
+    return (
+        getattr(packet, names[0])
+        if len(names) == 1
+        else packet.default
+        if "default" in names
+        else None
+    )
 
 
 def is_custom(kernel: Any) -> bool:
-    """Return True if a kernel is none of PyTorch's own: a program, or a library, has registered it (torch.library)."""
-    name = kernel._qualified_op_name if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel.name()
+    """Return True if a kernel is none of PyTorch's own: a program, or a library, has registered it
+    (torch.library)."""
+    name = (
+        kernel._qualified_op_name
+        if isinstance(kernel, torch._ops.OpOverloadPacket)
+        else kernel.name()
+    )
     return name.partition("::")[0] not in ("aten", "prim", "prims")
 
 
-def written_arguments(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
-    """Return (the arguments of a call that a kernel writes into, for each result which of them it is or None); None where overloads leave that open."""
+def written_arguments(
+    kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """Return (the arguments of a call that a kernel writes into, for each result which of them it
+    is or None); None where overloads leave that open."""
     overload = _only_overload(kernel) if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel
     if overload is None:
         return None
     written: dict[str, Any] = {}  # by the name of the memory in the schema: Tensor(a!)
     for i, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write and (i < len(args) or argument.name in kwargs):
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and (i < len(args) or argument.name in kwargs)
+        ):
             memory = min(argument.alias_info.before_set, default=argument.name)  # a list has none
             written[memory] = args[i] if i < len(args) else kwargs[argument.name]
-    returns = [None if r.alias_info is None else written.get(min(r.alias_info.before_set, default="")) for r in overload._schema.returns]
+    returns = [
+        None if r.alias_info is None else written.get(min(r.alias_info.before_set, default=""))
+        for r in overload._schema.returns
+    ]
     return list(written.values()), returns
 
 
 def spellings_of_operator(target: Any) -> list[Any]:
-    """Return every object by which an operator of the dispatcher is called, as PyTorch hands them to classes of tensors; none where ``target`` is no operator.
+    """Return every object by which an operator of the dispatcher is called, as PyTorch hands them
+    to classes of tensors; none where ``target`` is no operator.
 
-    ``target``: what torch.library.custom_op and triton_op make, ``torch.ops.space.name``, one of its overloads, or "space::name".
+    ``target``: what torch.library.custom_op and triton_op make, ``torch.ops.space.name``, one of
+    its overloads, or "space::name".
     """
     if isinstance(target, str):
         space, _, name = target.partition("::")
@@ -165,67 +213,111 @@ def spellings_of_operator(target: Any) -> list[Any]:
 
 
 def lacks_fake(kernel: Any, error: BaseException) -> bool:
-    """Return True if an error says that a kernel of a program has no function for fake tensors, or none that tells the shape of its result."""
-    return is_kernel(kernel) and is_custom(kernel) and any(text in str(error) for text in ("fake impl", "data-dependent shape"))
+    """Return True if an error says that a kernel of a program has no function for fake tensors, or
+    none that tells the shape of its result."""
+    return (
+        is_kernel(kernel)
+        and is_custom(kernel)
+        and any(text in str(error) for text in ("fake impl", "data-dependent shape"))
+    )
 
 
 def has_flash_attention(q: Any, k: Any, v: Any) -> bool:
-    """Whether there is a kernel of scaled_dot_product_attention for such tensors [..., n, e] that does without a table of scores and gives the logsumexp."""
-    if q.shape[-1] != v.shape[-1] or not q.is_floating_point() or 0 in (*q.shape, *k.shape, *v.shape):
+    """Whether there is a kernel of scaled_dot_product_attention for such tensors [..., n, e] that
+    does without a table of scores and gives the logsumexp."""
+    if (
+        q.shape[-1] != v.shape[-1]
+        or not q.is_floating_point()
+        or 0 in (*q.shape, *k.shape, *v.shape)
+    ):
         return False
     if q.device.type != "cuda" or torch.version.cuda is None:
         return q.device.type == "cpu"
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return narrow and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    narrow = (
+        q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    )
+    return (
+        narrow
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
 def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """That kernel [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps for itself. On a GPU several heads of q may have one of k."""
+    """That kernel [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps
+    for itself. On a GPU several heads of q may have one of k."""
     if q.device.type == "cpu":
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )[:2]  # type: ignore[no-any-return]
 
 
-def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> tuple[Any, Any, Any]:
-    """Its gradients of q, k and v. ``out`` and ``lse`` may be of more keys than ``k`` holds: then these are the shares of these keys."""
+def flash_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Its gradients of q, k and v. ``out`` and ``lse`` may be of more keys than ``k`` holds: then
+    these are the shares of these keys."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    drawn = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # what dropout would have drawn: there is none
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )  # type: ignore[no-any-return]
+    drawn = (
+        lse.new_empty(2, dtype=torch.uint64),
+        lse.new_empty((), dtype=torch.uint64),
+    )  # what dropout would have drawn: there is none
     lengths = None, None, q.shape[-2], k.shape[-2]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *drawn, scale=scale
     )
 
 
-#: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask admits its fast path of nested tensors.
+#: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask
+#: admits its fast path of nested tensors.
 admits_nesting = torch._nested_tensor_from_mask_left_aligned
 
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 
-#: What torch.atleast_1d, 2d and 3d call for one tensor or one list of them, without asking a list's tensors first.
+#: What torch.atleast_1d, 2d and 3d call for one tensor or one list of them, without asking a list's
+#: tensors first.
 at_least = {n: [getattr(torch._VF, f"atleast_{n}d")] for n in (1, 2, 3)}
 
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
-#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
+#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public
+#: name.
 weight_norm = torch._weight_norm
-#: What torch.distributions asks of its arguments, and torch's own checks of tensors, as functions and methods.
-is_all_true, is_any_true = [torch._is_all_true, torch.Tensor._is_all_true], [torch._is_any_true, torch.Tensor._is_any_true]
-#: What torch.nn.utils.rnn.pack_padded_sequence and pad_packed_sequence call once they have looked at their arguments.
+#: What torch.distributions asks of its arguments, and torch's own checks of tensors, as functions
+#: and methods.
+is_all_true, is_any_true = (
+    [torch._is_all_true, torch.Tensor._is_all_true],
+    [torch._is_any_true, torch.Tensor._is_any_true],
+)
+#: What torch.nn.utils.rnn.pack_padded_sequence and pad_packed_sequence call once they have looked
+#: at their arguments.
 pack_padded, pad_packed = torch._pack_padded_sequence, torch._pad_packed_sequence
 #: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
-grouped_mm = [f for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)) if f is not None]
+grouped_mm = [
+    f
+    for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
+    if f is not None
+]
 #: Batch norm's kernel by its newer name.
 batch_norm_kernel = torch._native_batch_norm_legit
-#: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
+#: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite
+#: element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
-softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
+softmax_backward = [
+    torch.ops.aten._softmax_backward_data,
+    torch.ops.aten._softmax_backward_data.default,
+]
 
 
 @functools.cache
 def take_along_wraps() -> bool:
-    """Return True if torch.take_along_dim counts indices beyond a dim round it (2.13) instead of refusing them."""
+    """Return True if torch.take_along_dim counts indices beyond a dim round it (2.13) instead of
+    refusing them."""
     try:
         torch.take_along_dim(torch.zeros(2), torch.tensor([-1]), 0)
     except RuntimeError:
@@ -238,36 +330,53 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta) -> torch.distributed.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta
+) -> torch.distributed.ProcessGroup:
     """A process group made by its members alone, under a name they agree on.
 
-    The public way, `dist.new_group(use_local_synchronization=True)`, puts the number of groups a process already has into the name, so members
-    with different histories wait for each other for ever (seen with torch 2.13).
+    The public way, `dist.new_group(use_local_synchronization=True)`, puts the number of groups a
+    process already has into the name, so members with different histories wait for each other for
+    ever (seen with torch 2.13).
     """
     c10d: Any = torch.distributed.distributed_c10d
-    group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), default_store(), name, timeout=timeout)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        list(ranks),
+        c10d.Backend(backend),
+        default_store(),
+        name,
+        timeout=timeout,
+    )
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
 
 
 def memory_users(t: torch.Tensor) -> int:
-    """Return how many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too. Tests
-    ask; nothing here decides by it."""
+    """Return how many tensors live in the memory of ``t``, itself among them: torch counts them,
+    with no public way to ask. The question counts too. Tests ask; nothing here decides by it."""
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
 
-#: A reference to a tensor's memory that does not keep it: tells when that is gone. Among what torch shares memory between processes with.
+#: A reference to a tensor's memory that does not keep it: tells when that is gone. Among what torch
+#: shares memory between processes with.
 StorageWeakRef = reductions.StorageWeakRef
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The same for all tensors that live in one memory; `StorageWeakRef.cdata` of it. While such a reference lives no other memory has that key."""
+    """The same for all tensors that live in one memory; `StorageWeakRef.cdata` of it. While such a
+    reference lives no other memory has that key."""
     return t.untyped_storage()._cdata
 
 
 def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:
-    """Change how long the collectives of a group wait: before 2.14 torch has no public way to do so once the group is made."""
-    (getattr(torch.distributed, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout)(timeout, group)
+    """Change how long the collectives of a group wait: before 2.14 torch has no public way to do so
+    once the group is made."""
+    (
+        getattr(torch.distributed, "set_timeout", None)
+        or torch.distributed.distributed_c10d._set_pg_timeout
+    )(timeout, group)
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -275,22 +384,27 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[no-any-return]
 
 
-#: Exchange what two tensor objects are in C++. With an assignment to ``__class__`` a plain parameter becomes a global one and stays the same object. The public
-#: torch.utils.swap_tensors does both, but refuses where anybody has a weak reference to either, as optimizers, averages of weights and recurrent layers do.
+#: Exchange what two tensor objects are in C++. With an assignment to ``__class__`` a plain
+#: parameter becomes a global one and stays the same object. The public torch.utils.swap_tensors
+#: does both, but refuses where anybody has a weak reference to either, as optimizers, averages of
+#: weights and recurrent layers do.
 swap_impl = torch._C._swap_tensor_impl
 
 
 def wrap_module_identity(around: Any) -> None:
-    """Let ``around(apply, *tensors)`` stand for the identity that torch puts around a module with full backward hooks.
+    """Let ``around(apply, *tensors)`` stand for the identity that torch puts around a module with
+    full backward hooks.
 
-    It is a custom Function, applied to whatever tensors the module is called with; no tensor is asked whether it overrides that.
+    It is a custom Function, applied to whatever tensors the module is called with; no tensor is
+    asked whether it overrides that.
     """
     identity = torch.nn.modules._functions.BackwardHookFunction
     identity.apply = staticmethod(functools.partial(around, identity.apply))  # type: ignore[assignment]
 
 
 def dual_functions() -> list[Any]:
-    """What makes a dual tensor of forward-mode AD, and takes it apart: torch.autograd.forward_ad and torch.func.jvp call it."""
+    """What makes a dual tensor of forward-mode AD, and takes it apart: torch.autograd.forward_ad
+    and torch.func.jvp call it."""
     return [torch._make_dual, torch._unpack_dual]
 
 
@@ -300,19 +414,26 @@ def vmap_functions() -> list[Any]:
 
 
 def unobserved() -> Any:
-    """Inside, dispatch modes of others do not see what runs: a selective checkpoint counts ops, and what is computed once and kept (a plan, a gathered
-    parameter) is not computed again when it runs the forward pass again. Under fake tensors nothing changes, for there the modes are what computes."""
+    """Inside, dispatch modes of others do not see what runs: a selective checkpoint counts ops, and
+    what is computed once and kept (a plan, a gathered parameter) is not computed again when it runs
+    the forward pass again. Under fake tensors nothing changes, for there the modes are what
+    computes."""
     from torch.utils import _python_dispatch as modes
 
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return modes._disable_current_modes() if fake is None and torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    return (
+        modes._disable_current_modes()
+        if fake is None and torch._C._len_torch_dispatch_stack()
+        else contextlib.nullcontext()
+    )
 
 
 def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
-    """Let ``taken(inputs) -> (what is saved, note)`` and ``given(what was saved, note) -> inputs`` stand around how a checkpoint keeps its inputs.
+    """Let ``taken(inputs) -> (what is saved, note)`` and ``given(what was saved, note) -> inputs``
+    stand around how a checkpoint keeps its inputs.
 
-    It saves them as autograd saves tensors, so that a checkpoint around it may drop them and compute them again; in a tensor without storage autograd sees
-    no graph.
+    It saves them as autograd saves tensors, so that a checkpoint around it may drop them and
+    compute them again; in a tensor without storage autograd sees no graph.
     """
     from torch.utils.checkpoint import _CheckpointFrame as Frame
 
@@ -329,7 +450,8 @@ def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
 
 
 def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
-    """The same for torch 2.11, which saves them through a custom Function: its node then gives them back."""
+    """The same for torch 2.11, which saves them through a custom Function: its node then gives them
+    back."""
     from torch.utils.checkpoint import _NoopSaveInputs as Saver  # type: ignore[attr-defined]
 
     save = Saver.apply
@@ -338,7 +460,10 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
         parts, note = taken(inputs)
         saved = save(*parts)
         if (node := saved.grad_fn) is not None:
-            get, dummy = node.get_args, note[0]  # the first stands there so that one is a tensor; it does not come back
+            get, dummy = (
+                node.get_args,
+                note[0],
+            )  # the first stands there so that one is a tensor; it does not come back
             assert dummy is None
             node.get_args = lambda tensors: given(get(tensors), note[1:])
         return saved
@@ -346,7 +471,8 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
     Saver.apply = staticmethod(apply)
 
 
-#: Puts the weights of a recurrent layer into one piece of memory, as cuDNN wants them; `nn.RNNBase.flatten_parameters` calls it on a GPU.
+#: Puts the weights of a recurrent layer into one piece of memory, as cuDNN wants them;
+#: `nn.RNNBase.flatten_parameters` calls it on a GPU.
 flatten_recurrent_weights = torch._cudnn_rnn_flatten_weight
 
 #: What GradScaler calls on the gradients of one device and dtype: it has no public name.
@@ -366,21 +492,31 @@ def list_functions() -> dict[Any, dict[str, bool]]:
         if name.startswith(("_foreach_", "_fused_")):
             kernel = getattr(torch.ops.aten, name)
             arguments = getattr(kernel, kernel.overloads()[0])._schema.arguments
-            lists = {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments if str(a.type) == "List[Tensor]"}
+            lists = {
+                a.name: a.alias_info is not None and a.alias_info.is_write
+                for a in arguments
+                if str(a.type) == "List[Tensor]"
+            }
             if lists:
                 found[getattr(torch, name)] = lists
     return found
 
 
 def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody else looks at an optimizer's parameters when it steps: through hooks of its own, or of all optimizers besides ours."""
+    """Whether somebody else looks at an optimizer's parameters when it steps: through hooks of its
+    own, or of all optimizers besides ours."""
     hooks = sys.modules["torch.optim.optimizer"]
-    others = len(hooks._global_optimizer_pre_hooks) > 1 or len(hooks._global_optimizer_post_hooks) > 1
-    return others or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    others = (
+        len(hooks._global_optimizer_pre_hooks) > 1 or len(hooks._global_optimizer_post_hooks) > 1
+    )
+    return others or bool(
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    )
 
 
 class _Unbuilt(str):
-    """The name that torch keeps for an MPI which its wheels don't have; equal to what `Backend()` takes for "no such name of my own", and to nothing else."""
+    """The name that torch keeps for an MPI which its wheels don't have; equal to what `Backend()`
+    takes for "no such name of my own", and to nothing else."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -395,11 +531,14 @@ class _Unbuilt(str):
 def register_mpi(create: Any) -> None:
     """Let ``create`` make the process groups of the backend "mpi".
 
-    torch compares every backend with `Backend.MPI` and takes its own way for it: no store, no timeout, no groups made by their members alone, and an error
-    where torch was built without MPI. Registered backends have all of these. So that name is taken out of the comparison; where torch has its own
-    MPI, ours stands in for it.
+    torch compares every backend with `Backend.MPI` and takes its own way for it: no store, no
+    timeout, no groups made by their members alone, and an error where torch was built without MPI.
+    Registered backends have all of these. So that name is taken out of the comparison; where torch
+    has its own MPI, ours stands in for it.
     """
-    torch.distributed.Backend.register_backend("mpi", create, extended_api=True, devices=["cpu", "cuda"])
+    torch.distributed.Backend.register_backend(
+        "mpi", create, extended_api=True, devices=["cpu", "cuda"]
+    )
     torch.distributed.Backend.MPI = _Unbuilt("mpi")
 
 
@@ -408,12 +547,14 @@ class _Recording(threading.local):
     looks = False
 
 
-#: Whether this thread captures a graph (graph/capture/capture.py says so); whether any mode of ours looks on, as _ops/rank_guard.py's does too.
+#: Whether this thread captures a graph (graph/capture/capture.py says so); whether any mode of ours
+#: looks on, as _ops/rank_guard.py's does too.
 recording = _Recording()
 
 
 def function_mode_on() -> bool:
-    """Whether a recorder's torch-function mode looks on, by what `torch.overrides` asks in C before it calls a mode. Users' modes see what they always saw."""
+    """Whether a recorder's torch-function mode looks on, by what `torch.overrides` asks in C before
+    it calls a mode. Users' modes see what they always saw."""
     return recording.on and torch._C._is_torch_function_mode_enabled()
 
 
@@ -423,15 +564,21 @@ def looked_at() -> bool:
 
 
 def without_function_modes() -> Any:
-    """Inside, no torch-function mode sees what runs (torch's public switch turns off subclasses only)."""
+    """Inside, no torch-function mode sees what runs (torch's public switch turns off subclasses
+    only)."""
     return torch._C.DisableTorchFunction()
 
 
 def data_dependence() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where somebody asks for a value, or for a shape that depends on values."""
+    """What fake tensors raise where somebody asks for a value, or for a shape that depends on
+    values."""
     from torch._subclasses import fake_tensor
 
-    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+    )
 
 
 def is_fake(t: Any) -> bool:
@@ -441,23 +588,30 @@ def is_fake(t: Any) -> bool:
 
 
 def fakes_are_on() -> bool:
-    """Return True if a mode is on in which tensors have no memory: there is no public way to ask."""
+    """Return True if a mode is on in which tensors have no memory: there is no public way to
+    ask."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def processes_are_on() -> bool:
     """Return True if this process belongs to a job of several."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def is_functional(t: torch.Tensor) -> bool:
-    """Return True if a tensor stands for another while writes are taken out of a program (torch.func.functionalize): its class does not tell."""
+    """Return True if a tensor stands for another while writes are taken out of a program
+    (torch.func.functionalize): its class does not tell."""
     return torch._is_functional_tensor(t)
 
 
 @contextlib.contextmanager
 def real_tensors() -> Any:
-    """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values that a recorder needs now."""
+    """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values
+    that a recorder needs now."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with without_function_modes(), unset_fake_temporarily():
@@ -471,7 +625,8 @@ _validating = [True]  # whether distributions look at their arguments, outside
 
 @contextlib.contextmanager
 def tracing() -> Any:
-    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being traced, and do not look into their data. Nor do distributions."""
+    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being
+    traced, and do not look into their data. Nor do distributions."""
     import torch.compiler as compiler
 
     checked = torch.distributions.Distribution
@@ -491,24 +646,32 @@ def tracing() -> Any:
                 checked.set_default_validate_args(_validating[0])
 
 
-#: Returns the innermost transform of torch.func (vmap, grad) that is at work, or None: its tensors stand for others, and there is no public way to ask.
+#: Returns the innermost transform of torch.func (vmap, grad) that is at work, or None: its tensors
+#: stand for others, and there is no public way to ask.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
-#: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see whether a kernel for causal masks would do (torch 2.0). A
-#: static graph has no values, and no public function stands between that question and the layers.
-CAUSAL_CHECK: CodeType | None = getattr(getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None), "__code__", None)
+#: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see
+#: whether a kernel for causal masks would do (torch 2.0). A static graph has no values, and no
+#: public function stands between that question and the layers.
+CAUSAL_CHECK: CodeType | None = getattr(
+    getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None), "__code__", None
+)
 
 
 def watch_checkpoints(region: Any) -> None:
-    """Where ``region()`` gives a context, calls of torch.utils.checkpoint run their function in it, and do nothing else; elsewhere they are as torch made them.
+    """Where ``region()`` gives a context, calls of torch.utils.checkpoint run their function in it,
+    and do nothing else; elsewhere they are as torch made them.
 
-    Models have taken the function `checkpoint` under names of their own; these are the two ways it goes from there.
+    Models have taken the function `checkpoint` under names of their own; these are the two ways it
+    goes from there.
     """
     import torch.utils.checkpoint as home
 
     name = "_checkpoint_without_reentrant_generator"
-    name += "_impl" if hasattr(home, f"{name}_impl") else ""  # since torch 2.14, with the arguments as a tuple and a dict
+    name += (
+        "_impl" if hasattr(home, f"{name}_impl") else ""
+    )  # since torch 2.14, with the arguments as a tuple and a dict
     original, reentrant = getattr(home, name), home.CheckpointFunction
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -530,13 +693,15 @@ def watch_checkpoints(region: Any) -> None:
     reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
 
 
-#: Whether a parameter may take over what another tensor holds, as its ``.data``: modules that are cast or moved ask so (torch 1.3).
+#: Whether a parameter may take over what another tensor holds, as its ``.data``: modules that are
+#: cast or moved ask so (torch 1.3).
 may_take_data = torch._has_compatible_shallow_copy_type
 
 
 def refresh_weights(module: torch.nn.Module) -> None:
-    """A recurrent layer keeps its weights in a list beside its parameters, with weak references by which it knows them: after these were replaced, list and
-    references are made anew, as the layer does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
+    """A recurrent layer keeps its weights in a list beside its parameters, with weak references by
+    which it knows them: after these were replaced, list and references are made anew, as the layer
+    does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
 
@@ -546,29 +711,39 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
-    """Raises ValueError where an input has not the dims that a batch norm is for, as its forward does first."""
+    """Raises ValueError where an input has not the dims that a batch norm is for, as its forward
+    does first."""
     norm._check_input_dim(x)
 
 
 def wrap_associative_scan(around: Any) -> None:
-    """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a prototype that has no public name yet (torch 2.9): models
-    import it where they call it. Where it has moved, it stays as it is."""
+    """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a
+    prototype that has no public name yet (torch 2.9): models import it where they call it. Where it
+    has moved, it stays as it is."""
     import importlib
 
     with contextlib.suppress(ImportError, AttributeError):
         home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
-        home.associative_scan = torch._higher_order_ops.associative_scan = functools.partial(around, home.associative_scan)
+        home.associative_scan = torch._higher_order_ops.associative_scan = functools.partial(
+            around, home.associative_scan
+        )
 
 
 def wrap_gathered_states(whole: Any) -> None:
-    """Let ``whole(value, ranks)`` stand for each value of a state dict that torch.distributed.checkpoint.state_dict gathers (full_state_dict=True) on these
-    ranks, or on all where there are none. It knows by its class what to gather, and takes any other tensor for a whole one (torch 2.2)."""
+    """Let ``whole(value, ranks)`` stand for each value of a state dict that
+    torch.distributed.checkpoint.state_dict gathers (full_state_dict=True) on these ranks, or on all
+    where there are none. It knows by its class what to gather, and takes any other tensor for a
+    whole one (torch 2.2)."""
 
     def change(home: Any) -> None:
         iterate, as_it_is = home._iterate_state_dict, home._identity_func
 
         def gathering(value: Any, sharded: Any, in_parts: Any, plain: Any, **options: Any) -> Any:
-            value = whole(value, options.get("ranks_only", ())) if plain is as_it_is and in_parts is not as_it_is else value
+            value = (
+                whole(value, options.get("ranks_only", ()))
+                if plain is as_it_is and in_parts is not as_it_is
+                else value
+            )
             return iterate(value, sharded, in_parts, plain, **options)
 
         home._iterate_state_dict = gathering
@@ -577,7 +752,8 @@ def wrap_gathered_states(whole: Any) -> None:
 
 
 def wrap_staged_states(staged: Any) -> None:
-    """Let ``staged(copy, x)`` stand for the copy on the CPU that torch.distributed.checkpoint.async_save makes of a tensor by its storage (torch 2.9)."""
+    """Let ``staged(copy, x)`` stand for the copy on the CPU that
+    torch.distributed.checkpoint.async_save makes of a tensor by its storage (torch 2.9)."""
 
     def change(home: Any) -> None:
         def offload(self: Any, x: Any, memo: Any, **options: Any) -> Any:
@@ -590,24 +766,30 @@ def wrap_staged_states(staged: Any) -> None:
 
 
 def wrap_flex_attention(around: Any, refused: Any) -> None:
-    """Let ``around(flex_attention, ...)`` stand for torch's function, which hands itself on to nobody. Who has taken it before calls ``refused(q, k, v)``."""
+    """Let ``around(flex_attention, ...)`` stand for torch's function, which hands itself on to
+    nobody. Who has taken it before calls ``refused(q, k, v)``."""
+
     def change(home: Any) -> None:
         original, check = home.flex_attention, home._validate_sdpa_input
         home.flex_attention = functools.wraps(original)(functools.partial(around, original))
-        home._validate_sdpa_input = lambda *args, **kwargs: refused(*args[:3]) or check(*args, **kwargs)
+        home._validate_sdpa_input = lambda *args, **kwargs: (
+            refused(*args[:3]) or check(*args, **kwargs)
+        )
 
     when_imported("torch.nn.attention.flex_attention", change)
 
 
 class _Data(property):
-    """The attribute ``data`` of torch.Tensor with a check before it is set. Recorders ask for its name (properties have one since Python 3.13)."""
+    """The attribute ``data`` of torch.Tensor with a check before it is set. Recorders ask for its
+    name (properties have one since Python 3.13)."""
 
     __name__ = "data"
 
 
 def guard_data(check: Any) -> None:
-    """Let ``check(tensor, value)`` run before ``tensor.data = value``: torch asks the tensor alone whether it overrides that, never the value, and takes over
-    the value's memory, which a tensor without storage doesn't have.
+    """Let ``check(tensor, value)`` run before ``tensor.data = value``: torch asks the tensor alone
+    whether it overrides that, never the value, and takes over the value's memory, which a tensor
+    without storage doesn't have.
 
     The attribute is read in C as before, by the name that its descriptor gets here.
     """
@@ -619,12 +801,20 @@ def guard_data(check: Any) -> None:
         take(tensor, value)
 
     torch.Tensor._data_in_c = descriptor  # type: ignore[attr-defined]
-    torch.Tensor.data = _Data(operator.attrgetter("_data_in_c"), set_data, descriptor.__delete__, doc=descriptor.__doc__)  # type: ignore[assignment, misc]
+    torch.Tensor.data = _Data(
+        operator.attrgetter("_data_in_c"), set_data, descriptor.__delete__, doc=descriptor.__doc__
+    )  # type: ignore[assignment, misc]
 
 
 def wrap_dlpack(held: Any) -> None:
-    """Let ``held(tensor)`` stand for the tensor that torch's exporters to DLPack are given: they read its memory and ask nobody."""
-    for home, name in ((torch._C, "_to_dlpack"), (torch._C, "_to_dlpack_versioned"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
+    """Let ``held(tensor)`` stand for the tensor that torch's exporters to DLPack are given: they
+    read its memory and ask nobody."""
+    for home, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+    ):
         export = getattr(home, name, None)
         if export is not None:
             setattr(home, name, _exporting(export, held))
@@ -638,11 +828,14 @@ def _exporting(export: Any, held: Any) -> Any:
     return run
 
 
-def before_collectives(reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]) -> None:
-    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed while anything is ``noted``. ``reads``: name -> the
-    argument that it reads.
+def before_collectives(
+    reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]
+) -> None:
+    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed
+    while anything is ``noted``. ``reads``: name -> the argument that it reads.
 
-    These functions take plain tensors, of which nobody else is told. Names that were imported from torch.distributed before this keep the originals.
+    These functions take plain tensors, of which nobody else is told. Names that were imported from
+    torch.distributed before this keep the originals.
     """
 
     def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -651,7 +844,9 @@ def before_collectives(reads: Mapping[str, str], noted: Mapping[Any, Any], check
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if noted:  # otherwise do not even read the arguments: that takes a tenth of a small collective
+            if (
+                noted
+            ):  # otherwise do not even read the arguments: that takes a tenth of a small collective
                 given = usual | dict(zip(parameters, args, strict=False)) | kwargs
                 check(name, given.get(reads[name]), given.get("op"), given.get("group"))
             return function(*args, **kwargs)
@@ -668,9 +863,13 @@ def before_collectives(reads: Mapping[str, str], noted: Mapping[Any, Any], check
 
 @contextlib.contextmanager
 def uncompiled_backward() -> Any:
-    """Inside, a backward pass runs in this thread, and as it is: compiled autograd, a private switch of the compiler's, would not run the hooks of leaves."""
+    """Inside, a backward pass runs in this thread, and as it is: compiled autograd, a private
+    switch of the compiler's, would not run the hooks of leaves."""
     home = sys.modules.get("torch._dynamo.compiled_autograd")
-    with torch.autograd.set_multithreading_enabled(False), contextlib.nullcontext() if home is None else home._disable():
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        contextlib.nullcontext() if home is None else home._disable(),
+    ):
         yield
 
 
@@ -681,25 +880,32 @@ def compiles_backward() -> bool:
 
 
 class _Uncompiled(threading.local):
-    whole = False  # whether this thread has just run something as it is that was to be compiled as a whole
+    # whether this thread has just run something as it is that was to be compiled as a whole
+    whole = False
 
 
 _uncompiled = _Uncompiled()
 
 
 def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> None:
-    """Ask before torch.compile traces a function, and while it does; there is no public way to keep it away from a kind of tensors (checked with torch 2.13).
+    """Ask before torch.compile traces a function, and while it does; there is no public way to keep
+    it away from a kind of tensors (checked with torch 2.13).
 
-    ``left(code, variables, outside)``: whether a function is to run as it is, with all that it calls. ``meets(value)``: whether what the tracer has come upon
-    is not for it. ``met(code)``: whether it came upon such, in what it has just traced. ``tell(whole)`` is called before a function runs as it is; ``whole``:
-    its caller wants all of it compiled, or an error. ``refusal``: what the tracer says, which torch.export shows.
+    ``left(code, variables, outside)``: whether a function is to run as it is, with all that it
+    calls. ``meets(value)``: whether what the tracer has come upon is not for it. ``met(code)``:
+    whether it came upon such, in what it has just traced. ``tell(whole)`` is called before a
+    function runs as it is; ``whole``: its caller wants all of it compiled, or an error.
+    ``refusal``: what the tracer says, which torch.export shows.
     """
 
     def ask_before(home: Any) -> None:
         from torch._dynamo import types
 
         action, convert = types.FrameAction, home.CatchErrorsWrapper.__call__
-        eagerly = types.ConvertFrameReturn(frame_exec_strategy=types.FrameExecStrategy(action.SKIP, action.SKIP), apply_to_code=False)
+        eagerly = types.ConvertFrameReturn(
+            frame_exec_strategy=types.FrameExecStrategy(action.SKIP, action.SKIP),
+            apply_to_code=False,
+        )
 
         def call(self: Any, frame: Any, *args: Any) -> Any:
             code = frame.f_code
@@ -721,7 +927,9 @@ def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> 
         home.CatchErrorsWrapper.__call__ = call
 
     def ask_after(home: Any) -> None:
-        count = getattr(home, "set_fullgraph_compiled_frame_count", None)  # by which a call that wants all compiled looks whether anything was (2.13)
+        count = getattr(
+            home, "set_fullgraph_compiled_frame_count", None
+        )  # by which a call that wants all compiled looks whether anything was (2.13)
 
         def counted(n: int) -> int:
             found, left = count(n), _uncompiled.whole

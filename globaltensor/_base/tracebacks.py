@@ -1,4 +1,5 @@
-"""Show a user's mistake by the user's own lines: frames of this library, of torch and of the standard library are left out of tracebacks of our errors.
+"""Show a user's mistake by the user's own lines: frames of this library, of torch and of the
+standard library are left out of tracebacks of our errors.
 
 ``GLOBALTENSOR_TRACEBACK=full`` shows them all.
 """
@@ -20,15 +21,25 @@ VARIABLE = "GLOBALTENSOR_TRACEBACK"
 
 
 def shortened(error: BaseException) -> list[str] | None:
-    """Return the traceback of an error of ours by the user's lines; None where all of it is to be shown."""
+    """Return the traceback of an error of ours by the user's lines; None where all of it is to be
+    shown."""
     if not isinstance(error, GlobalTensorError) or os.environ.get(VARIABLE) == "full":
         return None
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_user_code(frame.f_code)]
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_user_code(frame.f_code)
+    ]
     if not frames:
         return None
     shown = traceback.format_list(traceback.StackSummary.extract(iter(frames)))
     said = traceback.format_exception_only(type(error), error)
-    return ["Traceback (most recent call last):\n", *shown, *said, f"(frames of globaltensor and torch are left out; {VARIABLE}=full shows them)\n"]
+    return [
+        "Traceback (most recent call last):\n",
+        *shown,
+        *said,
+        f"(frames of globaltensor and torch are left out; {VARIABLE}=full shows them)\n",
+    ]
 
 
 def install() -> None:

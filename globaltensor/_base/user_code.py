@@ -25,24 +25,35 @@ _FOLDERS = tuple(
         *((sysconfig.get_path(name), _LIBRARY) for name in ("purelib", "platlib", "stdlib")),
     )
 )
-_GENERATED = ("<frozen", "<eval_with_key>", "<attrs", "<__array_function__")  # code that no file holds, and that no user has written
+_GENERATED = (
+    "<frozen",
+    "<eval_with_key>",
+    "<attrs",
+    "<__array_function__",
+)  # code that no file holds, and that no user has written
 _known: dict[str, int] = {}  # by file: code objects of two files may be equal
 
 
 def _owner(code: CodeType) -> int:
-    """Return whose code it is: of this library, of another one (installed packages, the standard library), or of the user."""
+    """Return whose code it is: of this library, of another one (installed packages, the standard
+    library), or of the user."""
     name = code.co_filename
     found = _known.get(name)
     if found is None:
         if len(_known) > _MAX_KNOWN:
             _known.clear()
-        found = _LIBRARY if name.startswith(_GENERATED) else next((owner for folder, owner in _FOLDERS if name.startswith(folder)), _USER)
+        found = (
+            _LIBRARY
+            if name.startswith(_GENERATED)
+            else next((owner for folder, owner in _FOLDERS if name.startswith(folder)), _USER)
+        )
         _known[name] = found
     return found
 
 
 def is_user_code(code: CodeType) -> bool:
-    """Return True if the code is the user's, not that of an installed package or of the standard library."""
+    """Return True if the code is the user's, not that of an installed package or of the standard
+    library."""
     return _owner(code) == _USER
 
 
@@ -55,7 +66,8 @@ def caller_frame() -> FrameType | None:
 
 
 def user_frame() -> FrameType | None:
-    """Return the innermost frame of the user's own code; of another library's where there is none, and None in a thread of torch's."""
+    """Return the innermost frame of the user's own code; of another library's where there is none,
+    and None in a thread of torch's."""
     frame = found = caller_frame()
     while frame is not None:
         if _owner(frame.f_code) == _USER:

@@ -1,7 +1,9 @@
-"""Torch's scan with an operation of the user's (state-space models call it where a compiler looks on), for global tensors and in graphs.
+"""Torch's scan with an operation of the user's (state-space models call it where a compiler looks
+on), for global tensors and in graphs.
 
-Torch's own takes tensors apart below its functions (vmap), or wants a compiler. Here an operation that works element by element is applied to the whole
-sequence as often as it can be halved (Hillis & Steele 1986); any other one place after the other.
+Torch's own takes tensors apart below its functions (vmap), or wants a compiler. Here an operation
+that works element by element is applied to the whole sequence as often as it can be halved (Hillis
+& Steele 1986); any other one place after the other.
 """
 
 from __future__ import annotations
@@ -19,36 +21,65 @@ from .._tensor.global_tensor import GlobalTensor
 __all__ = ["install"]
 
 
-def _around(original: Callable[..., Any], combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+def _around(
+    original: Callable[..., Any],
+    combine_fn: Callable[..., Any],
+    xs: Any,
+    dim: int,
+    reverse: bool = False,
+    combine_mode: str = "pointwise",
+) -> Any:
     leaves = tensors_in(xs, [])
-    if not torch_private.function_mode_on() and not any(isinstance(t, GlobalTensor) for t in leaves):
+    if not torch_private.function_mode_on() and not any(
+        isinstance(t, GlobalTensor) for t in leaves
+    ):
         return original(combine_fn, xs, dim, reverse=reverse, combine_mode=combine_mode)
     lengths = {t.shape[dim] for t in leaves}
     if len(lengths) != 1:
-        raise ValueError(f"associative_scan: the tensors must have one length along dim {dim}, got {sorted(lengths)}")
+        raise ValueError(
+            f"associative_scan: the tensors must have one length along dim {dim}, got "
+            f"{sorted(lengths)}"
+        )
 
     def combine(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors_in(combine_fn(replaced(xs, iter(a)), replaced(xs, iter(b))), [])
 
     if reverse:
         leaves = [t.flip(dim) for t in leaves]
-    outs = (_doubling if combine_mode == "pointwise" else _stepping)(combine, leaves, dim, lengths.pop())
+    outs = (_doubling if combine_mode == "pointwise" else _stepping)(
+        combine, leaves, dim, lengths.pop()
+    )
     return replaced(xs, iter([t.flip(dim) for t in outs] if reverse else outs))
 
 
 Combine = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
 
-def _doubling(combine: Combine, leaves: list[torch.Tensor], dim: int, length: int) -> list[torch.Tensor]:
+def _doubling(
+    combine: Combine, leaves: list[torch.Tensor], dim: int, length: int
+) -> list[torch.Tensor]:
     for reach in itertools.takewhile(lambda n: n < length, (2**k for k in itertools.count())):
-        later = combine([t.narrow(dim, 0, length - reach) for t in leaves], [t.narrow(dim, reach, length - reach) for t in leaves])
-        leaves = [torch.cat([t.narrow(dim, 0, reach), new], dim) for t, new in zip(leaves, later, strict=True)]
+        later = combine(
+            [t.narrow(dim, 0, length - reach) for t in leaves],
+            [t.narrow(dim, reach, length - reach) for t in leaves],
+        )
+        leaves = [
+            torch.cat([t.narrow(dim, 0, reach), new], dim)
+            for t, new in zip(leaves, later, strict=True)
+        ]
     return leaves
 
 
-def _stepping(combine: Combine, leaves: list[torch.Tensor], dim: int, length: int) -> list[torch.Tensor]:
-    places: Iterator[list[torch.Tensor]] = map(list, zip(*[t.unbind(dim) for t in leaves], strict=True))
-    return [torch.stack(parts, dim) for parts in zip(*itertools.accumulate(places, combine), strict=True)]
+def _stepping(
+    combine: Combine, leaves: list[torch.Tensor], dim: int, length: int
+) -> list[torch.Tensor]:
+    places: Iterator[list[torch.Tensor]] = map(
+        list, zip(*[t.unbind(dim) for t in leaves], strict=True)
+    )
+    return [
+        torch.stack(parts, dim)
+        for parts in zip(*itertools.accumulate(places, combine), strict=True)
+    ]
 
 
 def install() -> None:

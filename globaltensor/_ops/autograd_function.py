@@ -1,7 +1,9 @@
 """Custom torch.autograd.Functions on global tensors.
 
-Autograd works on local parts, but a Function is written for whole tensors. So its forward and backward run on global tensors, as any other code does, and one
-node in the graph of the local parts stands for it: what comes back to it lies as the dual of the outputs says, what it hands on as the dual of the inputs.
+Autograd works on local parts, but a Function is written for whole tensors. So its forward and
+backward run on global tensors, as any other code does, and one node in the graph of the local parts
+stands for it: what comes back to it lies as the dual of the outputs says, what it hands on as the
+dual of the inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["install"]
 
 
 class Context:
-    """What a Function's forward and backward are given as ``ctx``: torch's interface, over global tensors."""
+    """What a Function's forward and backward are given as ``ctx``: torch's interface, over global
+    tensors."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -63,9 +66,14 @@ class Context:
             return self._saved
         node = self._node()
         if node is None:
-            raise RuntimeError("the graph that a custom Function has saved these tensors for is gone")
+            raise RuntimeError(
+                "the graph that a custom Function has saved these tensors for is gone"
+            )
         kept = zip(self._saved, node.saved_tensors, strict=True)
-        return tuple(GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local for spec, local in kept)
+        return tuple(
+            GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local
+            for spec, local in kept
+        )
 
     def _hand_over(self, node: Any) -> None:
         """The node of the local graph keeps the tensors from here on."""
@@ -86,7 +94,14 @@ class _Node(torch.autograd.Function):
     """Stands for a Function in the graph of the local parts. Its forward is over already."""
 
     @staticmethod
-    def forward(node: Any, function: Any, context: Context, given: list[Any], outs: list[Any], *locals_: torch.Tensor) -> Any:
+    def forward(
+        node: Any,
+        function: Any,
+        context: Context,
+        given: list[Any],
+        outs: list[Any],
+        *locals_: torch.Tensor,
+    ) -> Any:
         node.function, node.context, node.watcher = function, context, Watcher(reducer().watchers)
         node.given = [_home(x) for x in given]
         context._hand_over(node)
@@ -95,19 +110,37 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(node: Any, *grads: Any) -> Any:
-        whole = [g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in zip(grads, node.duals, strict=True)]
+        whole = [
+            g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype))
+            for g, d in zip(grads, node.duals, strict=True)
+        ]
         found = node.function.backward(node.context, *whole)
         found = list(found) if isinstance(found, tuple) else [found]
         n = len(node.given)
         if len(found) < n or any(extra is not None for extra in found[n:]):
-            raise RuntimeError(f"function {node.function.__name__} returned an incorrect number of gradients (expected {n}, got {len(found)})")
+            raise RuntimeError(
+                f"function {node.function.__name__} returned an incorrect number of gradients "
+                f"(expected {n}, got {len(found)})"
+            )
         parts = [_grad_to_home(grad, home) for grad, home in zip(found, node.given, strict=False)]
-        return (None, None, None, None, *[part for part, home in zip(parts, node.given, strict=True) if home is not None])
+        return (
+            None,
+            None,
+            None,
+            None,
+            *[part for part, home in zip(parts, node.given, strict=True) if home is not None],
+        )
 
 
 def _home(x: Any) -> Spec | torch.Size | None:
     """Where the gradient of an argument goes: a global one's dual, a plain one's shape, nowhere."""
-    return x._spec.dual() if isinstance(x, GlobalTensor) else x.shape if isinstance(x, torch.Tensor) else None
+    return (
+        x._spec.dual()
+        if isinstance(x, GlobalTensor)
+        else x.shape
+        if isinstance(x, torch.Tensor)
+        else None
+    )
 
 
 def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
@@ -117,9 +150,18 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
     if grad.shape != shape:
         grad = grad.sum_to_size(shape)
     if not isinstance(home, Spec):
-        return grad.to_global(sbp=[broadcast] * grad._spec.placement.axes)._local if isinstance(grad, GlobalTensor) else grad
+        return (
+            grad.to_global(sbp=[broadcast] * grad._spec.placement.axes)._local
+            if isinstance(grad, GlobalTensor)
+            else grad
+        )
     if isinstance(grad, GlobalTensor):
-        return box(grad._local, grad._spec, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+        return box(
+            grad._local,
+            grad._spec,
+            home.replace(dtype=grad.dtype),
+            why="gradient from a custom Function",
+        )
     whole = Spec.make(grad.shape, grad.dtype, home.placement, [broadcast] * home.placement.axes)
     return box(grad, whole, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
 
@@ -130,7 +172,10 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
     grad = torch.is_grad_enabled()
     needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)
-    args = [_promoted(a, placement) if need and not isinstance(a, GlobalTensor) else a for a, need in zip(args, needs, strict=True)]
+    args = [
+        _promoted(a, placement) if need and not isinstance(a, GlobalTensor) else a
+        for a, need in zip(args, needs, strict=True)
+    ]
     context = Context(needs)
     with torch.no_grad():
         if function.setup_context is torch.autograd.Function.setup_context:
@@ -143,7 +188,13 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     if not any(needs) or not at:
         return result
     dirty = context._dirty
-    parts = _Node.apply(function, context, list(args), [outs[i] for i in at], *[_local(a) for a in args if isinstance(a, torch.Tensor)])
+    parts = _Node.apply(
+        function,
+        context,
+        list(args),
+        [outs[i] for i in at],
+        *[_local(a) for a in args if isinstance(a, torch.Tensor)],
+    )
     for i, part in zip(at, parts, strict=True):
         out = outs[i]
         if isinstance(out, GlobalTensor) and any(out is d for d in dirty):
@@ -167,37 +218,59 @@ def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``function.apply``, whoever looks on."""
     if any(isinstance(a, GlobalTensor) for a in (*args, *kwargs.values())):
-        return _applied(function, args) if not kwargs else _applied(function, _positions(function, args, kwargs))
+        return (
+            _applied(function, args)
+            if not kwargs
+            else _applied(function, _positions(function, args, kwargs))
+        )
     return apply_plainly(_ORIGINAL, function, args, kwargs)
 
 
 class LocalFunction:
-    """``function.apply`` on arguments some of which are global, as a function of their local parts: what a program keeps. Forward, backward and what they save
-    between them are of each run."""
+    """``function.apply`` on arguments some of which are global, as a function of their local parts:
+    what a program keeps. Forward, backward and what they save between them are of each run."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = tensors_in(kwargs, tensors_in(args, []))
-        self.function, self.specs = function, [t._spec if isinstance(t, GlobalTensor) else None for t in given]
+        self.function, self.specs = (
+            function,
+            [t._spec if isinstance(t, GlobalTensor) else None for t in given],
+        )
         self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(given)))
-        self.result: Any = None  # what it comes to: a nest with a placeholder for each tensor, and of each the spec, or which argument it is
+        # what it comes to: a nest with a placeholder for each tensor, and of each the spec, or
+        # which argument it is
+        self.result: Any = None
         self.outs: list[Spec | int | None] = []
         self.written: list[int] = []  # arguments that have other local parts afterwards
 
     def __call__(self, *parts: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(the parts of the tensors in the result, those of the arguments written into)."""
-        given = [part if spec is None else GlobalTensor.wrap(part, spec) for part, spec in zip(parts, self.specs, strict=True)]
+        given = [
+            part if spec is None else GlobalTensor.wrap(part, spec)
+            for part, spec in zip(parts, self.specs, strict=True)
+        ]
         args, kwargs = replaced((self.args, self.kwargs), iter(given))
         result = self.function.apply(*args, **kwargs)
         found = tensors_in(result, [])
         self.result = replaced(result, iter([_EMPTY] * len(found)))
-        self.outs = [next((i for i, g in enumerate(given) if g is t), t._spec if isinstance(t, GlobalTensor) else None) for t in found]
-        self.written = [i for i, (g, part) in enumerate(zip(given, parts, strict=True)) if _local(g) is not part]
+        self.outs = [
+            next(
+                (i for i, g in enumerate(given) if g is t),
+                t._spec if isinstance(t, GlobalTensor) else None,
+            )
+            for t in found
+        ]
+        self.written = [
+            i for i, (g, part) in enumerate(zip(given, parts, strict=True)) if _local(g) is not part
+        ]
         return [_local(t) for t in found], [_local(given[i]) for i in self.written]
 
 
 _EMPTY = torch.empty(0)
 # Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
-_ORIGINAL = getattr(torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"])
+_ORIGINAL = getattr(
+    torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"]
+)
 
 
 def install() -> None:
@@ -210,7 +283,11 @@ def install() -> None:
             return shown(applied, cls, args, kwargs)
         for a in args:
             if isinstance(a, GlobalTensor):
-                return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
+                return (
+                    _applied(cls, args)
+                    if not kwargs
+                    else _applied(cls, _positions(cls, args, kwargs))
+                )
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
             return _applied(cls, _positions(cls, args, kwargs))
         return apply_plainly(original, cls, args, kwargs)

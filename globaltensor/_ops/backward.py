@@ -1,6 +1,7 @@
 """Backward passes: how one starts from a global tensor, and what it brings to others than leaves.
 
-Autograd itself runs on the local tensors. How the gradients of leaves are summed over the ranks stands in _tensor/gradients/reducer.py.
+Autograd itself runs on the local tensors. How the gradients of leaves are summed over the ranks
+stands in _tensor/gradients/reducer.py.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ from .rules.deferred_mean import DeferredMean, PendingCount
 
 __all__ = ["backward", "grad", "run_with_pending_scale"]
 
+
 def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
-    """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value on one rank, zero on the others."""
+    """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value
+    on one rank, zero on the others."""
     spec = output._spec
     record("backward", output)
     where = spec.placement.coordinate(world().rank)
     if grad is None:
         if spec.numel != 1:
-            raise RuntimeError(f"grad can be implicitly created only for scalar outputs; this one has shape {list(spec.shape)}: pass gradient=")
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs; this one has shape "
+                f"{list(spec.shape)}: pass gradient="
+            )
         if where is None:
             return torch.zeros_like(output._local)
         counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
@@ -40,25 +46,45 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
     if isinstance(grad, GlobalTensor):
         return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
     whole = operand_spec(grad, spec.placement, "gradient given to backward")
-    return box(promote_plain_tensor(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
+    return box(
+        promote_plain_tensor(grad, whole, "gradient given to backward"),
+        whole,
+        spec.dual(),
+        why="gradient given to backward",
+    )
 
 
 def _settled(output: Any) -> Any:
     """Partials other than sums have no cotangent of their own: reduce them first."""
-    if isinstance(output, GlobalTensor) and any(e.is_partial and e.reduce != "sum" for e in output._spec.layout):
-        return GlobalTensor.wrap(box(output._local, output._spec, output._spec.replicated(), why="backward"), output._spec.replicated())
+    if isinstance(output, GlobalTensor) and any(
+        e.is_partial and e.reduce != "sum" for e in output._spec.layout
+    ):
+        return GlobalTensor.wrap(
+            box(output._local, output._spec, output._spec.replicated(), why="backward"),
+            output._spec.replicated(),
+        )
     return output
 
 
 def _sequence(value: Any) -> list[Any]:
-    return [] if value is None else [value] if isinstance(value, (torch.Tensor, GradientEdge)) else list(value)
+    return (
+        []
+        if value is None
+        else [value]
+        if isinstance(value, (torch.Tensor, GradientEdge))
+        else list(value)
+    )
 
 
 def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
     given = _sequence(grads) or [None] * len(outputs)
     outputs = [_settled(o) for o in outputs]
-    seeds = [initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
-    # A rank outside an output's placement may hold a placeholder without a graph (a second derivative): it has nothing to do for it.
+    seeds = [
+        initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g
+        for o, g in zip(outputs, given, strict=True)
+    ]
+    # A rank outside an output's placement may hold a placeholder without a graph (a second
+    # derivative): it has nothing to do for it.
     reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
     return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
 
@@ -72,7 +98,12 @@ def local_of(x: Any) -> Any:
 
 
 def backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None, inputs: Any = None
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
 ) -> None:
     """torch.autograd.backward where some outputs are global."""
     locals_, seeds = _starts(_sequence(tensors), grad_tensors)
@@ -83,14 +114,27 @@ def backward(
 
 
 def in_this_thread() -> Any:
-    """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here (`no_boxing`, a method of attention) holds there."""
-    return torch_private.uncompiled_backward() if torch_private.compiles_backward() else torch.autograd.set_multithreading_enabled(False)
+    """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here
+    (`no_boxing`, a method of attention) holds there."""
+    return (
+        torch_private.uncompiled_backward()
+        if torch_private.compiles_backward()
+        else torch.autograd.set_multithreading_enabled(False)
+    )
 
 
 @visible
-def run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
+def run(
+    locals_: list[Any],
+    seeds: list[Any],
+    retain_graph: bool | None,
+    create_graph: bool,
+    into: list[Any] | None,
+) -> None:
     here = reducer.reducer()
-    within = here.queued  # another pass is under way: this one is part of it (a checkpoint that runs again), and its gradients are wanted now
+    # another pass is under way: this one is part of it (a checkpoint that runs again), and its
+    # gradients are wanted now
+    within = here.queued
     with parameter_gather.immediate(into is not None), in_this_thread():
         try:
             torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
@@ -102,54 +146,126 @@ def run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_
             raise
 
 
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any) -> tuple[Any, ...]:
-    """torch.autograd.grad where some tensors are global: each gradient comes back in its input's own sbp."""
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """torch.autograd.grad where some tensors are global: each gradient comes back in its input's
+    own sbp."""
     options.pop("only_inputs", None)
     if options.pop("is_grads_batched", False):
-        return _batched(outputs, inputs, _sequence(grad_outputs), create_graph if retain_graph is None else retain_graph, create_graph, options)
+        return _batched(
+            outputs,
+            inputs,
+            _sequence(grad_outputs),
+            create_graph if retain_graph is None else retain_graph,
+            create_graph,
+            options,
+        )
     locals_, seeds = _starts(_sequence(outputs), grad_outputs)
     wanted = _sequence(inputs)
     if not locals_:
-        return tuple(GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None for x in wanted)
+        return tuple(
+            GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None
+            for x in wanted
+        )
     with parameter_gather.immediate(True), in_this_thread():
-        found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
+        found = torch.autograd.grad(
+            locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options
+        )
     with torch.set_grad_enabled(create_graph):
         return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
 
 
-def _batched(outputs: Any, inputs: Any, grads: list[Any], retain_graph: bool, create_graph: bool, options: dict[str, Any]) -> tuple[Any, ...]:
-    """One pass for each entry of the first dim of ``grads``: vmap, which torch would use, does not see how the parts of a global tensor belong together."""
+def _batched(
+    outputs: Any,
+    inputs: Any,
+    grads: list[Any],
+    retain_graph: bool,
+    create_graph: bool,
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """One pass for each entry of the first dim of ``grads``: vmap, which torch would use, does not
+    see how the parts of a global tensor belong together."""
     sizes = {g.shape[0] for g in grads if g is not None}
     if len(sizes) != 1 or 0 in sizes:
-        raise RuntimeError(f"is_grads_batched: the first dim of every grad_outputs is the batch, of one size, not 0; got {sorted(sizes)}")
+        raise RuntimeError(
+            f"is_grads_batched: the first dim of every grad_outputs is the batch, of one size, "
+            f"not 0; got {sorted(sizes)}"
+        )
     n = sizes.pop()
-    rows = [grad(outputs, inputs, [None if g is None else g[i] for g in grads], retain_graph or i < n - 1, create_graph, **options) for i in range(n)]
-    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
+    rows = [
+        grad(
+            outputs,
+            inputs,
+            [None if g is None else g[i] for g in grads],
+            retain_graph or i < n - 1,
+            create_graph,
+            **options,
+        )
+        for i in range(n)
+    ]
+    return tuple(
+        None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+    )
 
 
 def _in_input_sbp(x: Any, g: torch.Tensor | None) -> Any:
     if g is None or not isinstance(x, GlobalTensor):
         return g
     spec = x._spec.replace(dtype=g.dtype)
-    return GlobalTensor.wrap(reducer.reduce_gradient(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec)
+    return GlobalTensor.wrap(
+        reducer.reduce_gradient(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec
+    )
 
 
-def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
-    if isinstance(self, DeferredMean) and gradient is None and inputs is None and not (create_graph or torch_private.function_mode_on()):
+def tensor_backward(
+    self: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    if (
+        isinstance(self, DeferredMean)
+        and gradient is None
+        and inputs is None
+        and not (create_graph or torch_private.function_mode_on())
+    ):
         total, count = self.owed()
         # Elsewhere are leaves that a rank sums which does not know the count.
-        if reducer.reducer().may_owe(count.started) and len(total._spec.placement.flat) == world().size:
-            run_with_pending_scale(total._local, initial_cotangent(total, None), count, retain_graph)
+        if (
+            reducer.reducer().may_owe(count.started)
+            and len(total._spec.placement.flat) == world().size
+        ):
+            run_with_pending_scale(
+                total._local, initial_cotangent(total, None), count, retain_graph
+            )
             return
-    backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+    backward(
+        [self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs
+    )
 
 
-def run_with_pending_scale(total: torch.Tensor, start: torch.Tensor, count: PendingCount, retain_graph: bool | None) -> None:
-    """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
+def run_with_pending_scale(
+    total: torch.Tensor, start: torch.Tensor, count: PendingCount, retain_graph: bool | None
+) -> None:
+    """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on
+    their way, the count is paid when they are summed."""
     here = reducer.reducer()
     if not here.may_owe(count.started):
         found = count()
-        run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
+        run(
+            [total],
+            [start / (found._local if isinstance(found, GlobalTensor) else found)],
+            retain_graph,
+            False,
+            None,
+        )
         return
     here.owed, here.scaled_after_sum, here.asked = count, not count.started, False
     try:
@@ -161,15 +277,19 @@ def run_with_pending_scale(total: torch.Tensor, start: torch.Tensor, count: Pend
 
 def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
-        "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a dual tensor: torch.autograd.functional.jvp gets the same from "
-        "two backward passes; globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs forward mode on the local parts of a function that moves no data"
+        "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a "
+        "dual tensor: torch.autograd.functional.jvp gets the same from "
+        "two backward passes; globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs "
+        "forward mode on the local parts of a function that moves no data"
     )
 
 
 def _no_vmap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
-        "vmap does not see how the parts of a global tensor belong together: write the batch as a dim (torch's functions take leading dims), loop over it, or "
-        "run vmap on the local parts: globaltensor.local_map(torch.vmap(function), out_sbp=..., in_sbp=...)"
+        "vmap does not see how the parts of a global tensor belong together: write the batch as a "
+        "dim (torch's functions take leading dims), loop over it, or "
+        "run vmap on the local parts: globaltensor.local_map(torch.vmap(function), out_sbp=..., "
+        "in_sbp=...)"
     )
 
 

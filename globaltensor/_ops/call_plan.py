@@ -1,4 +1,5 @@
-"""What a planned call does: box the operands, run on the local tensors, wrap the results. Plans are frozen by _ops/dispatch.py and kept there."""
+"""What a planned call does: box the operands, run on the local tensors, wrap the results. Plans are
+frozen by _ops/dispatch.py and kept there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
 from .._tensor.promote import promote_plain_tensor
 from .._tensor.strides import Note, base_note, by_rows, differ, note_strides, results
-from .._tensor.view_tracking import RemoteView, finish_inplace, has_aliases, has_partial_alias, link_alias, mark_written
+from .._tensor.view_tracking import (
+    RemoteView,
+    finish_inplace,
+    has_aliases,
+    has_partial_alias,
+    link_alias,
+    mark_written,
+)
 from ..boxing import box, log, plan_boxing
 from ..boxing.autograd import NOTHING
 from ..distributed.world import world
@@ -54,17 +62,23 @@ __all__ = [
 
 _GETITEM = torch.Tensor.__getitem__
 #: Functions that torch refuses by the strides of what they view, and those that copy it then.
-_REFUSED, _COPIED = frozenset(("view", "unflatten", "view_as_complex")), frozenset(("reshape", "flatten", "ravel"))
+_REFUSED, _COPIED = (
+    frozenset(("view", "unflatten", "view_as_complex")),
+    frozenset(("reshape", "flatten", "ravel")),
+)
 _PLACE = torch.empty(0)  # stands where a tensor stood
 _MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
 
-#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes, placement). Set by globaltensor._ops.random.
+#: In-training random functions run through this: (function, args, kwargs, coordinates along split
+#: axes, placement). Set by globaltensor._ops.random.
 RANDOM: list[Callable[..., Any]] = []
 
 
 def describe_call(func: Any, tensors: Sequence[torch.Tensor]) -> str:
     """``add(f32[4, 4] S(0), f32[4, 4] B)``: a call as error messages show it."""
-    shown = [repr(t._spec) if isinstance(t, GlobalTensor) else f"plain {list(t.shape)}" for t in tensors]
+    shown = [
+        repr(t._spec) if isinstance(t, GlobalTensor) else f"plain {list(t.shape)}" for t in tensors
+    ]
     return f"{name_of(func)}({', '.join(shown)})"
 
 
@@ -72,50 +86,84 @@ def name_of(func: Any) -> str:
     if func in RULES:
         return RULES[func].name + ("_" if RULES[func].inplace else "")
     owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", "attribute") if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", str(func))
+    return (
+        getattr(owner, "__name__", "attribute")
+        if getattr(func, "__name__", "") == "__get__"
+        else getattr(func, "__name__", str(func))
+    )
 
 
 def inplace_error(name: str, spec: Spec) -> InplaceError:
     return InplaceError(
-        f"in-place {name} would need the sbp of its target changed, which an in-place op must not do\n"
+        f"in-place {name} would need the sbp of its target changed, which an in-place op must not "
+        f"do\n"
         f"  target {spec!r}\n"
         f"use the out-of-place form, or bring the target there first: x = x.to_global(sbp=...)"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- trees of arguments
+# ------------------------------------------------------------------------------- trees of arguments
 
 
 def is_index_scalar(t: torch.Tensor) -> bool:
     """Whether a tensor may stand for a whole number: a size, an index, a dim."""
-    return not t.dim() and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+    return (
+        not t.dim()
+        and not t.is_floating_point()
+        and not t.is_complex()
+        and t.dtype is not torch.bool
+    )
 
 
 def with_index_scalars(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` with whole numbers in place of the tensors that stand for them, the first operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
+    """Call ``func`` with whole numbers in place of the tensors that stand for them, the first
+    operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
     found = tensors_in(kwargs, tensors_in(args, []))
     these = iter([t.item() if i and is_index_scalar(t) else t for i, t in enumerate(found)])
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
-# ---------------------------------------------------------------------------------------------------------------- indices out of range
+# ----------------------------------------------------------------------------- indices out of range
 
 
-def as_on_one_device(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], locals_: Sequence[torch.Tensor] = ()) -> Exception | None:
-    """Return what PyTorch raises of a call on one device, where indices are out of range: a part has told it in the numbers of the part.
+def as_on_one_device(
+    error: Exception,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    locals_: Sequence[torch.Tensor] = (),
+) -> Exception | None:
+    """Return what PyTorch raises of a call on one device, where indices are out of range: a part
+    has told it in the numbers of the part.
 
-    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is wrong can't be told here.
+    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is
+    wrong can't be told here.
     """
     tensors = tensors_in(kwargs, tensors_in(args, []))
-    if isinstance(error, GlobalTensorError) or torch_private.recording.on or not any(map(_may_be_index, tensors)):
+    if (
+        isinstance(error, GlobalTensorError)
+        or torch_private.recording.on
+        or not any(map(_may_be_index, tensors))
+    ):
         return None
-    if sum(t.numel() for t in tensors) > _MOST_AGAIN or any(map(callable, (*args, *kwargs.values()))) or any(torch_private.is_fake(t) for t in tensors):
+    if (
+        sum(t.numel() for t in tensors) > _MOST_AGAIN
+        or any(map(callable, (*args, *kwargs.values())))
+        or any(torch_private.is_fake(t) for t in tensors)
+    ):
         return None
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors()):
+            for one in (
+                torch.no_grad(),
+                torch_private.without_function_modes(),
+                torch_private.unobserved(),
+                torch_private.real_tensors(),
+            ):
                 stack.enter_context(one)
-            these = iter([_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)])
+            these = iter(
+                [_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)]
+            )
             warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as alone:
@@ -131,10 +179,14 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a copy of an operand if this rank has the whole of it, else zeros of its shape."""
     here = part._local if isinstance(part, GlobalTensor) else part
     partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
-    return here.detach().cpu().clone() if here.shape == t.shape and not partial else torch.zeros(t.shape, dtype=t.dtype)
+    return (
+        here.detach().cpu().clone()
+        if here.shape == t.shape and not partial
+        else torch.zeros(t.shape, dtype=t.dtype)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 _MAX_CACHED_DIGESTS = 64  # of one plan
@@ -145,17 +197,39 @@ def _not_recorded(digest: bytes) -> None:
 
 
 class CallPlan:
-    """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
+    """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat:
+    done inline by ``call``."""
 
-    __slots__ = ("device", "digest", "digests", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
+    __slots__ = (
+        "device",
+        "digest",
+        "digests",
+        "direct",
+        "dtype",
+        "function",
+        "out",
+        "picks",
+        "record",
+        "shape",
+        "usual",
+        "view",
+    )
 
     def __init__(self) -> None:
-        self.digest = b""  # of the call, as `record`, which adds it to what this rank has run, takes it
-        self.digests: dict[Any, bytes] = {}  # number that the plan does not depend on -> digest of the call with it
+        self.digest = (
+            b""  # of the call, as `record`, which adds it to what this rank has run, takes it
+        )
+        self.digests: dict[
+            Any, bytes
+        ] = {}  # number that the plan does not depend on -> digest of the call with it
         self.record: Callable[[bytes], None] = _not_recorded
         self.direct = self.view = False
-        self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
-        self.picks = False  # a view function that picks from a split dim: the owner contributes it, so the result is a copy
+        # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling
+        # takes a third of making it
+        self.usual = False
+        # a view function that picks from a split dim: the owner contributes it, so the result is a
+        # copy
+        self.picks = False
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None
         self.shape: torch.Size | None = None
@@ -163,7 +237,8 @@ class CallPlan:
         self.device: torch.device | None = None
 
     def digest_with(self, number: Any) -> bytes:
-        """Return the digest of a call with this number, and cache it: a training step uses the same numbers again. The digest of 0.0 and -0.0 is the same."""
+        """Return the digest of a call with this number, and cache it: a training step uses the same
+        numbers again. The digest of 0.0 and -0.0 is the same."""
         if len(self.digests) >= _MAX_CACHED_DIGESTS:
             self.digests.clear()
         found = self.digests[number] = self.digest + repr(number).encode()
@@ -174,7 +249,8 @@ class CallPlan:
 
 
 class RecoverArgsPlan(CallPlan):
-    """For functions of torch that forget an argument on the way here: ``again`` with it, where it was given, else the plan for the call without."""
+    """For functions of torch that forget an argument on the way here: ``again`` with it, where it
+    was given, else the plan for the call without."""
 
     __slots__ = ("again", "usual")
 
@@ -188,8 +264,9 @@ class RecoverArgsPlan(CallPlan):
 
 
 class DefaultDtypePlan(CallPlan):
-    """For results of the default dtype, from operands that have none such (whole numbers by whole numbers): planned ``anew`` where another dtype has become the
-    default. The key does not know of it: every other call would pay for that."""
+    """For results of the default dtype, from operands that have none such (whole numbers by whole
+    numbers): planned ``anew`` where another dtype has become the default. The key does not know of
+    it: every other call would pay for that."""
 
     __slots__ = ("anew", "default", "planned")
 
@@ -204,9 +281,12 @@ class DefaultDtypePlan(CallPlan):
 
 
 def has_default_dtype(found: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a plan's result may have the default dtype: it has one for broken numbers, and no operand does."""
+    """Whether a plan's result may have the default dtype: it has one for broken numbers, and no
+    operand does."""
     outs = getattr(found, "outs", None) or [found.out]
-    return any(o is not None and _broken(o.dtype) for o in outs) and not any(_broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, [])))
+    return any(o is not None and _broken(o.dtype) for o in outs) and not any(
+        _broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, []))
+    )
 
 
 def _broken(dtype: torch.dtype) -> bool:
@@ -240,22 +320,38 @@ class DelegatePlan(CallPlan):
 
 
 class ReturnOperandPlan(CallPlan):
-    """Return operands themselves where the function does: results are numbered as `tensors_in` does. ``inner``: what gives the other results, if any."""
+    """Return operands themselves where the function does: results are numbered as `tensors_in`
+    does. ``inner``: what gives the other results, if any."""
 
     __slots__ = ("inner", "operands", "structure")
 
-    def __init__(self, operands: Sequence[int | None], structure: Any, inner: CallPlan | None) -> None:
+    def __init__(
+        self, operands: Sequence[int | None], structure: Any, inner: CallPlan | None
+    ) -> None:
         super().__init__()
         self.operands, self.structure, self.inner = operands, structure, inner
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        results = [None] * len(self.operands) if self.inner is None else tensors_in(self.inner.run(func, args, kwargs), [])
-        return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
+        results = (
+            [None] * len(self.operands)
+            if self.inner is None
+            else tensors_in(self.inner.run(func, args, kwargs), [])
+        )
+        return replaced(
+            self.structure,
+            iter(
+                [
+                    r if i is None else tensors[i]
+                    for r, i in zip(results, self.operands, strict=True)
+                ]
+            ),
+        )
 
 
 class RangeCheckedPlan(CallPlan):
-    """Look at operands that are indices, and of which every rank has all, before each takes its part: so that all raise what is wrong, not its owner alone."""
+    """Look at operands that are indices, and of which every rank has all, before each takes its
+    part: so that all raise what is wrong, not its owner alone."""
 
     __slots__ = ("inner", "ranges")
 
@@ -272,7 +368,8 @@ class RangeCheckedPlan(CallPlan):
 
 
 def check_range(index: torch.Tensor, allowed: Range) -> None:
-    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its kernels do not wait for the numbers either."""
+    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its
+    kernels do not wait for the numbers either."""
     if index.device.type != "cpu" or not index.numel() or torch_private.is_fake(index):
         return
     lowest, highest = torch.aminmax(index)
@@ -288,14 +385,32 @@ def check_range(index: torch.Tensor, allowed: Range) -> None:
 class LocalPlan(CallPlan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
+    __slots__ = (
+        "coordinates",
+        "dst",
+        "gathers",
+        "inplace",
+        "name",
+        "outs",
+        "outside",
+        "random",
+        "routes",
+        "single",
+        "src",
+        "structure",
+        "traffic",
+    )
 
-    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
         super().__init__()
         self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
         routes = [plan_boxing(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
         self.routes = [r if r is not None and r.moves else None for r in routes]
-        self.gathers = [r is not None and bool(parameter_gather.gather_axes(r.src, r.dst)) for r in self.routes]
+        self.gathers = [
+            r is not None and bool(parameter_gather.gather_axes(r.src, r.dst)) for r in self.routes
+        ]
         self.traffic = any(r is not None and r.bytes for r in self.routes)
         self.outside = src[0].placement.coordinate(world().rank) is None
         self.inplace = False
@@ -315,9 +430,19 @@ class LocalPlan(CallPlan):
             if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
                 out.append(parameter_gather.gather_param(t, src, dst, f"{self.name}: operand {i}"))
                 continue
-            local = t._local if isinstance(t, GlobalTensor) else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
+            local = (
+                t._local
+                if isinstance(t, GlobalTensor)
+                else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
+            )
             # What a view is taken of may be written into.
-            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0))
+            out.append(
+                local
+                if self.routes[i] is None
+                else box(
+                    local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0
+                )
+            )
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,10 +450,18 @@ class LocalPlan(CallPlan):
         locals_ = self.locals(tensors)
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
-                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, (), self.src[0].placement)
+                RANDOM[0](
+                    lambda **k: None,
+                    (),
+                    {"generator": kwargs.get("generator")},
+                    (),
+                    self.src[0].placement,
+                )
             result = nonmember_outputs(self.outs, locals_)
             if self.inplace:
-                if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
+                if (
+                    result[0].requires_grad
+                ):  # without a graph (an optimizer's step) it stays the leaf that it is
                     tensors[0]._local = result[0]
                 return finish_inplace(tensors[0])
         else:
@@ -337,9 +470,15 @@ class LocalPlan(CallPlan):
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
             try:
                 if self.coordinates is not None:
-                    out = RANDOM[0](function, new_args, new_kwargs, self.coordinates, self.src[0].placement)
+                    out = RANDOM[0](
+                        function, new_args, new_kwargs, self.coordinates, self.src[0].placement
+                    )
                 else:
-                    out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+                    out = (
+                        function(*new_args, **new_kwargs)
+                        if self.function is None
+                        else apply(function, new_args, new_kwargs)
+                    )
             except (IndexError, RuntimeError) as error:
                 if (alone := as_on_one_device(error, func, args, kwargs, locals_)) is not None:
                     raise alone from None
@@ -348,13 +487,30 @@ class LocalPlan(CallPlan):
                 tensors[0]._spec = self.outs[0]
                 return finish_inplace(tensors[0])
             if self.single:
-                return GlobalTensor.wrap(out, self.outs[0]) if not self.view else self._view(out, self.outs[0], (func, args, kwargs, 0))  # type: ignore[arg-type]
+                return (
+                    GlobalTensor.wrap(out, self.outs[0])
+                    if not self.view
+                    else self._view(out, self.outs[0], (func, args, kwargs, 0))
+                )  # type: ignore[arg-type]
             result = tensors_in(out, [])
         pairs = zip(result, self.outs, strict=True)
         wrap = self._view if self.view else lambda local, spec, call: GlobalTensor.wrap(local, spec)
-        return replaced(self.structure, iter([wrap(local, spec, (func, args, kwargs, i)) for i, (local, spec) in enumerate(pairs)]))  # type: ignore[arg-type]
+        return replaced(
+            self.structure,
+            iter(
+                [
+                    wrap(local, spec, (func, args, kwargs, i))
+                    for i, (local, spec) in enumerate(pairs)
+                ]
+            ),
+        )  # type: ignore[arg-type]
 
-    def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
+    def _view(
+        self,
+        local: torch.Tensor,
+        spec: Spec,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+    ) -> GlobalTensor:
         """The result of that number of a view function's call."""
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
@@ -376,17 +532,26 @@ class LocalPlan(CallPlan):
 
 
 class StridedViewPlan(LocalPlan):
-    """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (_tensor/strides.py)."""
+    """A view function where parts may not tell how the whole is laid in memory: what one device
+    would have is noted, and decides (_tensor/strides.py)."""
 
     __slots__ = ("decides", "known", "quick", "refuses", "rows")
 
-    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
         super().__init__(name, src, dst, outs)
-        self.known: dict[Note, list[Note] | None] = {}  # by that of the base, those of the results; None: one device would copy
-        elsewhere = self.outside and not differ(src[0].plain)  # parts decide, on the ranks that have some
+        self.known: dict[
+            Note, list[Note] | None
+        ] = {}  # by that of the base, those of the results; None: one device would copy
+        elsewhere = self.outside and not differ(
+            src[0].plain
+        )  # parts decide, on the ranks that have some
         self.refuses = name in _REFUSED and not elsewhere
         self.decides = self.refuses or (name in _COPIED and not elsewhere)
-        self.rows = Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None  # as `base_note` has it, mostly
+        self.rows = (
+            Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
+        )  # as `base_note` has it, mostly
         self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -402,17 +567,23 @@ class StridedViewPlan(LocalPlan):
         found = self.known.get(laid)
         if found is None or (self.decides and not laid.exact):
             return self._planned(func, args, kwargs)
-        out = GlobalTensor.wrap((self.function or func)(base._local, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
+        out = GlobalTensor.wrap(
+            (self.function or func)(base._local, *args[1:], **kwargs), self.outs[0]
+        )  # type: ignore[arg-type]
         link_alias(base, out)
         out.__dict__["_strides"] = found[0]
         return out
 
     def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the same for the first base that is laid so, and wherever something else than a view of the part comes out."""
+        """Do the same for the first base that is laid so, and wherever something else than a view
+        of the part comes out."""
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor) or others:
             return super().run(func, args, kwargs)
-        rest, named = replaced(args, repeat(_PLACE)), replaced(kwargs, repeat(_PLACE))  # the base is let go
+        rest, named = (
+            replaced(args, repeat(_PLACE)),
+            replaced(kwargs, repeat(_PLACE)),
+        )  # the base is let go
 
         def taken(x: Any) -> Any:
             these = iter([x])
@@ -430,17 +601,30 @@ class StridedViewPlan(LocalPlan):
             note_strides(t, found)  # type: ignore[arg-type]
         return out
 
-    def _notes(self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]) -> list[Note] | None:
-        """Return the notes of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
+    def _notes(
+        self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]
+    ) -> list[Note] | None:
+        """Return the notes of the results; None: one device would copy. Raises what torch raises of
+        strides that it refuses."""
         if laid not in self.known:
             exact = laid.exact and self.routes[0] is None and not self.picks
             strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
-            self.known[laid] = None if strides is None else [Note(found, exact) for found in strides]
+            self.known[laid] = (
+                None if strides is None else [Note(found, exact) for found in strides]
+            )
         return self.known[laid]
 
-    def _of_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor) -> GlobalTensor:
+    def _of_copy(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor
+    ) -> GlobalTensor:
         """Run on a copy of the part that is laid row by row."""
-        these = iter([GlobalTensor.wrap(base._local.clone(memory_format=torch.contiguous_format), base._spec)])
+        these = iter(
+            [
+                GlobalTensor.wrap(
+                    base._local.clone(memory_format=torch.contiguous_format), base._spec
+                )
+            ]
+        )
         out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
         if isinstance(out, RemoteView):
             out.cut()
@@ -459,7 +643,11 @@ class LocalPlanList(CallPlan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands, *others = args
-        locals_ = [t._local for t in operands] if type(operands) is list else tuple([t._local for t in operands])
+        locals_ = (
+            [t._local for t in operands]
+            if type(operands) is list
+            else tuple([t._local for t in operands])
+        )
         if self.function is None:
             return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
         return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
@@ -487,19 +675,33 @@ class InPlacePlan(CallPlan):
 
 
 class LocalPlanMany(CallPlan):
-    """Operands fit and stand flat among the arguments; several tensors come out (split, chunk, topk)."""
+    """Operands fit and stand flat among the arguments; several tensors come out (split, chunk,
+    topk)."""
 
     __slots__ = ("kind", "outs")
 
     def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
-        self.function, self.outs, self.view, self.kind = planned.function, planned.outs, planned.view, type(planned.structure)
+        self.function, self.outs, self.view, self.kind = (
+            planned.function,
+            planned.outs,
+            planned.view,
+            type(planned.structure),
+        )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local_args = tuple([a._local if isinstance(a, GlobalTensor) else a for a in args])
-        local_kwargs = {k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()}
-        out = func(*local_args, **local_kwargs) if self.function is None else apply(self.function, local_args, local_kwargs)
-        wrapped = [GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)]  # type: ignore[arg-type]
+        local_kwargs = {
+            k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()
+        }
+        out = (
+            func(*local_args, **local_kwargs)
+            if self.function is None
+            else apply(self.function, local_args, local_kwargs)
+        )
+        wrapped = [
+            GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)
+        ]  # type: ignore[arg-type]
         if self.view:
             for t in wrapped:
                 link_alias(args[0], t)
@@ -507,23 +709,33 @@ class LocalPlanMany(CallPlan):
 
 
 def box_partial_target(name: str, target: GlobalTensor) -> None:
-    """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
-    if target._pinned or has_aliases(target) or has_partial_alias(target) or (target._local.is_leaf and target._local.requires_grad):
+    """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to
+    broadcast: ``name`` is about to write into it."""
+    if (
+        target._pinned
+        or has_aliases(target)
+        or has_partial_alias(target)
+        or (target._local.is_leaf and target._local.requires_grad)
+    ):
         raise inplace_error(name, target._spec)
-    whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
+    whole = target._spec.replace(
+        layout=[broadcast if e.is_partial else e for e in target._spec.layout]
+    )
     with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
         target._local = box(target._local, target._spec, whole, why=name, alias=False)
     target._spec = whole
 
 
 def unpartial_norm_target(name: str, target: GlobalTensor) -> None:
-    """Norms of parts are never less than zero: a target that ops have left so is brought together, as ``name`` is about to put any values into it."""
+    """Norms of parts are never less than zero: a target that ops have left so is brought together,
+    as ``name`` is about to put any values into it."""
     if any(e.reduce.startswith("norm") for e in target._spec.layout):
         box_partial_target(name, target)
 
 
 class MoveTargetPlan(LocalPlan):
-    """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
+    """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target
+    moves to where the op can work."""
 
     __slots__ = ()
 
@@ -532,13 +744,18 @@ class MoveTargetPlan(LocalPlan):
         target = tensors[0]
         if target._pinned or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
-        if has_aliases(target) or has_partial_alias(target):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
+        if has_aliases(target) or has_partial_alias(
+            target
+        ):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
             return ReplicatedPlan(self.name, self.src, True).run(func, args, kwargs)
-        # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
+        # The move is none of the program's doing: also where it writes without gradients, the
+        # values that move keep theirs.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
             locals_ = self.locals(tensors)
             if not self.outside:
-                locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+                locals_[0] = locals_[
+                    0
+                ].clone()  # what boxing gives may be a view, or part of a buffer
         if self.outside:
             target._local = nonmember_outputs(self.outs, locals_)[0]
         else:
@@ -550,13 +767,19 @@ class MoveTargetPlan(LocalPlan):
 
 
 class ReplicatedPlan(CallPlan):
-    """The broadcast fallback: every operand whole on every rank. For functions without a rule, and for shapes that depend on data."""
+    """The broadcast fallback: every operand whole on every rank. For functions without a rule, and
+    for shapes that depend on data."""
 
     __slots__ = ("inplace", "name", "placement", "src")
 
     def __init__(self, name: str, src: Sequence[Spec], inplace: bool) -> None:
         super().__init__()
-        self.name, self.src, self.placement, self.inplace = name, tuple(src), src[0].placement, inplace
+        self.name, self.src, self.placement, self.inplace = (
+            name,
+            tuple(src),
+            src[0].placement,
+            inplace,
+        )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
@@ -576,9 +799,18 @@ class ReplicatedPlan(CallPlan):
             before = [-1 if t.is_inference() else t._version for t in locals_]
             out = func(*replaced(args, these), **replaced(kwargs, these))
             for i, version in enumerate(before):
-                if inner.routes[i] is not None and version >= 0 and locals_[i]._version != version and not (self.inplace and i == 0):
-                    with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
-                        tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
+                if (
+                    inner.routes[i] is not None
+                    and version >= 0
+                    and locals_[i]._version != version
+                    and not (self.inplace and i == 0)
+                ):
+                    # running statistics, say: written into what was brought together, so the parts
+                    # get it too
+                    with torch.no_grad():
+                        tensors[i]._local.copy_(
+                            box(locals_[i], inner.dst[i], self.src[i], why=self.name)
+                        )  # type: ignore[attr-defined]
                     mark_written(tensors[i])
         out = shared(out, self.placement, inner.outside, locals_)
         if self.inplace:
@@ -586,7 +818,8 @@ class ReplicatedPlan(CallPlan):
             value = out if isinstance(out, torch.Tensor) else locals_[0]
             if not inner.outside and value.shape != target.shape:
                 raise InplaceError(
-                    f"in-place {self.name} makes {list(value.shape)} of {list(target.shape)}, but a global tensor has a part of its own shape on each rank: "
+                    f"in-place {self.name} makes {list(value.shape)} of {list(target.shape)}, but "
+                    f"a global tensor has a part of its own shape on each rank: "
                     "use the out-of-place form"
                 )
             back = box(value, inner.dst[0], self.src[0], why=self.name)
@@ -597,11 +830,16 @@ class ReplicatedPlan(CallPlan):
 
 
 def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
-    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
+    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its
+    value where it is no tensor."""
     if len(placement.flat) == world().size:
         return out
     everyone = world().comm(tuple(range(world().size)))
-    mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+    mine = (
+        None
+        if outside
+        else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+    )
     told = everyone.all_gather_object(mine)[placement.flat[0]]
     return _materialise(told, locals_) if outside else out
 
@@ -610,7 +848,15 @@ def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
     """Wrap what came out of whole operands, as `shared` gives it."""
     whole = [broadcast] * placement.axes
     results = [(t, t._shape if outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
-    return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, placement, whole)) for t, shape in results]))
+    return replaced(
+        out,
+        iter(
+            [
+                GlobalTensor.wrap(t, Spec.make(shape, t.dtype, placement, whole))
+                for t, shape in results
+            ]
+        ),
+    )
 
 
 class _Shape:
@@ -632,26 +878,53 @@ def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
 
 
 class _NonMember(torch.autograd.Function):
-    """A rank outside the placement computes nothing, but its backward must pass the same boxings in the same order as the others'."""
+    """A rank outside the placement computes nothing, but its backward must pass the same boxings in
+    the same order as the others'."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
-        ctx.save_for_backward(NOTHING)  # a checkpoint computes its region again where ranks that compute do
+        ctx.save_for_backward(
+            NOTHING
+        )  # a checkpoint computes its region again where ranks that compute do
         return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
-        return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
+        return (
+            None,
+            None,
+            *[
+                torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None
+                for s, d, v in ctx.inputs
+            ],
+        )
 
 
-def nonmember_outputs(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return what a rank outside the placement holds of a call's results: nothing, tied to the operands where they have gradients."""
+def nonmember_outputs(
+    outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Return what a rank outside the placement holds of a call's results: nothing, tied to the
+    operands where they have gradients."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in locals_) and (kind.is_floating_point or kind.is_complex)  # type: ignore[union-attr]
-        device = world().outside(spec.placement.type) if spec is not None else next((t.device for t in locals_), torch.device("cpu"))
-        out.append(_NonMember.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
+        grad = (
+            torch.is_grad_enabled()
+            and any(t.requires_grad for t in locals_)
+            and (kind.is_floating_point or kind.is_complex)
+        )  # type: ignore[union-attr]
+        device = (
+            world().outside(spec.placement.type)
+            if spec is not None
+            else next((t.device for t in locals_), torch.device("cpu"))
+        )
+        out.append(
+            _NonMember.apply(kind, device, *locals_)
+            if grad
+            else torch.empty(0, dtype=kind, device=device)
+        )
     return out

@@ -1,4 +1,5 @@
-"""Compare replicas: where a layout is broadcast, ranks hold the same values, and only the program can have made them differ."""
+"""Compare replicas: where a layout is broadcast, ranks hold the same values, and only the program
+can have made them differ."""
 
 from __future__ import annotations
 
@@ -21,31 +22,37 @@ _SHOWN = 8  # tensors, or ranks, that an error names
 
 
 def replica_ranks(spec: Spec, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same part as ``rank``, itself among them, sorted; none outside the placement.
+    """Return the ranks that hold the same part as ``rank``, itself among them, sorted; none outside
+    the placement.
 
     >>> from globaltensor.sharding.placement import placement
     >>> from globaltensor.sbp import broadcast, split
     >>> replica_ranks(Spec.make((4,), torch.float32, placement("cpu", [[0, 1], [2, 3]]), [broadcast, split(0)]), 3)
     (1, 3)
-    """
+    """  # noqa: E501
     if rank not in spec.placement._coordinates:
         return ()
     axes = [a for a, e in enumerate(spec.layout) if e.is_broadcast]
     return tuple(sorted(spec.placement.fiber(rank, axes))) if axes else (rank,)
 
 
-def check_replicas(*targets: torch.nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]) -> None:
+def check_replicas(
+    *targets: torch.nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+) -> None:
     """Compare the replicas of tensors between ranks, bit by bit. Collective.
 
-    ``targets``: modules (parameters and buffers), optimizers (their state), tensors, or iterables of tensors; the same on every rank. A global tensor is
-    compared along the axes on which it is broadcast, a plain one between all ranks. Raises DivergenceError, on every rank, naming tensors and ranks.
+    ``targets``: modules (parameters and buffers), optimizers (their state), tensors, or iterables
+    of tensors; the same on every rank. A global tensor is compared along the axes on which it is
+    broadcast, a plain one between all ranks. Raises DivergenceError, on every rank, naming tensors
+    and ranks.
 
-    Ranks that run the same operations keep their replicas equal, and each collective compares the operations; what writes into ``to_local()`` on one rank,
-    or loads other files there, is seen here. `flow.check_ranks` does the same for every operand.
+    Ranks that run the same operations keep their replicas equal, and each collective compares the
+    operations; what writes into ``to_local()`` on one rank, or loads other files there, is seen
+    here. `flow.check_ranks` does the same for every operand.
 
     >>> import globaltensor as flow
     >>> check_replicas(torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
-    """
+    """  # noqa: E501
     here = world()
     if here.size == 1:
         return
@@ -67,8 +74,10 @@ def check_replicas(*targets: torch.nn.Module | torch.optim.Optimizer | torch.Ten
     if wrong:
         more = f"  and {len(wrong) - _SHOWN} more\n" if len(wrong) > _SHOWN else ""
         raise DivergenceError(
-            f"replicas differ between ranks, of {len(wrong)} tensor{'s' if len(wrong) > 1 else ''}:\n{''.join(wrong[:_SHOWN])}{more}"
-            "Something has changed them on some ranks only: a write into to_local(), another file, another random seed. To make them equal again, send the "
+            f"replicas differ between ranks, of {len(wrong)} "
+            f"tensor{'s' if len(wrong) > 1 else ''}:\n{''.join(wrong[:_SHOWN])}{more}"
+            "Something has changed them on some ranks only: a write into to_local(), another "
+            "file, another random seed. To make them equal again, send the "
             "first rank's to all: x.copy_(x.to_local().to_global(x.placement, sbp=broadcast))"
         )
 
@@ -77,7 +86,10 @@ def _grouped(digests: dict[int, str], group: Iterable[int]) -> str:
     held: dict[str, list[int]] = {}
     for r in group:
         held.setdefault(digests.get(r, "no such tensor"), []).append(r)
-    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}: {text}" for text, ranks in held.items())
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}: {text}"
+        for text, ranks in held.items()
+    )
 
 
 def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,7 +97,12 @@ def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for i, target in enumerate(targets):
         for name, tensor in _tensors(target, f"argument {i}"):
-            if id(tensor) not in seen and not torch_private.is_fake(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
+            if (
+                id(tensor) not in seen
+                and not torch_private.is_fake(tensor)
+                and not tensor.is_meta
+                and tensor.layout is torch.strided
+            ):
                 seen.add(id(tensor))
                 if isinstance(tensor, RemoteView):
                     tensor._local  # noqa: B018 - it may have to be fetched, on all ranks

@@ -1,7 +1,9 @@
-"""Creation: torch's functions that make tensors, with ``placement=`` and ``sbp=``; their ``_like`` forms and ``new_`` methods on global tensors.
+"""Creation: torch's functions that make tensors, with ``placement=`` and ``sbp=``; their ``_like``
+forms and ``new_`` methods on global tensors.
 
-Sizes are global. A rank makes its own part only, where the values allow (constants, eye, integer ranges); short tensors that are computed (linspace,
-windows) are computed whole on every rank, so that they are torch's to the bit. Without ``placement`` and ``sbp`` these are torch's own functions.
+Sizes are global. A rank makes its own part only, where the values allow (constants, eye, integer
+ranges); short tensors that are computed (linspace, windows) are computed whole on every rank, so
+that they are torch's to the bit. Without ``placement`` and ``sbp`` these are torch's own functions.
 """
 
 from __future__ import annotations
@@ -32,34 +34,47 @@ from .call_plan import unpartial_norm_target
 from .random import RandomFill, draw_global, fill_local, part
 
 #: (placement, sbp) of what is created without saying so (utils/global_view.py).
-GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar("globaltensor_globally", default=(None, None))
+GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar(
+    "globaltensor_globally", default=(None, None)
+)
 
 #: Functions that take the values themselves.
 _OF_DATA: Final = ("tensor", "as_tensor")
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 
-# ---------------------------------------------------------------------------------------------------------------- this rank's part
+# --------------------------------------------------------------------------------- this rank's part
 
 
 def _constant(value: Callable[..., Tensor]) -> Make:
-    """A tensor whose part is made like the whole: ``value(shape, dtype=, device=)``, given the call's further arguments."""
+    """A tensor whose part is made like the whole: ``value(shape, dtype=, device=)``, given the
+    call's further arguments."""
 
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         rank = world().rank
         if spec.placement.coordinate(rank) is None:
             return placeholder(spec)
-        local = value(spec.local_shape(rank), args, kwargs, dtype=spec.dtype, device=world().device(spec.placement.type))
+        local = value(
+            spec.local_shape(rank),
+            args,
+            kwargs,
+            dtype=spec.dtype,
+            device=world().device(spec.placement.type),
+        )
         return draws.zero_unless_owner(local, spec)
 
     return make
 
 
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
+def _argument(
+    args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None
+) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _full(shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Tensor:
+def _full(
+    shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+) -> Tensor:
     return torch.full(shape, _argument(args, kwargs, 1, "fill_value"), **options)
 
 
@@ -88,16 +103,33 @@ def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     rank = world().rank
     numbers = [*args, *(kwargs[k] for k in ("start", "end", "step") if k in kwargs)]
-    # Only whole numbers are the same when counted from another start: torch's vectorised float ranges round by position.
-    if spec.dtype.is_floating_point or not all(type(a) is int for a in numbers) or spec.placement.coordinate(rank) is None:
+    # Only whole numbers are the same when counted from another start: torch's vectorised float
+    # ranges round by position.
+    if (
+        spec.dtype.is_floating_point
+        or not all(type(a) is int for a in numbers)
+        or spec.placement.coordinate(rank) is None
+    ):
         return _whole("arange")(spec, args, kwargs)
     if "end" in kwargs:
         start, step = _argument(args, kwargs, 0, "start", 0), _argument(args, kwargs, 2, "step", 1)
     else:
-        start, step = (args[0] if len(args) > 1 else kwargs.get("start", 0)), _argument(args, kwargs, 2, "step", 1)
+        start, step = (
+            (args[0] if len(args) > 1 else kwargs.get("start", 0)),
+            _argument(args, kwargs, 2, "step", 1),
+        )
     (offset,), (length,) = spec.box(rank)
     first = start + offset * step
-    return draws.zero_unless_owner(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
+    return draws.zero_unless_owner(
+        torch.arange(
+            first,
+            first + length * step,
+            step,
+            dtype=spec.dtype,
+            device=world().device(spec.placement.type),
+        ),
+        spec,
+    )
 
 
 def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Make:
@@ -108,10 +140,13 @@ def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Ma
 
 
 def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RandomFill:
-    """randint(high, size), randint(low, high, size): the size comes last among the positional ones."""
+    """randint(high, size), randint(low, high, size): the size comes last among the positional
+    ones."""
     numbers = [a for a in args if not isinstance(a, (tuple, list))]  # a torch.Size is a tuple
     low = kwargs.get("low", numbers[0] if len(numbers) > 1 or ("high" in kwargs and numbers) else 0)
-    return RandomFill("random_", (int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1])))
+    return RandomFill(
+        "random_", (int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1]))
+    )
 
 
 def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -119,14 +154,30 @@ def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     generator = kwargs.get("generator")
     if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
         return fill_local(spec, RandomFill("normal_", (mean, std)), generator)
-    return draw_global(spec, lambda: torch.normal(mean, std, generator=generator).to(world().device(spec.placement.type)), generator)
+    return draw_global(
+        spec,
+        lambda: torch.normal(mean, std, generator=generator).to(
+            world().device(spec.placement.type)
+        ),
+        generator,
+    )
 
 
 def _randperm(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return draw_global(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
+    return draw_global(
+        spec,
+        lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)),
+        kwargs.get("generator"),
+    )
 
 
-_WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
+_WINDOWS: Final = (
+    "bartlett_window",
+    "blackman_window",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+)
 #: name -> how a rank makes its part
 MAKE: Final[dict[str, Make]] = {
     "ones": _constant(lambda shape, a, k, **o: torch.ones(shape, **o)),
@@ -135,7 +186,19 @@ MAKE: Final[dict[str, Make]] = {
     "full": _constant(_full),
     "eye": _eye,
     "arange": _arange,
-    **{name: _whole(name) for name in ("linspace", "logspace", "tensor", "as_tensor", "scalar_tensor", "tril_indices", "triu_indices", *_WINDOWS)},
+    **{
+        name: _whole(name)
+        for name in (
+            "linspace",
+            "logspace",
+            "tensor",
+            "as_tensor",
+            "scalar_tensor",
+            "tril_indices",
+            "triu_indices",
+            *_WINDOWS,
+        )
+    },
     "rand": _filled(lambda a, k: RandomFill("uniform_", (0.0, 1.0))),
     "randn": _filled(lambda a, k: RandomFill("normal_", (0.0, 1.0))),
     "randint": _filled(_bounds),
@@ -143,39 +206,65 @@ MAKE: Final[dict[str, Make]] = {
     "randperm": _randperm,
 }
 
-# ---------------------------------------------------------------------------------------------------------------- functions
+# ---------------------------------------------------------------------------------------- functions
 
 
 def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
     """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
     if placement is None:
         raise PlacementError(
-            f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, ranks), or leave out sbp for an ordinary tensor"
+            f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, "
+            f"ranks), or leave out sbp for an ordinary tensor"
         )
     check_placement(placement)  # type: ignore[arg-type]
     assert isinstance(placement, Placement)
     if sbp is None:
-        raise SbpError(f"{name} got a placement but no sbp: add sbp=broadcast, split(dim) or partial_sum (one for each of the {placement.axes} axes)")
+        raise SbpError(
+            f"{name} got a placement but no sbp: add sbp=broadcast, split(dim) or partial_sum "
+            f"(one for each of the {placement.axes} axes)"
+        )
     if kwargs.get("device") is not None:
-        raise PlacementError(f"{name} got device={kwargs['device']!r} and a placement: the placement says where the tensor lies; leave out device")
+        raise PlacementError(
+            f"{name} got device={kwargs['device']!r} and a placement: the placement says where "
+            f"the tensor lies; leave out device"
+        )
     if kwargs.get("out") is not None:
-        raise PlacementError(f"{name} got out= and a placement: the tensor given as out lies otherwise already; leave out one of the two")
+        raise PlacementError(
+            f"{name} got out= and a placement: the tensor given as out lies otherwise already; "
+            f"leave out one of the two"
+        )
 
 
 def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
     """Whether ``placement`` and ``sbp`` only say again how the tensor given as ``out`` lies."""
-    return isinstance(out, GlobalTensor) and out.placement == placement and sbp is not None and out.sbp == as_layout(sbp, out.placement.axes)
+    return (
+        isinstance(out, GlobalTensor)
+        and out.placement == placement
+        and sbp is not None
+        and out.sbp == as_layout(sbp, out.placement.axes)
+    )
 
 
 def _numbers(value: Any) -> Any:
-    """The same nest of arguments with global tensors, which stand for numbers there, replaced by their values. Collective."""
+    """The same nest of arguments with global tensors, which stand for numbers there, replaced by
+    their values. Collective."""
     found = tensors_in(value, [])
-    return replaced(value, iter([t.item() if isinstance(t, GlobalTensor) else t for t in found])) if found else value
+    return (
+        replaced(value, iter([t.item() if isinstance(t, GlobalTensor) else t for t in found]))
+        if found
+        else value
+    )
 
 
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Torch's own function on the meta device: it checks the arguments and says shape and dtype."""
-    return getattr(torch, name)(*args, **{k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad", "pin_memory")}, device="meta")  # type: ignore[no-any-return]
+    return getattr(torch, name)(
+        *args,
+        **{
+            k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad", "pin_memory")
+        },
+        device="meta",
+    )  # type: ignore[no-any-return]
 
 
 def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
@@ -186,14 +275,18 @@ def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
     return out
 
 
-def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
+def _create(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any
+) -> GlobalTensor:
     check_whole(name, placement, sbp, kwargs)
     if name not in (*_OF_DATA, "normal"):
         args, kwargs = _numbers(args), _numbers(kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "out") and v is not None}
     meta = _sized(name, args, kwargs)
     if meta.layout is not torch.strided:
-        raise SbpError(f"{name} got layout={meta.layout}: a global tensor is dense; leave out layout")
+        raise SbpError(
+            f"{name} got layout={meta.layout}: a global tensor is dense; leave out layout"
+        )
     spec = Spec.make(meta.shape, meta.dtype, placement, sbp)
     grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     local = MAKE[name](spec, args, kwargs)
@@ -204,13 +297,21 @@ def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement:
 
 def _spelled(arguments: Any) -> str:
     """The numbers among a call's arguments, which ranks compare."""
-    return repr(replaced(arguments, iter([None] * len(tensors_in(arguments, [])))) if _plain_numbers(arguments) else "")
+    return repr(
+        replaced(arguments, iter([None] * len(tensors_in(arguments, []))))
+        if _plain_numbers(arguments)
+        else ""
+    )
 
 
 def _plain_numbers(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_plain_numbers, value))
-    return all(map(_plain_numbers, value.values())) if isinstance(value, dict) else isinstance(value, (int, float, complex, str, torch.dtype, type(None)))
+    return (
+        all(map(_plain_numbers, value.values()))
+        if isinstance(value, dict)
+        else isinstance(value, (int, float, complex, str, torch.dtype, type(None)))
+    )
 
 
 def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -222,13 +323,23 @@ def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _of_global(
-    name: str, data: GlobalTensor, dtype: Any = None, device: Any = None, *, requires_grad: bool = False, pin_memory: bool = False, **where: Any
+    name: str,
+    data: GlobalTensor,
+    dtype: Any = None,
+    device: Any = None,
+    *,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    **where: Any,
 ) -> GlobalTensor:
-    """``tensor`` of a global tensor is a copy that is a leaf, ``as_tensor`` the tensor itself where nothing changes; both stay where it lies unless told."""
+    """``tensor`` of a global tensor is a copy that is a leaf, ``as_tensor`` the tensor itself where
+    nothing changes; both stay where it lies unless told."""
     placement, _ = _placed(name, data, where["placement"], {"device": device})
     x = to_global(data.detach().clone() if name == "tensor" else data, placement, where["sbp"])
     if not isinstance(dtype, (torch.dtype, type(None))):
-        raise TypeError(f"{name}(): argument 'dtype' must be torch.dtype, not {type(dtype).__name__}")
+        raise TypeError(
+            f"{name}(): argument 'dtype' must be torch.dtype, not {type(dtype).__name__}"
+        )
     x = x if dtype is None else x.to(dtype)
     x = x.pin_memory() if pin_memory else x
     return x.requires_grad_() if requires_grad else x  # type: ignore[no-any-return]
@@ -237,7 +348,12 @@ def _of_global(
 def _creator(name: str) -> Callable[..., Any]:
     plain = getattr(torch, name)
 
-    def create(*args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
+    def create(
+        *args: Any,
+        placement: Placement | None = None,
+        sbp: Sbp | Sequence[Sbp] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if name in _OF_DATA and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
             return _of_global(name, *args, placement=placement, sbp=sbp, **kwargs)
         if placement is None and sbp is None:
@@ -256,8 +372,10 @@ def _creator(name: str) -> Callable[..., Any]:
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = (
-        f"``torch.{name}``, as a global tensor where ``placement`` and ``sbp`` are given (both or neither).\n\n"
-        "    Sizes are global; the values are those of one device, random ones too. On a partial_sum axis coordinate 0 holds them, the others zeros.\n"
+        f"``torch.{name}``, as a global tensor where ``placement`` and ``sbp`` are given (both or "
+        f"neither).\n\n"
+        "    Sizes are global; the values are those of one device, random ones too. On a "
+        "partial_sum axis coordinate 0 holds them, the others zeros.\n"
         "    Raises PlacementError, SbpError.\n    "
     )
     return create
@@ -287,54 +405,106 @@ randint = _creator("randint")
 normal = _creator("normal")
 randperm = _creator("randperm")
 
-# ---------------------------------------------------------------------------------------------------------------- like another tensor
+# ------------------------------------------------------------------------------ like another tensor
 
-LIKES: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+LIKES: Final = (
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+)
 
 
-def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any = None, sbp: Any = None) -> GlobalTensor:
-    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they are given, and ``device`` another type of its ranks'."""
+def _like(
+    name: str,
+    x: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    placement: Any = None,
+    sbp: Any = None,
+) -> GlobalTensor:
+    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they
+    are given, and ``device`` another type of its ranks'."""
     layout: Any = sbp
     if isinstance(x, GlobalTensor):
         if sbp is None and (placement is None or placement.axes == x._spec.placement.axes):
             layout = x._spec.layout
-            if any(e.is_partial and e is not partial_sum for e in layout):  # ops leave maxima and norms of parts so; other values cannot all be one
+            if any(
+                e.is_partial and e is not partial_sum for e in layout
+            ):  # ops leave maxima and norms of parts so; other values cannot all be one
                 layout = tuple([broadcast if e.is_partial else e for e in layout])
         placement, kwargs = _placed(name, x, placement, kwargs)
     check_whole(name, placement, layout, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
-    spec, grad = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout), kwargs.pop("requires_grad", False)
+    spec, grad = (
+        Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout),
+        kwargs.pop("requires_grad", False),
+    )
     if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:
         spec = x._spec.replace(dtype=spec.dtype)  # stored as it is, too
     base = name.removesuffix("_like")
-    if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
+    if (
+        base in ("empty", "full", "ones", "zeros")
+        and isinstance(x, GlobalTensor)
+        and spec.replace(dtype=x.dtype) is x._spec
+    ):
         # Torch's own on the part keeps its strides, as optimizers like their state.
-        return _wrapped(draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
-    given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
-    out = _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
+        return _wrapped(
+            draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec),
+            spec,
+            grad,
+        )
+    given = {
+        k: v
+        for k, v in kwargs.items()
+        if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")
+    }
+    out = _wrapped(
+        MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad
+    )
     record(f"{name} {_spelled((args, given))}", out)
     return out
 
 
 def _same_type(device: Any, placement: Placement) -> bool:
-    """Models pass ``device=x.device`` on: that is no second opinion, as long as it is the placement's type."""
+    """Models pass ``device=x.device`` on: that is no second opinion, as long as it is the
+    placement's type."""
     return device is None or torch.device(device).type == placement.type
 
 
-def _placed(name: str, x: GlobalTensor, placement: Placement | None, kwargs: dict[str, Any]) -> tuple[Placement, dict[str, Any]]:
-    """Where what is made like ``x`` lies, and the other arguments. As in ``x.to``, a device alone says its type, the ranks stay."""
+def _placed(
+    name: str, x: GlobalTensor, placement: Placement | None, kwargs: dict[str, Any]
+) -> tuple[Placement, dict[str, Any]]:
+    """Where what is made like ``x`` lies, and the other arguments. As in ``x.to``, a device alone
+    says its type, the ranks stay."""
     device = kwargs.get("device")
     if placement is None:
-        placement = x._spec.placement if device is None else x._spec.placement.with_type(device_type(device))
+        placement = (
+            x._spec.placement
+            if device is None
+            else x._spec.placement.with_type(device_type(device))
+        )
     if not _same_type(device, placement):
-        raise PlacementError(f"{name} got device={device!r} and {placement!r}: the placement says where the tensor lies; leave out device")
+        raise PlacementError(
+            f"{name} got device={device!r} and {placement!r}: the placement says where the tensor "
+            f"lies; leave out device"
+        )
     return placement, {k: v for k, v in kwargs.items() if k != "device"}
 
 
 def _like_creator(name: str) -> Callable[..., Any]:
     plain = getattr(torch, name)
 
-    def create(x: Tensor, *args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
+    def create(
+        x: Tensor,
+        *args: Any,
+        placement: Placement | None = None,
+        sbp: Sbp | Sequence[Sbp] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if placement is None and sbp is None:
             return plain(x, *args, **kwargs)
         return make(x, *args, placement=placement, sbp=sbp, **kwargs)
@@ -344,7 +514,10 @@ def _like_creator(name: str) -> Callable[..., Any]:
         return _like(name, x, args, kwargs, placement, sbp)
 
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"``torch.{name}``; of a global tensor, or with ``placement`` and ``sbp``, a global tensor. Raises PlacementError, SbpError."
+    create.__doc__ = (
+        f"``torch.{name}``; of a global tensor, or with ``placement`` and ``sbp``, a "
+        f"global tensor. Raises PlacementError, SbpError."
+    )
     return create
 
 
@@ -360,13 +533,16 @@ NEW: Final = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given. Of a plain ``x`` the sizes are global."""
+    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given. Of a plain ``x``
+    the sizes are global."""
     if not isinstance(x, GlobalTensor):
         return getattr(x, name)(*_numbers(args), **_numbers(kwargs))  # type: ignore[no-any-return]
     kwargs = dict(kwargs)
     placement, kwargs = _placed(name, x, kwargs.pop("placement", None), kwargs)
     if name == "new_tensor" and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
-        return _of_global("tensor", *args, **{"dtype": x._spec.dtype, "sbp": None, **kwargs}, placement=placement)
+        return _of_global(
+            "tensor", *args, **{"dtype": x._spec.dtype, "sbp": None, **kwargs}, placement=placement
+        )
     sbp = kwargs.pop("sbp", None) or [broadcast] * placement.axes
     base = name.removeprefix("new_")
     if kwargs.get("dtype") is None:
@@ -379,28 +555,41 @@ def _method(name: str) -> Callable[..., Any]:
         return _new(name, self, args, kwargs)
 
     new = visible(new, name)
-    new.__doc__ = f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless ``placement`` and ``sbp`` are given."
+    new.__doc__ = (
+        f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless "
+        f"``placement`` and ``sbp`` are given."
+    )
     return new
 
 
 for _name in NEW:
-    setattr(GlobalTensor, _name, _method(_name))  # methods of its own: torch's parser would refuse placement= and sbp=
+    setattr(
+        GlobalTensor, _name, _method(_name)
+    )  # methods of its own: torch's parser would refuse placement= and sbp=
 
 
 def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``. Without ``out``: the sizes are, ``torch.zeros(n, 3)``."""
+    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``. Without
+    ``out``: the sizes are, ``torch.zeros(n, 3)``."""
     target = kwargs.get("out")
     if target is None:
         return func(*_numbers(args), **_numbers(kwargs))
     kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "device", "requires_grad")}
-    value = _create(func.__name__, args, {"dtype": target._spec.dtype, **kwargs}, target._spec.placement, target._spec.layout)
+    value = _create(
+        func.__name__,
+        args,
+        {"dtype": target._spec.dtype, **kwargs},
+        target._spec.placement,
+        target._spec.layout,
+    )
     with torch.no_grad():
         target.copy_(value)
     return target
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.fill_(value)`` and ``x.zero_()``: every part is filled; on a partial_sum axis coordinate 0 holds the value, the others zeros."""
+    """``x.fill_(value)`` and ``x.zero_()``: every part is filled; on a partial_sum axis coordinate
+    0 holds the value, the others zeros."""
     x = args[0]
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
     if isinstance(value, Tensor):  # copy_ knows about gradients of the value
@@ -418,9 +607,14 @@ def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
     return lambda func, args, kwargs: make(name, args[0], args[1:], kwargs)
 
 
-#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's; ``linspace`` between tensors has a rule.
+#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of
+#: tensors is random's; ``linspace`` between tensors has a rule.
 HANDLERS: dict[Any, Handler] = {
-    **{getattr(torch, n): _out for n in MAKE if n not in (*_OF_DATA, "normal", "linspace", "logspace")},
+    **{
+        getattr(torch, n): _out
+        for n in MAKE
+        if n not in (*_OF_DATA, "normal", "linspace", "logspace")
+    },
     **{getattr(torch, n): _handler(_like, n) for n in LIKES},
     **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
     **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),

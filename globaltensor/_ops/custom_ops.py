@@ -1,7 +1,7 @@
 """Operators that programs make with torch.library and that write into their arguments.
 
-Such an operator runs on the local tensors, as any other does. What it has written into a copy that boxing made is boxed back; a plain tensor that it writes
-into has the whole result on every rank.
+Such an operator runs on the local tensors, as any other does. What it has written into a copy that
+boxing made is boxed back; a plain tensor that it writes into has the whole result on every rank.
 """
 
 from __future__ import annotations
@@ -28,23 +28,33 @@ from .rules import OpDescription
 __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
 
 
-def written_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Return (the positions of the operands that an operator writes into, for each result that of the operand that it is, or None).
+def written_operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Return (the positions of the operands that an operator writes into, for each result that of
+    the operand that it is, or None).
 
     Raises KernelError of PyTorch's own operators, which have functions above them.
     """
-    found = torch_private.written_arguments(func, args, kwargs) if torch_private.is_custom(func) else None
+    found = (
+        torch_private.written_arguments(func, args, kwargs)
+        if torch_private.is_custom(func)
+        else None
+    )
     if found is None:
         raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
     position = {id(t): i for i, t in enumerate(tensors_in(kwargs, tensors_in(args, [])))}
     values, returns = found
-    return tuple(position[id(t)] for t in tensors_in(values, [])), tuple(position.get(id(r)) for r in returns)
+    return tuple(position[id(t)] for t in tensors_in(values, [])), tuple(
+        position.get(id(r)) for r in returns
+    )
 
 
 def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
     """Leave an operator's rule only what is right for operands that it writes into.
 
-    A rank that holds a share of a factor would write its contribution alone into an operand without that factor; and what is written is no partial sum.
+    A rank that holds a share of a factor would write its contribution alone into an operand without
+    that factor; and what is written is no partial sum.
     """
     op.linear, op.addends = [], frozenset()
     for i in writes:
@@ -54,8 +64,10 @@ def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
 def needs_fake(func: Any) -> GlobalTensorError:
     """Return the error that tells what the rule of an operator lacks."""
     return GlobalTensorError(
-        f"the rule of {func} can't be used: nobody knows the shape of its result without running it. Add a function for fake tensors, which torch.compile "
-        "wants too: @torch.library.register_fake(...), or register_fake of what torch.library.custom_op made; or run it on local parts with "
+        f"the rule of {func} can't be used: nobody knows the shape of its result without running "
+        f"it. Add a function for fake tensors, which torch.compile "
+        "wants too: @torch.library.register_fake(...), or register_fake of what "
+        "torch.library.custom_op made; or run it on local parts with "
         "globaltensor.local_map"
     )
 
@@ -63,13 +75,16 @@ def needs_fake(func: Any) -> GlobalTensorError:
 class Writing(LocalPlan):
     """Box the operands, run on the local tensors, box back what was written into copies.
 
-    ``writes``: the positions of the operands written into; ``returns``: for each result the position of the operand that it is, or None. Without a rule every
-    operand is whole, and what comes out is known once the operator has run.
+    ``writes``: the positions of the operands written into; ``returns``: for each result the
+    position of the operand that it is, or None. Without a rule every operand is whole, and what
+    comes out is known once the operator has run.
     """
 
     __slots__ = ("returns", "ruled", "writes")
 
-    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
         super().__init__(name, src, dst, outs)
         self.writes: tuple[int, ...] = ()
         self.returns: tuple[int | None, ...] = ()
@@ -92,7 +107,11 @@ class Writing(LocalPlan):
         if not self.outside:
             these = iter(locals_)
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
-            out = func(*new_args, **new_kwargs) if self.function is None else apply(self.function, new_args, new_kwargs)
+            out = (
+                func(*new_args, **new_kwargs)
+                if self.function is None
+                else apply(self.function, new_args, new_kwargs)
+            )
         with torch.no_grad():  # as PyTorch has it: autograd does not see what an operator writes
             for i in self.writes:
                 if i in copied:
@@ -103,9 +122,16 @@ class Writing(LocalPlan):
                     note_replicated(tensors[i])
         if self.ruled:
             results = nonmember_outputs(self.outs, locals_) if self.outside else tensors_in(out, [])
-            made = replaced(self.structure, iter([GlobalTensor.wrap(r, s) for r, s in zip(results, self.outs, strict=True)]))  # type: ignore[arg-type]
+            made = replaced(
+                self.structure,
+                iter([GlobalTensor.wrap(r, s) for r, s in zip(results, self.outs, strict=True)]),
+            )  # type: ignore[arg-type]
         else:
-            made = wrapped_whole(shared(out, self.src[0].placement, self.outside, locals_), self.src[0].placement, self.outside)
+            made = wrapped_whole(
+                shared(out, self.src[0].placement, self.outside, locals_),
+                self.src[0].placement,
+                self.outside,
+            )
         return self._with_arguments(made, tensors)
 
     def _in_place(self, i: int, t: torch.Tensor) -> bool:
@@ -114,7 +140,10 @@ class Writing(LocalPlan):
             return False
         if isinstance(t, GlobalTensor):
             return type(t) is not RemoteView
-        return len(self.src[i].placement.flat) == world().size and t.device.type == self.src[i].placement.type
+        return (
+            len(self.src[i].placement.flat) == world().size
+            and t.device.type == self.src[i].placement.type
+        )
 
     def _copy_back(self, t: torch.Tensor, local: torch.Tensor, spec: Spec) -> None:
         """Copy what was written into a copy to where it belongs. Collective."""
@@ -123,7 +152,9 @@ class Writing(LocalPlan):
             return
         whole = box(local, spec, spec.replicated(), why=self.name)
         if len(spec.placement.flat) < world().size:
-            whole = apply(sent, (torch.empty_like(t) if self.outside else whole, spec.placement.flat[0]), {})
+            whole = apply(
+                sent, (torch.empty_like(t) if self.outside else whole, spec.placement.flat[0]), {}
+            )
         t.copy_(whole)
         note_replicated(t)
 
@@ -132,5 +163,8 @@ class Writing(LocalPlan):
         if all(i is None for i in self.returns):
             return made
         several = isinstance(made, tuple)
-        chosen = [r if i is None else tensors[i] for r, i in zip(made if several else [made], self.returns, strict=True)]
+        chosen = [
+            r if i is None else tensors[i]
+            for r, i in zip(made if several else [made], self.returns, strict=True)
+        ]
         return tuple(chosen) if several else chosen[0]

@@ -1,4 +1,5 @@
-"""A call on global tensors, in five steps: key, plan, box, run locally, wrap. The cached path is the product's hot loop."""
+"""A call on global tensors, in five steps: key, plan, box, run locally, wrap. The cached path is
+the product's hot loop."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from .rules.deferred_mean import materialize
 
 __all__ = ["HANDLERS", "dispatch", "fresh_plans"]
 
-#: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
+#: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms
+#: above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 _MOST = 1 << 13  # plans kept; beyond that all are forgotten
 _make = torch_private.make_wrapper
@@ -48,7 +50,9 @@ class _Plans(threading.local):
 
     def __init__(self) -> None:
         self.derived = Derived()
-        self.plans: dict[tuple[Any, ...], CallPlan] = self.derived.found  # which costs a look less in `dispatch`
+        self.plans: dict[tuple[Any, ...], CallPlan] = (
+            self.derived.found
+        )  # which costs a look less in `dispatch`
 
     def use(self, derived: Derived) -> Derived:
         """Look in ``derived`` from now on -> where it was looked before."""
@@ -61,8 +65,8 @@ _cache = _Plans()
 
 @contextlib.contextmanager
 def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
-    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way. ``plans``: those of another
-    world, kept for the next time there."""
+    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on,
+    none runs by the short way. ``plans``: those of another world, kept for the next time there."""
     before = _cache.use(Derived() if plans is None else plans)
     try:
         yield
@@ -78,8 +82,15 @@ ON_FORGET.append(_forget_plans)
 _SCALARS = RULES.scalars
 
 
-def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure (benchmarks/eager_overhead.py) before changing one."""
+def dispatch(
+    cls: type,
+    func: Any,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure
+    (benchmarks/eager_overhead.py) before changing one."""
     if not _grad_enabled():
         _refuse_in_function(args)
     handler = HANDLERS.get(func)
@@ -87,7 +98,9 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, autocast_state()]
     values: list[Any] = []  # the arguments, with local tensors
-    number: Any = None  # the number that the plan does not depend on, for the history of operations; a tuple if there are several
+    # the number that the plan does not depend on, for the history of operations; a tuple if there
+    # are several
+    number: Any = None
     for a in args:
         t = type(a)
         if t is SlottedGlobalTensor:
@@ -118,7 +131,9 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
             key.append(_key(a, free := func in _SCALARS))
             if free:
                 number = (number, _numbers_in(a))
-            if t is not list and type(a) in ORDINARY:  # by now: a quotient has been taken for its key
+            if (
+                t is not list and type(a) in ORDINARY
+            ):  # by now: a quotient has been taken for its key
                 a = a._local
         values.append(a)
     if kwargs:
@@ -136,19 +151,27 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
         found = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
-    found.record(found.digest if number is None else found.digests.get(number) or found.digest_with(number))
+    found.record(
+        found.digest if number is None else found.digests.get(number) or found.digest_with(number)
+    )
     try:
         if not found.direct:
             return found.run(func, args, kwargs or {})
         if kwargs:
-            out = (found.function or func)(*values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()})
+            out = (found.function or func)(
+                *values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()}
+            )
         else:
             out = (found.function or func)(*values)
     except (IndexError, RuntimeError) as error:
         if (alone := call_plan.as_on_one_device(error, func, args, kwargs or {})) is not None:
             raise alone from None
         raise
-    wrapped = _make(SlottedGlobalTensor, found.shape) if found.usual else _make(SlottedGlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+    wrapped = (
+        _make(SlottedGlobalTensor, found.shape)
+        if found.usual
+        else _make(SlottedGlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+    )
     wrapped._local = out
     wrapped._spec = found.out
     if found.view:  # as moved.share does
@@ -166,8 +189,11 @@ _PLAIN = frozenset({int, type(None)})
 
 
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
-    """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
-    for a in args:  # not a generator: it takes four times as long, and inference pays for it in each op
+    """In the forward of a custom autograd.Function gradients are off, and its backward would see
+    parts as if they were whole: say so, at its first op."""
+    for (
+        a
+    ) in args:  # not a generator: it takes four times as long, and inference pays for it in each op
         if type(a) in ORDINARY and a._local.requires_grad:
             break
     else:
@@ -181,7 +207,9 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _plan_and_cache(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> CallPlan:
+def _plan_and_cache(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool
+) -> CallPlan:
     """No plan is kept for this call. Where an argument cannot be hashed it is planned each time."""
     version = RULES.version
     found = plan_call(func, args, kwargs)
@@ -189,7 +217,9 @@ def _plan_and_cache(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ke
         found = call_plan.DefaultDtypePlan(found, plan_call)
     if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         found = RecoverArgsPlan(found, lambda *a, **k: dispatch(GlobalTensor, func, (), a, k))
-    first = next((t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)), None)
+    first = next(
+        (t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)), None
+    )
     if first is not None:
         history = world().history((first._spec.shown.placement,))
         found.record, found.digest = history.record, history.learn(_text(func, key))
@@ -200,7 +230,11 @@ def _plan_and_cache(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ke
 
 def _text(func: Any, key: Sequence[Any]) -> str:
     """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``."""
-    arguments = [v for v, after in zip(key[1:], [*key[2:], None], strict=True) if not (isinstance(v, type) and type(after) is v)]  # the type of what follows
+    arguments = [
+        v
+        for v, after in zip(key[1:], [*key[2:], None], strict=True)
+        if not (isinstance(v, type) and type(after) is v)
+    ]  # the type of what follows
     return f"{name_of(func)}({', '.join(map(_spelled, arguments))})"
 
 
@@ -209,7 +243,19 @@ def _spelled(value: Any) -> str:
         return f"[{', '.join(map(_spelled, value))}]"
     if isinstance(value, type):
         return value.__name__
-    known = (Spec, int, float, complex, str, bytes, slice, torch.dtype, torch.device, type(None), type(Ellipsis))
+    known = (
+        Spec,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        slice,
+        torch.dtype,
+        torch.device,
+        type(None),
+        type(Ellipsis),
+    )
     return repr(value) if isinstance(value, known) else type(value).__name__
 
 
@@ -246,7 +292,9 @@ def _key(a: Any, free: bool) -> Any:
     if isinstance(a, torch.Tensor):
         try:
             return (torch.Tensor, a.shape, a.dtype)
-        except RuntimeError:  # of a kind without a shape: no key, so it is planned each time, which refuses
+        except (
+            RuntimeError
+        ):  # of a kind without a shape: no key, so it is planned each time, which refuses
             return []
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])

@@ -1,4 +1,5 @@
-"""Calls beside the rules: functions without one run on whole tensors; results are copied into ``out=`` and into plain targets."""
+"""Calls beside the rules: functions without one run on whole tensors; results are copied into
+``out=`` and into plain targets."""
 
 from __future__ import annotations
 
@@ -42,13 +43,31 @@ __all__ = ["check_out", "copy_back", "global_copy", "rule", "write_into_plain"]
 
 _WARNED: set[str] = set()
 
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_", "__setitem__", "index_copy_", "index_fill_", "index_put_", "masked_fill_", "masked_scatter_", "scatter_"))
+_OVERWRITING = frozenset(
+    (
+        "copy_",
+        "fill_",
+        "zero_",
+        "__setitem__",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "masked_fill_",
+        "masked_scatter_",
+        "scatter_",
+    )
+)
 
 
-
-def plan_without_rule(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """No rule: a Python function of torch runs through its own body; anything else runs on whole tensors, with one warning."""
-    if any(map(call_plan.is_index_scalar, tensors_in(kwargs, tensors_in(args, []))[1:])) and infer_outputs(func, specs, args, kwargs)[0] is None:
+def plan_without_rule(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallPlan:
+    """No rule: a Python function of torch runs through its own body; anything else runs on whole
+    tensors, with one warning."""
+    if (
+        any(map(call_plan.is_index_scalar, tensors_in(kwargs, tensors_in(args, []))[1:]))
+        and infer_outputs(func, specs, args, kwargs)[0] is None
+    ):
         return DelegatePlan(lambda *a, **k: call_plan.with_index_scalars(func, a, k))
     name = name_of(func)
     inplace = name.endswith("_") and not name.endswith("__")
@@ -65,13 +84,13 @@ def plan_without_rule(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], k
     return ReplicatedPlan(name, specs, inplace)
 
 
-
-def plan_on_whole(func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]) -> CallPlan:
+def plan_on_whole(
+    func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]
+) -> CallPlan:
     """Return the plan for an operator that writes into its arguments, with every operand whole."""
     plan = Writing.on_whole(name_of(func), specs)
     plan.writes, plan.returns = written
     return plan
-
 
 
 def warn_without_rule(func: Any) -> None:
@@ -81,51 +100,67 @@ def warn_without_rule(func: Any) -> None:
         _WARNED.add(name)
         target = f"torch.ops.{func}" if torch_private.is_kernel(func) else repr(name)
         warnings.warn(
-            f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say how it splits with "
-            f"globaltensor.rule({target}, notation), or run it on local parts with globaltensor.local_map",
+            f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say "
+            f"how it splits with "
+            f"globaltensor.rule({target}, notation), or run it on local parts with "
+            f"globaltensor.local_map",
             FallbackWarning,
             stacklevel=5,
         )
 
 
-
-def write_into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
+def write_into_plain(
+    func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an in-place op with global operands on a plain tensor, which all ranks have alike:
+    afterwards all have the whole result in it."""
     target = args[0]
-    overwritten = name_of(func) in _OVERWRITING  # what it held before does not matter, or has never been written
+    overwritten = (
+        name_of(func) in _OVERWRITING
+    )  # what it held before does not matter, or has never been written
     stand_in = global_copy(target, placement, f"target of {name_of(func)}", checked=not overwritten)
     result = func(stand_in, *args[1:], **kwargs)
     copy_back(target, stand_in)
     return target if result is stand_in else result
 
 
-
-def global_copy(plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True) -> GlobalTensor:
-    """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place. `copy_back` ends this."""
+def global_copy(
+    plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True
+) -> GlobalTensor:
+    """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place.
+    `copy_back` ends this."""
     spec = operand_spec(plain, placement, purpose)
-    return GlobalTensor.wrap(promote_plain_tensor(plain, spec, purpose, checked=checked).clone(), spec)
-
+    return GlobalTensor.wrap(
+        promote_plain_tensor(plain, spec, purpose, checked=checked).clone(), spec
+    )
 
 
 def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
-    """Copy the whole value of a global tensor into a plain one on every rank, those outside the placement included. Collective."""
+    """Copy the whole value of a global tensor into a plain one on every rank, those outside the
+    placement included. Collective."""
     placement = written.placement
     whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
     here, inside = world(), placement.coordinate(world().rank) is not None
-    if here.size > len(placement.flat):  # ranks outside have the plain tensor as well, and no part in its gradient
-        sent_value = apply(sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {})
+    if here.size > len(
+        placement.flat
+    ):  # ranks outside have the plain tensor as well, and no part in its gradient
+        sent_value = apply(
+            sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {}
+        )
         value = value if inside else sent_value
     plain.copy_(value)
     note_replicated(plain)
 
 
-
 def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what PyTorch raises of a call whose ``out=`` does not fit; InplaceError where a global ``out`` would have to change its shape."""
+    """Raise what PyTorch raises of a call whose ``out=`` does not fit; InplaceError where a global
+    ``out`` would have to change its shape."""
     rest = {name: a for name, a in kwargs.items() if name != "out"}
     operands, targets = tensors_in(rest, tensors_in(args, [])), tensors_in(kwargs["out"], [])
-    where = next(t._spec.shown.placement for t in (*operands, *targets) if isinstance(t, GlobalTensor))
+    where = next(
+        t._spec.shown.placement for t in (*operands, *targets) if isinstance(t, GlobalTensor)
+    )
 
     def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
         return [Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes) for t in tensors]
@@ -136,23 +171,32 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for target, result in zip(targets, results, strict=False):
         if isinstance(target, GlobalTensor):
             if target.numel() and target.shape != result.shape:
-                raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(result.shape)}: give a global tensor of that shape")
+                raise InplaceError(
+                    f"out= has shape {list(target.shape)}, but the result has shape "
+                    f"{list(result.shape)}: give a global tensor of that shape"
+                )
             if not torch.can_cast(result.dtype, target.dtype):
                 name = name_of(func)
-                raise InplaceError(f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which can't be cast to it: give a wider one")
-    given = {name: a for name, a in kwargs.items() if name != "device"}  # the meta device's, for this
+                raise InplaceError(
+                    f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which "
+                    f"can't be cast to it: give a wider one"
+                )
+    given = {
+        name: a for name, a in kwargs.items() if name != "device"
+    }  # the meta device's, for this
     infer_outputs(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
 
 
-
 def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute, then copy into the tensors given as ``out``: into global ones in their layout, into plain ones the whole result on every rank."""
+    """Compute, then copy into the tensors given as ``out``: into global ones in their layout, into
+    plain ones the whole result on every rank."""
     targets = tensors_in(kwargs.pop("out"), [])
     result = func(*args, **kwargs)
     values = tensors_in(result, [])
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *targets)):
         raise RuntimeError(
-            f"{name_of(func)}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad."
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic "
+            f"differentiation, but one of the arguments requires grad."
         )
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
@@ -160,26 +204,29 @@ def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return replaced(result, iter(targets))
 
 
-
 def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a result into a tensor given as ``out``, which takes the result's shape as PyTorch has it."""
+    """Copy a result into a tensor given as ``out``, which takes the result's shape as PyTorch has
+    it."""
     if target.shape != value.shape:
         if target.numel():
             warnings.warn(
-                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match the required output shape "
-                f"{list(value.shape)}. This behavior is deprecated: give a tensor of that shape, or one of 0 elements",
+                f"An output with one or more elements was resized since it had shape "
+                f"{list(target.shape)}, which does not match the required output shape "
+                f"{list(value.shape)}. This behavior is deprecated: give a tensor of that shape, "
+                f"or one of 0 elements",
                 UserWarning,
                 stacklevel=4,
             )
         if isinstance(target, GlobalTensor):
-            target.data = target.new_empty(value.shape, placement=target.placement, sbp=fitting(target.sbp, value.dim()))
+            target.data = target.new_empty(
+                value.shape, placement=target.placement, sbp=fitting(target.sbp, value.dim())
+            )
         else:
             target.resize_(value.shape)
     if isinstance(target, GlobalTensor) or not isinstance(value, GlobalTensor):
         target.copy_(value)
     else:
         copy_back(target, value)
-
 
 
 @functools.wraps(declare_rule)
@@ -190,18 +237,23 @@ def rule(*args: Any, **kwargs: Any) -> Any:
     return declare_rule(*args, **kwargs)
 
 
-
 def check_target(target: Any) -> None:
     """Raise GlobalTensorError of what a rule would never be found for."""
     if isinstance(target, str):
         if not spellings_of(target):
-            raise GlobalTensorError(f"rule: neither a function of torch nor an operator has the name {target!r}; name an operator of your own 'space::name'")
-    elif isinstance(target, type) or (isinstance(target, types.FunctionType) and not _asks_classes(target)):
+            raise GlobalTensorError(
+                f"rule: neither a function of torch nor an operator has the name {target!r}; name "
+                f"an operator of your own 'space::name'"
+            )
+    elif isinstance(target, type) or (
+        isinstance(target, types.FunctionType) and not _asks_classes(target)
+    ):
         raise GlobalTensorError(
-            f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on global tensors as it stands: a rule for it would never be "
-            "found. Rules are for torch's functions and for operators (torch.library.custom_op); globaltensor.local_map runs a function of your own on parts"
+            f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on "
+            f"global tensors as it stands: a rule for it would never be "
+            "found. Rules are for torch's functions and for operators (torch.library.custom_op); "
+            "globaltensor.local_map runs a function of your own on parts"
         )
-
 
 
 def _asks_classes(function: Any) -> bool:
@@ -209,7 +261,9 @@ def _asks_classes(function: Any) -> bool:
     while function is not None:
         if (getattr(function, "__module__", None) or "").startswith("torch") or function in SEEN:
             return True
-        if isinstance(function, types.FunctionType) and any("torch_function" in name for name in function.__code__.co_names):
+        if isinstance(function, types.FunctionType) and any(
+            "torch_function" in name for name in function.__code__.co_names
+        ):
             return True
         function = getattr(function, "__wrapped__", None)
     return False

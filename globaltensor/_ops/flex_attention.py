@@ -1,6 +1,8 @@
-"""Torch's flex_attention on global tensors: ranks compute their batch entries and heads; a split sequence is made whole first.
+"""Torch's flex_attention on global tensors: ranks compute their batch entries and heads; a split
+sequence is made whole first.
 
-Torch compiles it as it stands, down to where no function is seen any more, so it is given local parts.
+Torch compiles it as it stands, down to where no function is seen any more, so it is given local
+parts.
 """
 
 from __future__ import annotations
@@ -21,12 +23,23 @@ from .local_map import local_map
 __all__ = ["install"]
 
 
-def _around(original: Callable[..., Any], query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _around(
+    original: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     given = [t for t in (query, key, value) if isinstance(t, GlobalTensor)]
     if not given:
         return original(query, key, value, score_mod, block_mask, *args, **kwargs)
     where = given[0].placement
-    layout = [e if _divides(e, given[0], query.shape, key.shape) else broadcast for e in given[0].sbp]
+    layout = [
+        e if _divides(e, given[0], query.shape, key.shape) else broadcast for e in given[0].sbp
+    ]
     spec = Spec.make(query.shape, query.dtype, where, layout)
     inside = where.coordinate(world().rank) is not None
     first, length = (tuple(x[:2]) for x in spec.box(world().rank)) if inside else ((0, 0), (0, 0))
@@ -35,20 +48,28 @@ def _around(original: Callable[..., Any], query: Any, key: Any, value: Any, scor
     def parts(q: Any, k: Any, v: Any) -> Any:
         return original(q, k, v, _shifted(score_mod, first, 1), masks, *args, **kwargs)
 
-    return local_map(parts, layout if where.axes > 1 else layout[0], [layout] * 3, placement=where)(query, key, value)
+    return local_map(parts, layout if where.axes > 1 else layout[0], [layout] * 3, placement=where)(
+        query, key, value
+    )
 
 
 def _divides(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
-    """Whether an axis may split batch entries or heads: each rank gets some, and as many of the queries as it has keys for."""
+    """Whether an axis may split batch entries or heads: each rank gets some, and as many of the
+    queries as it has keys for."""
     if not entry.is_split or entry.dim > 1 or entry.unit != 1:
         return False
-    parts = math.prod(n for e, n in zip(x.sbp, x.placement.shape, strict=True) if e.is_split and e.dim == entry.dim)
+    parts = math.prod(
+        n
+        for e, n in zip(x.sbp, x.placement.shape, strict=True)
+        if e.is_split and e.dim == entry.dim
+    )
     mine, theirs = queries[entry.dim], keys[entry.dim]
     return mine >= parts if mine == theirs else bool(theirs) and mine % parts == theirs % parts == 0  # type: ignore[no-any-return]
 
 
 def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
-    """A function of batch entry and head, from argument ``at`` on, that counts from those of this rank."""
+    """A function of batch entry and head, from argument ``at`` on, that counts from those of this
+    rank."""
     b, h = first
     if function is None or not (b or h):
         return function
@@ -58,7 +79,10 @@ def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
 def _cut(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
     """A block mask of this rank's batch entries and heads. A dim of 1 stands for all."""
     wide = mask.kv_num_blocks.shape[:2]
-    rows = tuple(slice(None) if n == 1 else slice(a, a + m) for n, a, m in zip(wide, first, length, strict=True))
+    rows = tuple(
+        slice(None) if n == 1 else slice(a, a + m)
+        for n, a, m in zip(wide, first, length, strict=True)
+    )
     found = copy.copy(mask) if all(row == slice(None) for row in rows) else mask[rows]
     found.mask_mod = _shifted(mask.mask_mod, first, 0)
     return found
@@ -66,7 +90,10 @@ def _cut(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
 
 def _refused(*given: Any) -> None:
     if any(isinstance(t, GlobalTensor) for t in given):
-        raise KernelError("flex_attention was imported before globaltensor and cannot see global tensors: import globaltensor first")
+        raise KernelError(
+            "flex_attention was imported before globaltensor and cannot see global tensors: "
+            "import globaltensor first"
+        )
 
 
 def install() -> None:

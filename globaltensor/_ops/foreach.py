@@ -1,4 +1,5 @@
-"""Functions over lists of tensors: torch's foreach and fused optimizer kernels, run on lists of local tensors at the speed of local ones."""
+"""Functions over lists of tensors: torch's foreach and fused optimizer kernels, run on lists of
+local tensors at the speed of local ones."""
 
 from __future__ import annotations
 
@@ -32,11 +33,14 @@ KERNELS = torch_private.list_functions()
 
 
 def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
-    return [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    return [
+        a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
+    ]
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel over lists, element by element: what stands at index i of each list is brought to the layout of the first list's tensor."""
+    """Run a kernel over lists, element by element: what stands at index i of each list is brought
+    to the layout of the first list's tensor."""
     name = name_of(func)
     writes = name.endswith("_")
     if kwargs:
@@ -46,7 +50,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _record(name, args, kwargs, first)
     for other in lists:
         if len(other) != len(first):
-            raise RuntimeError(f"Tensor lists must have the same number of tensors, got {len(first)} and {len(other)}")
+            raise RuntimeError(
+                f"Tensor lists must have the same number of tensors, got {len(first)} and "
+                f"{len(other)}"
+            )
     if writes:
         if any(_apart(name, t) for t in first):
             return _one_by_one(func, args, kwargs, first)
@@ -61,17 +68,36 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = list(dict.fromkeys(s.placement for s in specs if s is not None))
 
     def localised(a: Any) -> Any:
-        if isinstance(a, (list, tuple)) and len(a) == len(first) and a and isinstance(a[0], torch.Tensor):
+        if (
+            isinstance(a, (list, tuple))
+            and len(a) == len(first)
+            and a
+            and isinstance(a[0], torch.Tensor)
+        ):
             parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
             return parts if len(mine) == len(parts) else [parts[i] for i in mine]
         if isinstance(a, GlobalTensor):
-            there = [(p, box(a._local, a._spec, a._spec.replace(placement=p, layout=[broadcast] * p.axes), why=name)) for p in places]
+            there = [
+                (
+                    p,
+                    box(
+                        a._local,
+                        a._spec,
+                        a._spec.replace(placement=p, layout=[broadcast] * p.axes),
+                        why=name,
+                    ),
+                )
+                for p in places
+            ]
             return next((part for p, part in there if rank in p._coordinates), a._local)
         if isinstance(a, (list, tuple)) and len(a) == len(first) and len(mine) < len(first):
             return [a[i] for i in mine]
         return a
 
-    new_args, new_kwargs = [localised(a) for a in args], {k: localised(v) for k, v in kwargs.items()}
+    new_args, new_kwargs = (
+        [localised(a) for a in args],
+        {k: localised(v) for k, v in kwargs.items()},
+    )
     result = func(*new_args, **new_kwargs) if mine else []
     if writes:
         for t in first:
@@ -81,15 +107,27 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _wrapped(result, mine, specs)
 
 
-def _record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]) -> None:
-    """Add the call to what this rank has run: its numbers, how many tensors, and how the first global one is laid out."""
-    target = next((t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)), None)
+def _record(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
+) -> None:
+    """Add the call to what this rank has run: its numbers, how many tensors, and how the first
+    global one is laid out."""
+    target = next(
+        (t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)), None
+    )
     if target is not None:
-        numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, (int, float, complex)) or (isinstance(a, (list, tuple)) and not _lists([a]))]
+        numbers = [
+            a
+            for a in (*args, *kwargs.values())
+            if isinstance(a, (int, float, complex))
+            or (isinstance(a, (list, tuple)) and not _lists([a]))
+        ]
         record(f"{name} {len(first)} {numbers!r}", target)
 
 
-def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move lists that were given by name to their positions."""
     for name in list(KERNELS[func])[len(args) :]:
         if name not in kwargs:
@@ -98,27 +136,45 @@ def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> list[tuple[int, int]]:
-    """Return (list, element) of each tensor that is written into and does not lie as its column does, a plain one among global ones first of all."""
+def _elsewhere(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]
+) -> list[tuple[int, int]]:
+    """Return (list, element) of each tensor that is written into and does not lie as its column
+    does, a plain one among global ones first of all."""
     found = []
     for k, (name, writes) in enumerate(KERNELS[func].items()):
-        if not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None):  # gradients are written into where they are unscaled
+        if (
+            not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None)
+        ):  # gradients are written into where they are unscaled
             continue
         for i, (t, spec) in enumerate(zip(args[k], specs, strict=False)):
             if isinstance(t, GlobalTensor):
                 if k and t._spec is not spec and t.dim():
                     found.append((k, i))
-            elif spec is not None and (k == 0 or t.dim()):  # a step counter, 0-dim in a later list, is every rank's own
+            elif spec is not None and (
+                k == 0 or t.dim()
+            ):  # a step counter, 0-dim in a later list, is every rank's own
                 found.append((k, i))
     return found
 
 
-def _into_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], elsewhere: Sequence[tuple[int, int]], specs: Sequence[Any]) -> Any:
-    """Run the kernel on copies that lie as their columns do, and copy these back. Afterwards every rank has the whole result in a plain tensor."""
+def _into_copies(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    elsewhere: Sequence[tuple[int, int]],
+    specs: Sequence[Any],
+) -> Any:
+    """Run the kernel on copies that lie as their columns do, and copy these back. Afterwards every
+    rank has the whole result in a plain tensor."""
     lists: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in args]
     for k, i in elsewhere:
         t, spec = args[k][i], specs[i]
-        lists[k][i] = t.to_global(placement=spec.placement, sbp=spec.layout) if isinstance(t, GlobalTensor) else global_copy(t, spec.placement, name_of(func))
+        lists[k][i] = (
+            t.to_global(placement=spec.placement, sbp=spec.layout)
+            if isinstance(t, GlobalTensor)
+            else global_copy(t, spec.placement, name_of(func))
+        )
     func(*lists, **kwargs)
     for k, i in elsewhere:
         if isinstance(args[k][i], GlobalTensor):
@@ -129,21 +185,36 @@ def _into_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], elsew
 
 
 def _apart(name: str, t: torch.Tensor) -> bool:
-    """Whether what is written into lies as parts of a sum and has to stay so: the user has said so, or another tensor shows the same parts."""
-    if not name.startswith("_foreach_") or name == "_foreach_zero_" or not isinstance(t, GlobalTensor):
+    """Whether what is written into lies as parts of a sum and has to stay so: the user has said so,
+    or another tensor shows the same parts."""
+    if (
+        not name.startswith("_foreach_")
+        or name == "_foreach_zero_"
+        or not isinstance(t, GlobalTensor)
+    ):
         return False
-    return any(e.is_partial for e in t._spec.layout) and (t._pinned or has_aliases(t) or has_partial_alias(t) or (t._local.is_leaf and t._local.requires_grad))
+    return any(e.is_partial for e in t._spec.layout) and (
+        t._pinned
+        or has_aliases(t)
+        or has_partial_alias(t)
+        or (t._local.is_leaf and t._local.requires_grad)
+    )
 
 
 #: Names that the kernels have for what their methods call otherwise.
 NAMES = {"scalars": "value", "weights": "weight", "tensors1": "end"}
 
 
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]) -> Any:
-    """Those that have to stay parts of a sum by the method of the same name, which knows what is linear; the others together."""
+def _one_by_one(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
+) -> Any:
+    """Those that have to stay parts of a sum by the method of the same name, which knows what is
+    linear; the others together."""
     name = name_of(func).removeprefix("_foreach_")
     method = getattr(torch.Tensor, name, None)
-    ordinary = getattr(torch, name.removesuffix("_"), None)  # of the few that have no method which writes
+    ordinary = getattr(
+        torch, name.removesuffix("_"), None
+    )  # of the few that have no method which writes
     alone = [i for i, t in enumerate(first) if _apart(name_of(func), t)]
     together = [i for i in range(len(first)) if i not in alone]
     if name in ("addcmul_", "addcdiv_") and len(args) > 3:
@@ -155,7 +226,10 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first:
 
     for i in alone:
         target, *others = [picked(a, [i])[0] if picked(a, [i]) is not a else a for a in args]
-        named = {NAMES.get(k, k): picked(v, [i])[0] if picked(v, [i]) is not v else v for k, v in kwargs.items()}
+        named = {
+            NAMES.get(k, k): picked(v, [i])[0] if picked(v, [i]) is not v else v
+            for k, v in kwargs.items()
+        }
         if isinstance(named.get("value"), torch.Tensor):
             named["value"] = named["value"].item()
         if method is not None:
@@ -163,19 +237,30 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first:
         else:
             target.copy_(ordinary(target, *others, **named))  # type: ignore[misc]
     if together:
-        func(*[picked(a, together) for a in args], **{k: picked(v, together) for k, v in kwargs.items()})
+        func(
+            *[picked(a, together) for a in args],
+            **{k: picked(v, together) for k, v in kwargs.items()},
+        )
     return first
 
 
 def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
-    """As before any other in-place op: what cannot be written as it lies moves. Raises InplaceError."""
+    """As before any other in-place op: what cannot be written as it lies moves. Raises
+    InplaceError."""
     for t in targets:
-        if isinstance(t, GlobalTensor) and name != "_foreach_zero_" and any(e.is_partial for e in t._spec.layout):
+        if (
+            isinstance(t, GlobalTensor)
+            and name != "_foreach_zero_"
+            and any(e.is_partial for e in t._spec.layout)
+        ):
             box_partial_target(name, t)
 
 
-def _column_spec(name: str, column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool) -> Spec | None:
-    """Return how the result lies of what stands at one index of each list: as the first global tensor there. None where all is plain."""
+def _column_spec(
+    name: str, column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool
+) -> Spec | None:
+    """Return how the result lies of what stands at one index of each list: as the first global
+    tensor there. None where all is plain."""
     owner = next((t for t in column if isinstance(t, GlobalTensor)), factor)
     if owner is None:
         return None
@@ -193,33 +278,60 @@ def _column_spec(name: str, column: Sequence[torch.Tensor], factor: GlobalTensor
 
 
 def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec:
-    """Return the result's spec where operands have several shapes: the same where its shape is the result's, else broadcast. Raises torch's own error."""
+    """Return the result's spec where operands have several shapes: the same where its shape is the
+    result's, else broadcast. Raises torch's own error."""
     shape = column[0].shape
     for other in column[1:]:
-        pair = [spec.replace(shape=s, layout=[broadcast] * spec.placement.axes) for s in (shape, other.shape)]
-        found, _ = infer_outputs(torch.Tensor.add_ if writes else torch.add, pair, (column[0], other), {})
+        pair = [
+            spec.replace(shape=s, layout=[broadcast] * spec.placement.axes)
+            for s in (shape, other.shape)
+        ]
+        found, _ = infer_outputs(
+            torch.Tensor.add_ if writes else torch.add, pair, (column[0], other), {}
+        )
         shape = found[0].shape  # type: ignore[index]
-    return spec if shape == spec.shape else spec.replace(shape=shape, layout=[broadcast] * spec.placement.axes)
+    return (
+        spec
+        if shape == spec.shape
+        else spec.replace(shape=shape, layout=[broadcast] * spec.placement.axes)
+    )
 
 
 def _aligned(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
-    """Return how an operand of that shape lies so that its parts broadcast against those of ``spec``."""
+    """Return how an operand of that shape lies so that its parts broadcast against those of
+    ``spec``."""
     if shape == spec.shape:
         return spec.layout
     more = spec.ndim - len(shape)
-    same = [e.is_split and e.dim >= more and shape[e.dim - more] == spec.shape[e.dim] for e in spec.layout]
-    return [Sbp("split", e.dim - more, e.unit) if s else broadcast for e, s in zip(spec.layout, same, strict=True)]
+    same = [
+        e.is_split and e.dim >= more and shape[e.dim - more] == spec.shape[e.dim]
+        for e in spec.layout
+    ]
+    return [
+        Sbp("split", e.dim - more, e.unit) if s else broadcast
+        for e, s in zip(spec.layout, same, strict=True)
+    ]
 
 
 def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     if isinstance(t, GlobalTensor):
         if spec is None or t._spec is spec:
             return t._local
-        return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=_aligned(t.shape, spec)), why=name)
+        return box(
+            t._local,
+            t._spec,
+            t._spec.replace(placement=spec.placement, layout=_aligned(t.shape, spec)),
+            why=name,
+        )
     if spec is None or t.dim() == 0:  # a step counter
         return t
     whole = operand_spec(t, spec.placement, f"an operand of {name}")
-    return box(promote_plain_tensor(t, whole, f"an operand of {name}"), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
+    return box(
+        promote_plain_tensor(t, whole, f"an operand of {name}"),
+        whole,
+        whole.replace(layout=_aligned(t.shape, spec)),
+        why=name,
+    )
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
@@ -238,27 +350,53 @@ def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The norm of each tensor, left as partial norms: clip_grad_norm_ then needs one reduction for all of them."""
+    """The norm of each tensor, left as partial norms: clip_grad_norm_ then needs one reduction for
+    all of them."""
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    if (order not in (math.inf, -math.inf) and order <= 0) or not all(isinstance(t, GlobalTensor) for t in tensors):
+    if (order not in (math.inf, -math.inf) and order <= 0) or not all(
+        isinstance(t, GlobalTensor) for t in tensors
+    ):
         dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
         return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
-    kind = partial_max if order == math.inf else partial_min if order == -math.inf else partial_norm(order)
-    specs = [t._spec.replace(layout=[broadcast if e.is_partial else e for e in t._spec.layout]) for t in tensors]
+    kind = (
+        partial_max
+        if order == math.inf
+        else partial_min
+        if order == -math.inf
+        else partial_norm(order)
+    )
+    specs = [
+        t._spec.replace(layout=[broadcast if e.is_partial else e for e in t._spec.layout])
+        for t in tensors
+    ]
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
     parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
-    if math.isinf(order):  # torch has no largest element of nothing: of a part that is none, what changes no other
-        parts = [t if t.numel() or not s.numel else t.new_full((1,), 0.0 if order > 0 else math.inf) for t, s in zip(parts, specs, strict=True)]
-    found = dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True)) if mine else {}
+    if math.isinf(
+        order
+    ):  # torch has no largest element of nothing: of a part that is none, what changes no other
+        parts = [
+            t if t.numel() or not s.numel else t.new_full((1,), 0.0 if order > 0 else math.inf)
+            for t, s in zip(parts, specs, strict=True)
+        ]
+    found = (
+        dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True))
+        if mine
+        else {}
+    )
     everyone = _together([s.placement for s in specs])
     out = []
     for i, spec in enumerate(specs):
         if everyone is not None:
             out.append(_contribution(found.get(i), spec, everyone, kind))
             continue
-        made = Spec.make((), found[i].dtype if i in found else spec.dtype, spec.placement, [kind if e.is_split else broadcast for e in spec.layout])
+        made = Spec.make(
+            (),
+            found[i].dtype if i in found else spec.dtype,
+            spec.placement,
+            [kind if e.is_split else broadcast for e in spec.layout],
+        )
         out.append(GlobalTensor.wrap(found[i] if i in found else placeholder(made), made))
     return out
 
@@ -270,12 +408,24 @@ def _together(placements: Sequence[Placement]) -> Placement | None:
     return Placement(placements[0].type, sorted({r for p in placements for r in p.flat}))
 
 
-def _contribution(norm: torch.Tensor | None, spec: Spec, everyone: Placement, kind: Sbp) -> GlobalTensor:
-    """A norm as what each rank of all placements adds to it: nothing where the tensor does not lie, and once where ranks hold the same."""
+def _contribution(
+    norm: torch.Tensor | None, spec: Spec, everyone: Placement, kind: Sbp
+) -> GlobalTensor:
+    """A norm as what each rank of all placements adds to it: nothing where the tensor does not lie,
+    and once where ranks hold the same."""
     where = spec.placement.coordinate(world().rank)
     made = Spec.make((), spec.dtype if norm is None else norm.dtype, everyone, [kind])
-    if norm is None or where is None or any(c and e.is_broadcast for c, e in zip(where, spec.layout, strict=True)):
-        norm = torch.full((), math.inf if kind is partial_min else 0.0, dtype=made.dtype, device=world().device(everyone.type))
+    if (
+        norm is None
+        or where is None
+        or any(c and e.is_broadcast for c, e in zip(where, spec.layout, strict=True))
+    ):
+        norm = torch.full(
+            (),
+            math.inf if kind is partial_min else 0.0,
+            dtype=made.dtype,
+            device=world().device(everyone.type),
+        )
     return GlobalTensor.wrap(norm, made)
 
 
@@ -284,14 +434,27 @@ def _powsum(t: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -
 
 
 #: What does not go element by element: of each tensor, or pair of tensors, this.
-SINGLY: dict[str, Callable[..., torch.Tensor]] = {"_foreach_max": torch.max, "_foreach_mm": torch.mm, "_foreach_powsum": _powsum}
+SINGLY: dict[str, Callable[..., torch.Tensor]] = {
+    "_foreach_max": torch.max,
+    "_foreach_mm": torch.mm,
+    "_foreach_powsum": _powsum,
+}
 
 
 def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The function of each tensor by itself."""
     lists = _lists(args)
-    return tuple(SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs) for column in zip(*lists, strict=True))
+    return tuple(
+        SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs)
+        for column in zip(*lists, strict=True)
+    )
 
 
 for _function in KERNELS:
-    HANDLERS[_function] = foreach_norm if _function is torch_private.foreach_norm else singly if name_of(_function) in SINGLY else foreach
+    HANDLERS[_function] = (
+        foreach_norm
+        if _function is torch_private.foreach_norm
+        else singly
+        if name_of(_function) in SINGLY
+        else foreach
+    )

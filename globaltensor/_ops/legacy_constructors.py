@@ -21,21 +21,33 @@ from .rules.notation import OpDescription
 from .rules.registry import RULES
 
 __all__ = [
-    "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "Tensor",
+    "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor",
+    "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "Tensor",
 ]  # fmt: skip
 
 
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]
-    """Of `Tensor` and the typed constructors: what they make may be global; what they are, is torch's class (``_of``)."""
+    """Of `Tensor` and the typed constructors: what they make may be global; what they are, is
+    torch's class (``_of``)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _made(cls, *args, **kwargs) if "_of" in vars(cls) else super().__call__(*args, **kwargs)
+        return (
+            _made(cls, *args, **kwargs) if "_of" in vars(cls) else super().__call__(*args, **kwargs)
+        )
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls._of) if "_of" in vars(cls) else super().__instancecheck__(instance)
+        return (
+            isinstance(instance, cls._of)
+            if "_of" in vars(cls)
+            else super().__instancecheck__(instance)
+        )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, torch.Tensor) if cls is Tensor else super().__subclasscheck__(subclass)
+        return (
+            issubclass(subclass, torch.Tensor)
+            if cls is Tensor
+            else super().__subclasscheck__(subclass)
+        )
 
     def __eq__(cls, other: Any) -> Any:
         return other is cls or ("_of" in vars(cls) and other is cls._of)
@@ -45,7 +57,8 @@ class _Kind(type(torch.Tensor)):  # type: ignore[misc]
 
 
 class Tensor(torch.Tensor, metaclass=_Kind):
-    """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3, placement=p, sbp=s)``. Sizes, or data every rank has."""
+    """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3,
+    placement=p, sbp=s)``. Sizes, or data every rank has."""
 
     _of = torch.Tensor
 
@@ -53,11 +66,23 @@ class Tensor(torch.Tensor, metaclass=_Kind):
 def _typed(dtype: torch.dtype, name: str) -> Any:
     """``flow.FloatTensor`` and its kin: torch's own, which take ``placement`` and ``sbp`` too."""
     # By this name x.type(flow.FloatTensor) knows it.
-    return _Kind(f"torch.{name}", (torch.Tensor,), {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed.__doc__})
+    return _Kind(
+        f"torch.{name}",
+        (torch.Tensor,),
+        {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed.__doc__},
+    )
 
 
-FloatTensor, DoubleTensor, HalfTensor = _typed(torch.float32, "FloatTensor"), _typed(torch.float64, "DoubleTensor"), _typed(torch.float16, "HalfTensor")
-BFloat16Tensor, BoolTensor, ByteTensor = _typed(torch.bfloat16, "BFloat16Tensor"), _typed(torch.bool, "BoolTensor"), _typed(torch.uint8, "ByteTensor")
+FloatTensor, DoubleTensor, HalfTensor = (
+    _typed(torch.float32, "FloatTensor"),
+    _typed(torch.float64, "DoubleTensor"),
+    _typed(torch.float16, "HalfTensor"),
+)
+BFloat16Tensor, BoolTensor, ByteTensor = (
+    _typed(torch.bfloat16, "BFloat16Tensor"),
+    _typed(torch.bool, "BoolTensor"),
+    _typed(torch.uint8, "ByteTensor"),
+)
 CharTensor, ShortTensor = _typed(torch.int8, "CharTensor"), _typed(torch.int16, "ShortTensor")
 IntTensor, LongTensor = _typed(torch.int32, "IntTensor"), _typed(torch.int64, "LongTensor")
 
@@ -66,36 +91,47 @@ def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs
     name = cls.__name__.removeprefix("torch.")
     if placement is None and sbp is None:
         if args and isinstance(args[0], GlobalTensor):
-            raise LocalTensorError(f"{name} of a global tensor: x.to_local() is this rank's part, x.detach() all of it; or give placement= and sbp= as well")
+            raise LocalTensorError(
+                f"{name} of a global tensor: x.to_local() is this rank's part, x.detach() all of "
+                f"it; or give placement= and sbp= as well"
+            )
         return cls._of(*args, **kwargs)
     check_whole(name, placement, sbp, kwargs)
     dtype = torch.get_default_dtype() if cls is Tensor else cls.dtype
     if args and not isinstance(args[0], (int, torch.Size)):
         if len(args) > 1:
-            raise TypeError(f"{name} takes sizes, or data in one argument; got {len(args)} arguments, the first a {type(args[0]).__name__}")
+            raise TypeError(
+                f"{name} takes sizes, or data in one argument; got {len(args)} arguments, the "
+                f"first a {type(args[0]).__name__}"
+            )
         (data,) = args
         if isinstance(data, GlobalTensor):
             return to_global(data.detach().to(dtype), placement, sbp, **kwargs)
         if isinstance(data, torch.Tensor):
-            return as_tensor(data.detach().clone(), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+            return as_tensor(
+                data.detach().clone(), dtype=dtype, placement=placement, sbp=sbp, **kwargs
+            )
         return tensor(data, dtype=dtype, placement=placement, sbp=sbp, **kwargs)
     return empty(*(args or (0,)), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
 
 
 def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
-    """What NumPy computes from a global tensor, on every rank from the whole value, is broadcast on its placement."""
+    """What NumPy computes from a global tensor, on every rank from the whole value, is broadcast on
+    its placement."""
     value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
     placement = x._spec.placement
     spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
     return GlobalTensor.wrap(promote_plain_tensor(value, spec, "NumPy"), spec)
 
 
-GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]  # NumPy passes more than torch's own takes
+# NumPy passes more than torch's own takes
+GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]
 HANDLERS[torch.Tensor.__array_wrap__] = lambda func, args, kwargs: _wrapped(*args, **kwargs)
 
 
 def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
-    """The operators for which torch itself takes an array: what it does on the meta device it does not do here."""
+    """The operators for which torch itself takes an array: what it does on the meta device it does
+    not do here."""
     of_tensors = RULES[operator]
 
     def describe(op: OpDescription, input: Any, other: Any) -> None:

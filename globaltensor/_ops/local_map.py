@@ -25,38 +25,59 @@ from ..sharding.tensor_kinds import described, refuse
 __all__ = ["local_map"]
 
 
-def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *, placement: Placement | None = None) -> Callable[..., Any]:
-    """A function of local tensors -> one of global tensors. For own kernels, custom ``torch.autograd.Function``s, and code that knows its ranks.
+def local_map(
+    function: Callable[..., Any],
+    out_sbp: Any,
+    in_sbp: Any = None,
+    *,
+    placement: Placement | None = None,
+) -> Callable[..., Any]:
+    """A function of local tensors -> one of global tensors. For own kernels, custom
+    ``torch.autograd.Function``s, and code that knows its ranks.
 
-    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each of them; None: as they come), gives ``function`` this
-    rank's parts, and wraps what it returns with ``out_sbp`` (one, or one for each result). Gradients follow by duality: the gradient that ``function``
-    gives to a broadcast input is summed over the ranks, that of a partial result is whole on every rank. ``in_sbp`` may also have an entry for each tensor,
-    the same on every rank where it is not global (None: given as it is), or for each argument in order (None: not a tensor).
-    Raises SbpError where a number of sbp does not fit; ShapeError where the parts that came back do not form a tensor.
+    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each of them;
+    None: as they come), gives ``function`` this rank's parts, and wraps what it returns with
+    ``out_sbp`` (one, or one for each result). Gradients follow by duality: the gradient that
+    ``function`` gives to a broadcast input is summed over the ranks, that of a partial result is
+    whole on every rank. ``in_sbp`` may also have an entry for each tensor, the same on every rank
+    where it is not global (None: given as it is), or for each argument in order (None: not a
+    tensor). Raises SbpError where a number of sbp does not fit; ShapeError where the parts that
+    came back do not form a tensor.
 
     >>> import torch
     >>> import globaltensor as flow
     >>> double = flow.local_map(lambda x: x * 2, out_sbp=flow.sbp.split(0), in_sbp=flow.sbp.split(0))
     >>> double(flow.ones(2, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0))).tolist()
     [2.0, 2.0]
-    """
+    """  # noqa: E501
 
     name = getattr(function, "__name__", type(function).__name__)  # a module or a partial has none
 
     @functools.partial(visible, name="local_map", alone=function)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        where = placement or next((t.placement for t in tensors if isinstance(t, GlobalTensor)), None)
+        where = placement or next(
+            (t.placement for t in tensors if isinstance(t, GlobalTensor)), None
+        )
         if where is None:
             raise SbpError("local_map: no argument is global, and no placement= was given")
         locals_ = []
         for t, layout in zip(tensors, _asked(in_sbp, args, tensors, where), strict=True):
             if isinstance(t, GlobalTensor):
-                dst = t._spec.replace(placement=where, layout=t._spec.shown.layout if layout is None else layout)
+                dst = t._spec.replace(
+                    placement=where, layout=t._spec.shown.layout if layout is None else layout
+                )
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             elif layout is not None:
                 src = operand_spec(t, where, f"argument of local_map({name})")
-                locals_.append(box(promote_plain_tensor(t, src, f"argument of local_map({name})"), src, src.replace(layout=layout), why=f"local_map({name})"))
+                locals_.append(
+                    box(
+                        promote_plain_tensor(t, src, f"argument of local_map({name})"),
+                        src,
+                        src.replace(layout=layout),
+                        why=f"local_map({name})",
+                    )
+                )
             else:
                 locals_.append(t)
         these = iter(locals_)
@@ -67,13 +88,23 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
     return functools.wraps(function)(lambda *args, **kwargs: run(*args, **kwargs))
 
 
-def _asked(in_sbp: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], placement: Placement) -> list[tuple[Sbp, ...] | None]:
+def _asked(
+    in_sbp: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], placement: Placement
+) -> list[tuple[Sbp, ...] | None]:
     """What each of the tensors is to lie as. None: as it does."""
     ours = [isinstance(t, GlobalTensor) for t in tensors]
-    if isinstance(in_sbp, (list, tuple)) and len(in_sbp) != sum(ours) and not _is_layout(in_sbp, placement):
+    if (
+        isinstance(in_sbp, (list, tuple))
+        and len(in_sbp) != sum(ours)
+        and not _is_layout(in_sbp, placement)
+    ):
         if len(in_sbp) == len(args) != len(tensors):
             flat = [isinstance(a, torch.Tensor) for a in args]
-            if sum(flat) == len(tensors) and all(value is None for value, is_tensor in zip(in_sbp, flat, strict=True) if not is_tensor):
+            if sum(flat) == len(tensors) and all(
+                value is None
+                for value, is_tensor in zip(in_sbp, flat, strict=True)
+                if not is_tensor
+            ):
                 in_sbp = [value for value, is_tensor in zip(in_sbp, flat, strict=True) if is_tensor]
         if len(in_sbp) == len(tensors):
             return _each(in_sbp, len(tensors), placement, "in_sbp")
@@ -88,18 +119,26 @@ def _is_layout(value: Sequence[Any], placement: Placement) -> bool:
 def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:
     if value is None:
         return [None] * count
-    one = isinstance(value, (list, tuple)) and _is_layout(value, placement) and (placement.axes > 1 or count == 1)
+    one = (
+        isinstance(value, (list, tuple))
+        and _is_layout(value, placement)
+        and (placement.axes > 1 or count == 1)
+    )
     if isinstance(value, Sbp) or one:
         return [as_layout(value, placement.axes, what)] * count
     if not isinstance(value, (list, tuple)):
-        raise SbpError(f"local_map: {what} is an sbp, or a list with one for each of {count} tensors; got {value!r}")
+        raise SbpError(
+            f"local_map: {what} is an sbp, or a list with one for each of {count} tensors; got "
+            f"{value!r}"
+        )
     if len(value) != count:
         raise SbpError(f"local_map: {what} has {len(value)} entries for {count} tensors")
     return [None if v is None else as_layout(v, placement.axes, what) for v in value]
 
 
 def _watched(result: torch.Tensor) -> None:
-    """The function may use leaves of its own, or hook into tensors. The ranks do not know of one another whether it has."""
+    """The function may use leaves of its own, or hook into tensors. The ranks do not know of one
+    another whether it has."""
     if result.requires_grad:
         observe_gradients(result)
     else:
@@ -109,9 +148,16 @@ def _watched(result: torch.Tensor) -> None:
 def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     here = world()
     results = tensors_in(out, [])
-    # The ranks tell each other the shapes of their parts; those outside the placement learn the structure of the result too.
-    mine = ([described(t) for t in results], replaced(out, iter([torch.empty(0)] * len(results)))) if inside else None
-    told: Sequence[Any] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+    # The ranks tell each other the shapes of their parts; those outside the placement learn the
+    # structure of the result too.
+    mine = (
+        ([described(t) for t in results], replaced(out, iter([torch.empty(0)] * len(results))))
+        if inside
+        else None
+    )
+    told: Sequence[Any] = (
+        here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+    )
     shapes, shell = told[placement.flat[0]]
     layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
     wrapped = []

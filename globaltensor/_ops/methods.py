@@ -1,4 +1,5 @@
-"""What a global tensor can do, and what plain tensors and modules gain: ``to_global``, ``to_local``, reading values, casting, copying, pickling."""
+"""What a global tensor can do, and what plain tensors and modules gain: ``to_global``,
+``to_local``, reading values, casting, copying, pickling."""
 
 from __future__ import annotations
 
@@ -14,15 +15,39 @@ from .._base import torch_private
 from .._base.overridable import apply, visible
 from .._base.refusals import refuse_transforms
 from .._tensor import autograd_hooks, storage
-from .._tensor.convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
+from .._tensor.convert import (
+    all_ranks,
+    check_meta_consistency,
+    check_placement,
+    device_type,
+    gather_specs,
+    global_id,
+)
 from .._tensor.global_tensor import SEEN_AS, GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
 from .._tensor.promote import operand_spec, promote_plain_tensor
 from .._tensor.serialization import reduce_ex, remade
-from .._tensor.set_data import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
-from .._tensor.strides import Note, copy_noted_strides, differ, forget_note, is_contiguous, note_strides, part_tells, stride
+from .._tensor.set_data import (
+    data,
+    laid_out_like,
+    requires_grad_,
+    resize_,
+    set_,
+    set_data,
+    set_requires_grad,
+)
+from .._tensor.strides import (
+    Note,
+    copy_noted_strides,
+    differ,
+    forget_note,
+    is_contiguous,
+    note_strides,
+    part_tells,
+    stride,
+)
 from .._tensor.view_tracking import RemoteView, alias_of, finish_inplace
 from ..boxing import box
 from ..distributed.run.serialize import register_wrapper
@@ -40,16 +65,19 @@ from .fallback import write_into_plain
 __all__ = ["GlobalTensor", "gather_global_value", "install"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- between local and global
+# ------------------------------------------------------------------------- between local and global
 
 
 class _ToGlobal(torch.autograd.Function):
-    """Local parts become one global tensor. Backward: each part gets the gradient of what it stands for."""
+    """Local parts become one global tensor. Backward: each part gets the gradient of what it stands
+    for."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.spec, ctx.device = spec, local.device
-        return _equalised(local.detach(), spec).detach()  # a view of the buffer it came in, which autograd would let nobody write into
+        return _equalised(
+            local.detach(), spec
+        ).detach()  # a view of the buffer it came in, which autograd would let nobody write into
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -59,28 +87,49 @@ class _ToGlobal(torch.autograd.Function):
 
 
 def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """On broadcast axes the first rank's data counts: send it to the others. On the meta device nobody has any."""
+    """On broadcast axes the first rank's data counts: send it to the others. On the meta device
+    nobody has any."""
     axes = [] if local.is_meta else _held_alike(spec)
-    return world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0) if axes else local
+    return (
+        world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0)
+        if axes
+        else local
+    )
 
 
 def _held_alike(spec: Spec) -> list[int]:
     """The axes along which several ranks hold the same data."""
-    return [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1] if spec.numel else []
+    return (
+        [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
+        if spec.numel
+        else []
+    )
 
 
 @functools.partial(visible, name="to_global")
-def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp: Any = None, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
-    """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the placement must call too.
+def local_to_global(
+    self: torch.Tensor,
+    placement: Placement | None = None,
+    sbp: Any = None,
+    *,
+    check_meta: bool = True,
+    copy: bool = False,
+) -> GlobalTensor:
+    """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the
+    placement must call too.
 
-    Split: the parts are joined (their sizes must follow the balanced rule); broadcast: the first rank's data; partial: the value is the sum of the parts.
-    ``check_meta=False`` skips the exchange of shapes: right only where every rank holds the same shape and dtype.
-    Raises KindError and ShapeError naming who holds what, SbpError, PlacementError.
+    Split: the parts are joined (their sizes must follow the balanced rule); broadcast: the first
+    rank's data; partial: the value is the sum of the parts. ``check_meta=False`` skips the exchange
+    of shapes: right only where every rank holds the same shape and dtype. Raises KindError and
+    ShapeError naming who holds what, SbpError, PlacementError.
     """
     if placement is None or sbp is None:
         missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
         refuse_transforms()
-        raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
+        raise SbpError(
+            f"to_global of a local tensor needs {missing}: "
+            f"x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))"
+        )
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
     refuse_transforms()
@@ -89,7 +138,8 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
-        # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so that ranks agree on who has one.
+        # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so
+        # that ranks agree on who has one.
         kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         if not graph:
             return GlobalTensor.wrap(placeholder(spec), spec)
@@ -99,10 +149,16 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         return GlobalTensor.wrap(local, spec)
     local = self.to(world().device(placement.type), copy=copy)
     told_alike = alike and len(placement.flat) == world().size and not differ(spec)
-    if not local.is_contiguous() and not told_alike:  # questions about layout in memory have one answer on all ranks
+    if (
+        not local.is_contiguous() and not told_alike
+    ):  # questions about layout in memory have one answer on all ranks
         local = local.contiguous()
-    if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
-        out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
+    # a part that nobody else holds is a view of the local tensor, which autograd follows when
+    # either is written into
+    if graph:
+        out = GlobalTensor.wrap(
+            _ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec
+        )
         reducer.observe_gradients(out._local)
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
@@ -111,10 +167,17 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
 
 
 def global_to_global(
-    self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False
+    self: GlobalTensor,
+    placement: Placement | None = None,
+    sbp: Any = None,
+    *,
+    grad_sbp: Any = None,
+    check_meta: bool = False,
+    copy: bool = False,
 ) -> GlobalTensor:
-    """The same value on another placement or with another sbp. What is not given stays. ``grad_sbp``: the sbp that the gradient is brought to on its way back
-    (default: the dual of this tensor's sbp). Collective. Raises SbpError, PlacementError."""
+    """The same value on another placement or with another sbp. What is not given stays.
+    ``grad_sbp``: the sbp that the gradient is brought to on its way back (default: the dual of this
+    tensor's sbp). Collective. Raises SbpError, PlacementError."""
     src, shown = self._spec, self._spec.shown
     where = shown.placement if placement is None else placement
     check_placement(where)
@@ -122,15 +185,24 @@ def global_to_global(
         refuse("the argument of to_global", {0: described(self, where)})
     if sbp is None:
         if where.axes != shown.placement.axes:
-            raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} entries: give sbp= with one entry for each axis")
+            raise SbpError(
+                f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} "
+                f"entries: give sbp= with one entry for each axis"
+            )
         layout: Sequence[Sbp] = shown.layout
     else:
         layout = as_layout(sbp, where.axes)
     dst = src.replace(placement=where, layout=layout)
-    back = None if grad_sbp is None else src.replace(layout=as_layout(grad_sbp, src.placement.axes, "grad_sbp"))
+    back = (
+        None
+        if grad_sbp is None
+        else src.replace(layout=as_layout(grad_sbp, src.placement.axes, "grad_sbp"))
+    )
     if dst is shown and back is None:
         return self.clone() if copy else self
-    local = box(self._local, src, dst, back, why="to_global", alias=False)  # writing into the result must not reach this tensor
+    local = box(
+        self._local, src, dst, back, why="to_global", alias=False
+    )  # writing into the result must not reach this tensor
     if local is self._local:
         local = local.clone() if copy else local.view_as(local)
     out = GlobalTensor.wrap(local, dst)
@@ -139,7 +211,8 @@ def global_to_global(
 
 
 class _ToLocal(torch.autograd.Function):
-    """This rank's part as an ordinary tensor; its gradient comes back as a part with ``grad_sbp``."""
+    """This rank's part as an ordinary tensor; its gradient comes back as a part with
+    ``grad_sbp``."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, grad: Spec, dual: Spec) -> torch.Tensor:
@@ -151,27 +224,40 @@ class _ToLocal(torch.autograd.Function):
         return box(grads[0], ctx.grad, ctx.dual, why="gradient of to_local"), None, None
 
 
-def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
-    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares, a view
-    that had to move and whose base was written into since, and, where `fuse_loss_count`, a mean loss before its backward pass. ``grad_sbp``: how the gradients
-    that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are summed; where every rank computes the same
-    from it, say ``grad_sbp=broadcast``.
+def tensor_to_local(
+    self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False
+) -> torch.Tensor:
+    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No
+    communication, save for a parameter that ZeRO keeps in shares, a view that had to move and whose
+    base was written into since, and, where `fuse_loss_count`, a mean loss before its backward pass.
+    ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual
+    of the sbp, so of a broadcast tensor they are summed; where every rank computes the same from
+    it, say ``grad_sbp=broadcast``.
     """
     self = parameter_gather.to_logical(self)
     local, dual = self._local, self._spec.dual()
-    grad = dual if grad_sbp is None else self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
+    grad = (
+        dual
+        if grad_sbp is None
+        else self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
+    )
     if local.requires_grad:
         local = local.view_as(local) if grad is dual else _ToLocal.apply(local, grad, dual)
     return local.clone() if copy else local
 
 
 def plain_to_local(self: torch.Tensor, **options: Any) -> torch.Tensor:
-    raise GlobalTensorError("to_local() of a tensor that is local already: it is for tensors made by to_global or with placement=, sbp=")
+    raise GlobalTensorError(
+        "to_local() of a tensor that is local already: it is for tensors made by to_global or "
+        "with placement=, sbp="
+    )
 
 
 def _needs_global(name: str) -> property:
     def get(self: torch.Tensor) -> Any:
-        raise LocalTensorError(f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first")
+        raise LocalTensorError(
+            f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first"
+        )
 
     return property(get)
 
@@ -183,26 +269,34 @@ def _renamed(old: str, new: str) -> property:
     return property(get)
 
 
-# ---------------------------------------------------------------------------------------------------------------- values on every rank
+# ----------------------------------------------------------------------------- values on every rank
 
 
 def gather_global_value(x: GlobalTensor) -> torch.Tensor:
-    """The whole value as a plain CPU tensor, on every rank of the world. Collective. Raises NotImplementedError, as torch does, on the meta device."""
+    """The whole value as a plain CPU tensor, on every rank of the world. Collective. Raises
+    NotImplementedError, as torch does, on the meta device."""
     if x.is_meta:
-        raise NotImplementedError("Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values")
+        raise NotImplementedError(
+            "Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values"
+        )
     spec = x._spec
     here = world()
     local = x._local.detach()
     if set(spec.placement.flat) >= set(range(here.size)):
         return box(local, spec, spec.replicated(), why="reading a value").cpu()
     everywhere = all_ranks(here.size)
-    return box(local, spec, spec.replace(placement=everywhere, layout=[broadcast]), why="reading a value")
+    return box(
+        local, spec, spec.replace(placement=everywhere, layout=[broadcast]), why="reading a value"
+    )
 
 
 def numpy(self: GlobalTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     """The whole value as an array, on every rank of the world. Collective."""
     if self.requires_grad and not force and torch.is_grad_enabled():
-        raise RuntimeError("Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or x.numpy(force=True)")
+        raise RuntimeError(
+            "Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or "
+            "x.numpy(force=True)"
+        )
     return gather_global_value(self).numpy()
 
 
@@ -215,14 +309,30 @@ def tolist(self: GlobalTensor) -> Any:
 
 
 def to_text(self: GlobalTensor, *, tensor_contents: Any = None) -> str:
-    shown = repr(gather_global_value(self) if not self.is_meta else torch.empty(self.shape, dtype=self.dtype, device="meta"))
-    extra = f", grad_fn=<{self._local.grad_fn.name()}>" if self._local.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
+    shown = repr(
+        gather_global_value(self)
+        if not self.is_meta
+        else torch.empty(self.shape, dtype=self.dtype, device="meta")
+    )
+    extra = (
+        f", grad_fn=<{self._local.grad_fn.name()}>"
+        if self._local.grad_fn is not None
+        else ", requires_grad=True"
+        if self.requires_grad
+        else ""
+    )
     prefix = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
     return f"{prefix}{shown[:-1]}, placement={self.placement!r}, sbp={self.sbp!r}{extra})"
 
 
 def format_value(self: GlobalTensor, spec: str) -> str:
-    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec) if spec else to_text(self)
+    return (
+        format(self.item(), spec)
+        if self.dim() == 0
+        else object.__format__(self, spec)
+        if spec
+        else to_text(self)
+    )
 
 
 def array(self: GlobalTensor, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
@@ -230,7 +340,7 @@ def array(self: GlobalTensor, dtype: Any = None, copy: Any = None) -> np.ndarray
     return value if dtype is None else value.astype(dtype, copy=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------- dtype, device, copies
+# ---------------------------------------------------------------------------- dtype, device, copies
 
 
 def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
@@ -244,11 +354,15 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
 
 
 def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
-    """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
+    """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another
+    tensor, or both."""
     if args and isinstance(args[0], type) and args[0] in SEEN_AS:
         return args[0](self)
     switches = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
-    copy, order = kwargs.pop("copy", len(switches) > 1 and switches[1]), kwargs.pop("memory_format", None)
+    copy, order = (
+        kwargs.pop("copy", len(switches) > 1 and switches[1]),
+        kwargs.pop("memory_format", None),
+    )
     kwargs.pop("non_blocking", None)
     out = self
     for a in (*args, *kwargs.values()):
@@ -257,11 +371,15 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
         elif isinstance(a, torch.Tensor):
             out = _with_dtype(out, a.dtype)
             if isinstance(a, GlobalTensor):
-                out = out.to_global(placement=a.placement, sbp=out.sbp if a.placement is out.placement else a.sbp)
+                out = out.to_global(
+                    placement=a.placement, sbp=out.sbp if a.placement is out.placement else a.sbp
+                )
         elif isinstance(a, (str, torch.device, int)) and not isinstance(a, bool):
             kind = device_type(a)
             if kind != out._spec.placement.type:
-                out = out.to_global(placement=out._spec.placement.with_type(kind), sbp=out._spec.layout)
+                out = out.to_global(
+                    placement=out._spec.placement.with_type(kind), sbp=out._spec.layout
+                )
     if order is not None and order is not torch.preserve_format:
         out = out.contiguous(memory_format=order)
     return out.clone() if copy and out is self else out
@@ -270,7 +388,11 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
     def run(self: GlobalTensor, memory_format: Any = torch.preserve_format) -> GlobalTensor:
         out = _with_dtype(self, dtype)
-        return out if memory_format is torch.preserve_format else out.contiguous(memory_format=memory_format)
+        return (
+            out
+            if memory_format is torch.preserve_format
+            else out.contiguous(memory_format=memory_format)
+        )
 
     return run
 
@@ -278,7 +400,11 @@ def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
 def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
         return self._local.type()
-    return _with_dtype(self, dtype) if isinstance(dtype, torch.dtype) else _with_dtype(self, torch.empty(0).type(dtype).dtype)
+    return (
+        _with_dtype(self, dtype)
+        if isinstance(dtype, torch.dtype)
+        else _with_dtype(self, torch.empty(0).type(dtype).dtype)
+    )
 
 
 def detach(self: GlobalTensor) -> GlobalTensor:
@@ -288,7 +414,8 @@ def detach(self: GlobalTensor) -> GlobalTensor:
 def detach_(self: GlobalTensor) -> GlobalTensor:
     """Take the tensor out of the graph.
 
-    Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged for one that is not.
+    Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged
+    for one that is not.
     """
     if isinstance(self, RemoteView):
         self.detach_origin()
@@ -301,7 +428,10 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
 def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
     outside = self._spec.placement.coordinate(world().rank) is None
-    out = GlobalTensor.wrap(self._local.clone(memory_format=torch.preserve_format if outside else memory_format), self._spec)
+    out = GlobalTensor.wrap(
+        self._local.clone(memory_format=torch.preserve_format if outside else memory_format),
+        self._spec,
+    )
     if memory_format is torch.preserve_format:
         copy_noted_strides(self, out)
     return out
@@ -310,18 +440,27 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
     if torch_private.function_mode_on() or part_tells(self):
         local = self._local.contiguous(memory_format=memory_format)
-        if local is self._local and not torch_private.function_mode_on():  # what a recorder sees must not depend on strides
+        if (
+            local is self._local and not torch_private.function_mode_on()
+        ):  # what a recorder sees must not depend on strides
             return self
         return GlobalTensor.wrap(local, self._spec)
     if is_contiguous(self, memory_format):
         return self
     out = clone(self, memory_format=memory_format)
-    note_strides(out, Note(torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(), True))
+    note_strides(
+        out,
+        Note(
+            torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(),
+            True,
+        ),
+    )
     return out
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
-    """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
+    """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole
+    value, the same on every rank."""
     unpartial_norm_target("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
@@ -348,7 +487,7 @@ def of_local(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: method(self._local, *args, **kwargs)
 
 
-# ---------------------------------------------------------------------------------------------------------------- gradients, leaves, copies of objects
+# ------------------------------------------------------------- gradients, leaves, copies of objects
 
 
 def turned(name: str) -> Callable[..., GlobalTensor]:
@@ -357,7 +496,10 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
 
     def run(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
         if self._local.is_leaf and self._local.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation ({name}_)")
+            raise RuntimeError(
+                f"a leaf Variable that requires grad is being used in an in-place operation "
+                f"({name}_)"
+            )
         alone = self._memory is None
         out: Any = view(alias_of(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
@@ -375,7 +517,10 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
 
 def is_nonzero(self: GlobalTensor) -> bool:
     if self.numel() != 1:
-        raise RuntimeError(f"Boolean value of a tensor of shape {list(self.shape)} is ambiguous: it must have one element")
+        raise RuntimeError(
+            f"Boolean value of a tensor of shape {list(self.shape)} is ambiguous: it must have "
+            f"one element"
+        )
     return bool(gather_global_value(self))
 
 
@@ -383,8 +528,17 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     if id(self) in memo:
         return memo[id(self)]  # type: ignore[no-any-return]
     if not self._local.is_leaf:
-        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
-    out = memo[id(self)] = remade(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment"
+        )
+    out = memo[id(self)] = remade(
+        self._local.detach().clone(),
+        self._spec,
+        self.requires_grad,
+        getattr(self, "_is_param", False),
+        self._reduce_dtype,
+    )
     grad = self.grad
     if grad is not None:
         out.grad = copying.deepcopy(grad, memo)
@@ -392,49 +546,75 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
 
 
 METHODS: dict[str, Any] = {
-    "to_global": global_to_global, "global_to_global": global_to_global, "to_local": tensor_to_local,
-    "numpy": numpy, "item": item, "tolist": tolist, "__repr__": to_text, "__format__": format_value, "__array__": array,
-    "__float__": lambda self: float(gather_global_value(self)), "__int__": lambda self: int(gather_global_value(self)),
+    "to_global": global_to_global, "global_to_global": global_to_global,
+    "to_local": tensor_to_local,
+    "numpy": numpy, "item": item, "tolist": tolist, "__repr__": to_text, "__format__": format_value,
+    "__array__": array,
+    "__float__": lambda self: float(gather_global_value(self)),
+    "__int__": lambda self: int(gather_global_value(self)),
     "__bool__": lambda self: bool(gather_global_value(self)),
-    "__index__": lambda self: gather_global_value(self).__index__(), "__complex__": lambda self: complex(gather_global_value(self)),
-    "to": to, "type": type_, "cpu": lambda self, *a, **k: to(self, "cpu"), "cuda": lambda self, *a, **k: to(self, "cuda"),
-    "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16), "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
-    "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
-    "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
-    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride, "is_contiguous": is_contiguous,
-    "requires_grad_": requires_grad_, "retain_grad": autograd_hooks.retain_grad, "backward": tensor_backward, "register_hook": autograd_hooks.register_hook,
+    "__index__": lambda self: gather_global_value(self).__index__(),
+    "__complex__": lambda self: complex(gather_global_value(self)),
+    "to": to, "type": type_, "cpu": lambda self, *a, **k: to(self, "cpu"), "cuda": lambda self, *a,
+    **k: to(self, "cuda"),
+    "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16),
+    "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
+    "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8),
+    "byte": cast(torch.uint8), "bool": cast(torch.bool),
+    "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self,
+    other: _with_dtype(self, other.dtype),
+    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_,
+    "stride": stride, "is_contiguous": is_contiguous,
+    "requires_grad_": requires_grad_, "retain_grad": autograd_hooks.retain_grad,
+    "backward": tensor_backward, "register_hook": autograd_hooks.register_hook,
     "register_post_accumulate_grad_hook": autograd_hooks.register_post_accumulate_grad_hook,
-    **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
+    **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose",
+        "unsqueeze")},
     "check_meta_consistency": check_meta_consistency, "global_id": global_id,
-    "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
-    "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
-    "grad_fn": property(autograd_hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
+    "set_": set_, "resize_": resize_, "resize_as_": lambda self, other,
+    **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
+    "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec),
+    "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
+    "grad_fn": property(autograd_hooks.grad_fn),
+    "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
     "data": property(data, set_data),
     "grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
-    "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
-    "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
-    "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "names": property(lambda self: (None,) * self.dim()),
-    "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout),
+    "nbytes": property(lambda self: self._spec.nbytes),
+    "itemsize": property(lambda self: self._spec.dtype.itemsize),
+    "is_cpu": property(lambda self: self._spec.placement.type == "cpu"),
+    "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
+    "is_xpu": property(lambda self: self._spec.placement.type == "xpu"),
+    "names": property(lambda self: (None,) * self.dim()),
+    "is_meta": property(lambda self: self._local.is_meta),
+    "layout": property(lambda self: self._local.layout),
     "is_sparse": property(lambda self: self._local.is_sparse),
-    **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
-    **{name: of_local(name) for name in ("is_pinned", "get_device", "is_inference", "is_signed", "is_conj", "is_neg")},
+    **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn",
+        "is_mps", "is_lazy")},
+    **{name: of_local(name) for name in ("is_pinned", "get_device", "is_inference", "is_signed",
+        "is_conj", "is_neg")},
     **{name: of_local(name) for name in ("is_shared", "storage_type")},
     **storage.METHODS,
 }  # fmt: skip
 
-#: Those that make or move tensors: a graph that is being captured sees them as it sees torch's functions.
+#: Those that make or move tensors: a graph that is being captured sees them as it sees torch's
+#: functions.
 RECORDED = {
-    "to_global", "global_to_global", "to_local", "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte",
-    "bool", "cfloat", "cdouble", "type_as", "detach", "detach_", "clone", "contiguous", "copy_", "backward", "pin_memory", "resize_", "resize_as_",
+    "to_global", "global_to_global", "to_local", "to", "type", "cpu", "cuda", "float", "double",
+    "half", "bfloat16", "int", "long", "short", "char", "byte",
+    "bool", "cfloat", "cdouble", "type_as", "detach", "detach_", "clone", "contiguous", "copy_",
+    "backward", "pin_memory", "resize_", "resize_as_",
     *[f"{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")],
 }  # fmt: skip
 
 #: What ordinary tensors gain.
 PLAIN: dict[str, Any] = {
-    "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local, "is_global": property(lambda self: False),
-    "is_local": property(lambda self: True), "is_lazy": property(lambda self: False), "is_consistent": _renamed("is_consistent", "is_global"),
+    "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local,
+    "is_global": property(lambda self: False),
+    "is_local": property(lambda self: True), "is_lazy": property(lambda self: False),
+    "is_consistent": _renamed("is_consistent", "is_global"),
     "to_consistent": _renamed("to_consistent", "to_global"),
-    **{name: _needs_global(name) for name in ("placement", "sbp", "global_id", "check_meta_consistency")},
+    **{name: _needs_global(name) for name in ("placement", "sbp", "global_id",
+        "check_meta_consistency")},
 }  # fmt: skip
 
 
@@ -453,12 +633,14 @@ def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``plain.to(global)``: as in PyTorch the dtype alone is taken over."""
     if isinstance(args[0], GlobalTensor):
         return GlobalTensor.to(*args, **kwargs)
-    return args[0].to(next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor)).dtype)
+    return args[0].to(
+        next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor)).dtype
+    )
 
 
 def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``plain.type_as(global)``: a global tensor as in OneFlow, of that dtype, placement and, where the shape allows it, sbp. The plain one, alike on every
-    rank, is the whole value."""
+    """``plain.type_as(global)``: a global tensor as in OneFlow, of that dtype, placement and, where
+    the shape allows it, sbp. The plain one, alike on every rank, is the whole value."""
     if isinstance(args[0], GlobalTensor):
         return GlobalTensor.type_as(*args, **kwargs)
     other = args[1] if len(args) > 1 else kwargs["other"]
@@ -466,16 +648,21 @@ def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A global tensor takes what a global one holds, wherever that lies (`contents.set_data`), and stays tied, and known to its optimizer; from the meta device
-    too, where torch makes new parameters."""
+    """A global tensor takes what a global one holds, wherever that lies (`contents.set_data`), and
+    stays tied, and known to its optimizer; from the meta device too, where torch makes new
+    parameters."""
     return all(isinstance(t, GlobalTensor) for t in args)
 
 
 def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank holds whole. Others are gathered for each call anyhow."""
+    """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank
+    holds whole. Others are gathered for each call anyhow."""
     weights, *rest = args
     if not torch_private.recording.on and all(
-        isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights
+        isinstance(w, GlobalTensor)
+        and all(e.is_broadcast for e in w._spec.layout)
+        and w._local.numel()
+        for w in weights
     ):
         func([w._local for w in weights], *rest, **kwargs)
 
@@ -484,7 +671,17 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
 
-for _name in ("detach", "detach_", "clone", "is_inference", "is_shared", "storage_type", "is_conj", "is_neg", "is_signed"):
+for _name in (
+    "detach",
+    "detach_",
+    "clone",
+    "is_inference",
+    "is_shared",
+    "storage_type",
+    "is_conj",
+    "is_neg",
+    "is_signed",
+):
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS.update(storage.HANDLERS)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
@@ -492,15 +689,25 @@ for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsquee
 for _name in ("is_contiguous", "stride"):  # torch names the method of the tensor's own class
     HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[METHODS[_name]] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
-HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(args[1].shape, **kwargs)
+HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(
+    args[1].shape, **kwargs
+)
 HANDLERS[torch_private.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[torch_private.may_take_data] = _may_take_data
 HANDLERS[torch.Tensor.to], HANDLERS[torch.Tensor.type_as] = _plain_to, _plain_type_as
 for _name in METHODS:  # called by way of the class: torch.Tensor.float(x)
-    if callable(METHODS[_name]) and callable(getattr(torch.Tensor, _name, None)) and _name not in PLAIN:
+    if (
+        callable(METHODS[_name])
+        and callable(getattr(torch.Tensor, _name, None))
+        and _name not in PLAIN
+    ):
         HANDLERS.setdefault(getattr(torch.Tensor, _name), _method(_name))
-HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
-HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())
+HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: (
+    args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+)
+HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(
+    torch.isclose(*args, **kwargs).all()
+)
 HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point
 HANDLERS[torch.is_complex] = lambda func, args, kwargs: args[0].dtype.is_complex
 HANDLERS[torch.numel] = lambda func, args, kwargs: args[0].numel()

@@ -1,4 +1,5 @@
-"""Metrics of the torchmetrics library that are fed global tensors: what they count is already that of the whole batch, and is not added up over ranks again."""
+"""Metrics of the torchmetrics library that are fed global tensors: what they count is already that
+of the whole batch, and is not added up over ranks again."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ _FED: Final = "_globaltensor_fed"
 
 
 def _change(home: Any) -> None:
-    """Change ``torchmetrics.metric.Metric``: ``update`` notes what it is given, and ``sync`` does nothing after global tensors."""
+    """Change ``torchmetrics.metric.Metric``: ``update`` notes what it is given, and ``sync`` does
+    nothing after global tensors."""
     metric = home.Metric
     sync, wrap_update = metric.sync, getattr(metric, "_wrap_update", None)
-    if wrap_update is None:  # then the collectives refuse what would count twice (distributed/replicated_values.py)
+    if (
+        wrap_update is None
+    ):  # then the collectives refuse what would count twice (distributed/replicated_values.py)
         return
 
     @functools.wraps(wrap_update)
@@ -29,7 +33,9 @@ def _change(home: Any) -> None:
 
         @functools.wraps(inner)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            self.__dict__[_FED] = any(isinstance(t, GlobalTensor) for t in tensors_in((args, kwargs), []))
+            self.__dict__[_FED] = any(
+                isinstance(t, GlobalTensor) for t in tensors_in((args, kwargs), [])
+            )
             return inner(*args, **kwargs)
 
         return noting

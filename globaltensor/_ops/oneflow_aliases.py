@@ -1,5 +1,5 @@
-"""OneFlow's functions beside ``x.to_global``, which say what ``x`` must be; and two of torch's that libraries call as NumPy's (opt_einsum, by the module of
-a tensor's class)."""
+"""OneFlow's functions beside ``x.to_global``, which say what ``x`` must be; and two of torch's that
+libraries call as NumPy's (opt_einsum, by the module of a tensor's class)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,41 @@ from ..sharding.placement import Placement
 __all__ = ["global_to_global", "local_to_global", "tensordot", "transpose"]
 
 
-def local_to_global(x: torch.Tensor, placement: Placement, sbp: Any, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
+def local_to_global(
+    x: torch.Tensor, placement: Placement, sbp: Any, *, check_meta: bool = True, copy: bool = False
+) -> GlobalTensor:
     """``x.to_global(placement, sbp)`` of a local tensor. Raises SbpError of a global one."""
     if isinstance(x, GlobalTensor):
-        raise SbpError("local_to_global of a tensor that is global already: global_to_global changes its placement or sbp")
+        raise SbpError(
+            "local_to_global of a tensor that is global already: global_to_global changes its "
+            "placement or sbp"
+        )
     return to_global(x, placement, sbp, check_meta=check_meta, copy=copy)  # type: ignore[no-any-return]
 
 
-def global_to_global(x: torch.Tensor, placement: Placement | None = None, sbp: Any = None, **options: Any) -> GlobalTensor:
-    """``x.to_global(placement, sbp, ...)`` of a global tensor: what is not given stays. Raises SbpError of a local one."""
+def global_to_global(
+    x: torch.Tensor, placement: Placement | None = None, sbp: Any = None, **options: Any
+) -> GlobalTensor:
+    """``x.to_global(placement, sbp, ...)`` of a global tensor: what is not given stays. Raises
+    SbpError of a local one."""
     if not isinstance(x, GlobalTensor):
-        raise SbpError("global_to_global of a local tensor: local_to_global makes it global, with placement and sbp")
+        raise SbpError(
+            "global_to_global of a local tensor: local_to_global makes it global, with placement "
+            "and sbp"
+        )
     return to_global(x, placement, sbp, **options)  # type: ignore[no-any-return]
 
 
-def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: Any = None, *, axes: Any = None) -> torch.Tensor:
+def tensordot(
+    a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: Any = None, *, axes: Any = None
+) -> torch.Tensor:
     """``torch.tensordot``; ``axes`` is NumPy's name for ``dims``."""
     return torch.tensordot(a, b, dims=dims if axes is None else axes, out=out)
 
 
 def transpose(input: torch.Tensor, *dims: Any, **named: Any) -> torch.Tensor:
-    """``torch.transpose(input, dim0, dim1)``; of one tuple, or of none, as NumPy's: all dims in this order, or the other way round."""
+    """``torch.transpose(input, dim0, dim1)``; of one tuple, or of none, as NumPy's: all dims in
+    this order, or the other way round."""
     if named or len(dims) == 2:
         return torch.transpose(input, *dims, **named)
     order = dims[0] if dims and dims[0] is not None else range(input.dim())[::-1]

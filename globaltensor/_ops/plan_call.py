@@ -1,4 +1,5 @@
-"""What a cache miss does: from the rule of a function to the plan of a call. `dispatch` keeps the plan by the call's key."""
+"""What a cache miss does: from the rule of a function to the plan of a call. `dispatch` keeps the
+plan by the call's key."""
 
 from __future__ import annotations
 
@@ -39,8 +40,25 @@ from .call_plan import (
     tensors_in,
 )
 from .custom_ops import Writing, keep_written_whole, needs_fake, written_operands
-from .fallback import call_with_out, check_out, plan_on_whole, plan_without_rule, warn_without_rule, write_into_plain
-from .rules import RULES, Arg, LocalContext, OpDescription, Range, Rule, SignatureChoice, rule_of, select_signature
+from .fallback import (
+    call_with_out,
+    check_out,
+    plan_on_whole,
+    plan_without_rule,
+    warn_without_rule,
+    write_into_plain,
+)
+from .rules import (
+    RULES,
+    Arg,
+    LocalContext,
+    OpDescription,
+    Range,
+    Rule,
+    SignatureChoice,
+    rule_of,
+    select_signature,
+)
 from .rules.deferred_mean import materialize
 from .shape_inference import check_dtypes, infer_outputs, operands_among
 
@@ -48,8 +66,11 @@ __all__ = ["lies_at", "plan_call", "stage_context", "writes"]
 
 
 def autocast_state() -> tuple[Any, ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(kind))
-
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda", "xpu")
+        if torch.is_autocast_enabled(kind)
+    )
 
 
 class _Meeting(threading.local):
@@ -57,10 +78,10 @@ class _Meeting(threading.local):
     models = 0  # in stages, that run
     stages = 0  # that run, one within another
 
-#: Where operands of several placements meet, while a model that is cut into stages runs: on the stage that runs, or has run last
-#: (graph/pipeline/split_model.py).
-stage_context = _Meeting()
 
+#: Where operands of several placements meet, while a model that is cut into stages runs: on the
+#: stage that runs, or has run last (graph/pipeline/split_model.py).
+stage_context = _Meeting()
 
 
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
@@ -72,56 +93,80 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         where = _place_of_scalars(tensors)
         if where is not None:
             return where
-        if stage_context.where is not None and (not writes(func) or lies_at(tensors[0], stage_context.where)):
+        if stage_context.where is not None and (
+            not writes(func) or lies_at(tensors[0], stage_context.where)
+        ):
             return stage_context.where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
             + "".join(f"  {p}\n" for p in found)
             + f"bring them together first, for example x.to_global(placement={found[0]!r})"
-            + (", or write out of place (x = x + y), so that the result need not lie where x does" if writes(func) else "")
+            + (
+                ", or write out of place (x = x + y), so that the result need not lie where x does"
+                if writes(func)
+                else ""
+            )
         )
     return found[0]
 
 
-
 def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
-    """Where operands of several placements meet if all of one placement are but single numbers, which go anywhere (as torch lets them from device to device).
+    """Where operands of several placements meet if all of one placement are but single numbers,
+    which go anywhere (as torch lets them from device to device).
 
     None: tensors with dims lie on several placements. Of numbers alone, all ranks that have some.
     """
-    places = list(dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor)))
-    sized = list(dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor) and t.dim()))
+    places = list(
+        dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor))
+    )
+    sized = list(
+        dict.fromkeys(
+            t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor) and t.dim()
+        )
+    )
     if len(sized) > 1:
         return None
-    return sized[0] if sized else Placement(places[0].type, sorted({r for p in places for r in p.flat}))
-
+    return (
+        sized[0]
+        if sized
+        else Placement(places[0].type, sorted({r for p in places for r in p.flat}))
+    )
 
 
 def lies_at(t: torch.Tensor, where: Placement) -> bool:
     return isinstance(t, GlobalTensor) and t._spec.shown.placement is where
 
 
-
 def writes(func: Any) -> bool:
     """Whether a function writes into its first argument, by its name."""
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
-
+    return (
+        name in ("__setitem__", "__set__")
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name != "__invert__")
+    )
 
 
 def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with what lies elsewhere brought to where operands meet, with its sbp as it is where that has as many axes. Raises PlacementError where
-    nothing says where."""
+    """Call ``func`` with what lies elsewhere brought to where operands meet, with its sbp as it is
+    where that has as many axes. Raises PlacementError where nothing says where."""
     tensors = tensors_in(kwargs, tensors_in(args, []))
     where = _common_placement(func, tensors)
     away = [isinstance(t, GlobalTensor) and t._spec.shown.placement is not where for t in tensors]
-    these = iter([t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if elsewhere else t for t, elsewhere in zip(tensors, away, strict=True)])
+    these = iter(
+        [
+            t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if elsewhere else t
+            for t, elsewhere in zip(tensors, away, strict=True)
+        ]
+    )
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
-
-def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with the numbers that lie elsewhere brought to ``where``: those that lie alike together."""
+def _with_scalars(
+    func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``func`` with the numbers that lie elsewhere brought to ``where``: those that lie alike
+    together."""
     tensors = tensors_in(kwargs, tensors_in(args, []))
     groups: dict[Spec, list[GlobalTensor]] = {}
     for t in tensors:
@@ -138,7 +183,6 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
-
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
     rule = rule_of(func, kwargs)
@@ -152,16 +196,24 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         return DelegatePlan(lambda *a, **k: call_with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
-    if any(isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors):
+    if any(
+        isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors
+    ):
         if written is not None:
-            raise PlacementError(f"{describe_call(func, tensors)}: an operator that writes into its arguments needs all of them on one placement")
+            raise PlacementError(
+                f"{describe_call(func, tensors)}: an operator that writes into its arguments "
+                f"needs all of them on one placement"
+            )
         if _place_of_scalars(tensors) is None:
             return DelegatePlan(lambda *a, **k: _call_on_common_placement(func, a, k))
         return DelegatePlan(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
     operands = f"operand {{}} of {name_of(func)}"
-    specs = [t._spec if isinstance(t, GlobalTensor) else operand_spec(t, placement, operands.format(i)) for i, t in enumerate(tensors)]
+    specs = [
+        t._spec if isinstance(t, GlobalTensor) else operand_spec(t, placement, operands.format(i))
+        for i, t in enumerate(tensors)
+    ]
     if rule is None and written is not None:
         warn_without_rule(func)
         return plan_on_whole(func, specs, written)
@@ -169,7 +221,9 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         return plan_without_rule(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
         return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
-    taken = [s.shown for s in specs]  # what is stored otherwise counts as what it is shown to be, but stays where it is stored
+    taken = [
+        s.shown for s in specs
+    ]  # what is stored otherwise counts as what it is shown to be, but stays where it is stored
     stored = specs[0] if rule.inplace and isinstance(specs[0], StorageSpec) else None
     if stored is not None:
         taken[0] = stored.plain
@@ -181,7 +235,9 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
-    except RuntimeError:  # of shapes that do not fit, say: in the words of the function itself, if it refuses the call as well
+    except RuntimeError:
+        # of shapes that do not fit, say: in the words of the function itself, if it refuses the
+        # call as well
         infer_outputs(func, specs, args, kwargs)
         raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
@@ -191,10 +247,20 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         if meta is not None and not _is_ours(func):
             check_dtypes(func, specs, args, kwargs)
         cast = meta is not None and torch_private.any_autocast() and not rule.inplace
-        return DelegatePlan(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
+        return DelegatePlan(
+            _as_autocast_would(op.composite, func, specs, args, kwargs, meta)
+            if cast
+            else op.composite
+        )  # type: ignore[arg-type]
     if op.whole_call:
-        return ReplicatedPlan(rule.name, specs, rule.inplace) if written is None else plan_on_whole(func, specs, written)
-    meta, structure = infer_outputs(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
+        return (
+            ReplicatedPlan(rule.name, specs, rule.inplace)
+            if written is None
+            else plan_on_whole(func, specs, written)
+        )
+    meta, structure = infer_outputs(
+        func, specs, args, kwargs
+    )  # a call that is wrong fails here, with torch's own error
     if meta is None:
         if kernel and torch_private.is_custom(func):
             raise needs_fake(func)
@@ -207,8 +273,17 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     if written is not None:
         keep_written_whole(op, written[0])
     if unknown:
-        warnings.warn(f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on whole tensors", FallbackWarning, stacklevel=3)
-        return ReplicatedPlan(rule.name, specs, rule.inplace) if written is None else plan_on_whole(func, specs, written)
+        warnings.warn(
+            f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on "
+            f"whole tensors",
+            FallbackWarning,
+            stacklevel=3,
+        )
+        return (
+            ReplicatedPlan(rule.name, specs, rule.inplace)
+            if written is None
+            else plan_on_whole(func, specs, written)
+        )
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
         outs, op.out = [taken[0]], [op.dims[0]]
@@ -220,7 +295,9 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     kind: type[LocalPlan] = LocalPlan if written is None else Writing
     if choice is None:
         if not any(e.is_partial for e in specs[0].layout):
-            return ReplicatedPlan(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
+            return ReplicatedPlan(
+                name_of(func), specs, True
+            )  # compute on whole tensors and bring the target's part back
         choice, kind = select_signature(op, outs, alike=True), MoveTargetPlan
         if choice is None:
             return ReplicatedPlan(name_of(func), specs, True)
@@ -235,30 +312,38 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     return plan if all(i is None for i in same) else ReturnOperandPlan(same, structure, plan)
 
 
-
 def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
-    """Return the operands that are indices, that every rank has whole, and of which each rank's kernel will see a part."""
+    """Return the operands that are indices, that every rank has whole, and of which each rank's
+    kernel will see a part."""
     if not isinstance(plan, LocalPlan) or torch_private.recording.on or not op.ranges:
         return []
-    cut = [i for i in op.ranges if plan.routes[i] is not None and all(e.is_broadcast for e in plan.src[i].layout)]
+    cut = [
+        i
+        for i in op.ranges
+        if plan.routes[i] is not None and all(e.is_broadcast for e in plan.src[i].layout)
+    ]
     return [(i, op.ranges[i]) for i in cut]
 
 
-
-def _same(func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:
+def _same(
+    func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]
+) -> tuple[int | None, ...]:
     """Return which operand each result is, for all calls that a plan is for.
 
-    In-place functions see to that themselves, and functions of this library may give their operand in another layout.
+    In-place functions see to that themselves, and functions of this library may give their operand
+    in another layout.
     """
     free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
-    return (None,) * len(results) if rule.inplace or free or _is_ours(func) else operands_among(results)
-
+    return (
+        (None,) * len(results)
+        if rule.inplace or free or _is_ours(func)
+        else operands_among(results)
+    )
 
 
 def _is_ours(func: Any) -> bool:
     """Return True of a function of this library."""
     return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
-
 
 
 def _build_call_plan(
@@ -272,7 +357,13 @@ def _build_call_plan(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CallPlan:
-    if kind is LocalPlan and op.view and not rule.inplace and not torch_private.function_mode_on() and _hides_strides(op, specs[0], choice.outs, structure):
+    if (
+        kind is LocalPlan
+        and op.view
+        and not rule.inplace
+        and not torch_private.function_mode_on()
+        and _hides_strides(op, specs[0], choice.outs, structure)
+    ):
         kind = StridedViewPlan
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
@@ -282,50 +373,87 @@ def _build_call_plan(
     rank = world().rank
     if not done.outside:
         if op.local is not None:
-            with torch_private.real_tensors() if torch_private.recording.on else contextlib.nullcontext():  # what it makes beforehand is for the program, too
-                done.function = op.local(LocalContext(rank, choice.ins, choice.outs, choice.factors, op))
+            with (
+                torch_private.real_tensors()
+                if torch_private.recording.on
+                else contextlib.nullcontext()
+            ):  # what it makes beforehand is for the program, too
+                done.function = op.local(
+                    LocalContext(rank, choice.ins, choice.outs, choice.factors, op)
+                )
         if op.random:
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
-    flat = not done.picks and bool(args or not op.view) and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    flat = (
+        not done.picks
+        and bool(args or not op.view)
+        and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    )
     if torch_private.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
-    if kind is not LocalPlan or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
+    if (
+        kind is not LocalPlan
+        or done.outside
+        or done.coordinates is not None
+        or any(r is not None for r in done.routes)
+    ):
         return done
     if rule.inplace:
-        return InPlacePlan(done) if flat and done.single and args and type(args[0]) in ORDINARY and not op.view else done
+        return (
+            InPlacePlan(done)
+            if flat and done.single and args and type(args[0]) in ORDINARY and not op.view
+            else done
+        )
     if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
-        done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
+        done.shape, done.dtype, done.device = (
+            done.out.shape,
+            done.out.dtype,
+            world().device(done.out.placement.type),
+        )
         done.usual = done.dtype is torch.get_default_dtype() and done.device.type == "cpu"
-    elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):
+    elif (
+        flat
+        and type(structure) in (tuple, list)
+        and all(isinstance(t, torch.Tensor) for t in structure)
+    ):
         return LocalPlanMany(done)
     elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):
         return LocalPlanList(done)
     return done
 
 
-
 def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
-    """Return True of a view function whose parts may not tell how the whole results are laid in memory."""
-    if base.placement.coordinate(world().rank) is None or any(differ(s.plain) for s in (base, *outs)):
+    """Return True of a view function whose parts may not tell how the whole results are laid in
+    memory."""
+    if base.placement.coordinate(world().rank) is None or any(
+        differ(s.plain) for s in (base, *outs)
+    ):
         return True
     return isinstance(structure, torch.Tensor) and permutes(op.dims[0], op.out[0], outs[0])
-
 
 
 def _is_list(args: tuple[Any, ...]) -> bool:
     """Whether all tensors are in the first argument, a list of global ones."""
     first = args[0] if args else None
-    return type(first) in (tuple, list) and all(type(t) in ORDINARY for t in first) and not tensors_in(args[1:], [])
-
+    return (
+        type(first) in (tuple, list)
+        and all(type(t) in ORDINARY for t in first)
+        and not tensors_in(args[1:], [])
+    )
 
 
 def _as_autocast_would(
-    composite: Callable[..., Any], func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], meta: Sequence[torch.Tensor]
+    composite: Callable[..., Any],
+    func: Any,
+    specs: Sequence[Spec],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meta: Sequence[torch.Tensor],
 ) -> Callable[..., Any]:
-    """Autocast knows what it does to ``func``, not to the functions it is composed of: cast what comes in to what ``func`` gives, and leave the rest alone."""
+    """Autocast knows what it does to ``func``, not to the functions it is composed of: cast what
+    comes in to what ``func`` gives, and leave the rest alone."""
     kinds = [kind for kind, _ in autocast_state()]
 
     def off() -> contextlib.ExitStack:
@@ -343,12 +471,19 @@ def _as_autocast_would(
     wanted = found.pop() if len(found) == 1 else None
     if wanted is None or not wanted.is_floating_point:
         wanted = None
-    elif plain == [m.dtype for m in meta] and any(s.dtype.is_floating_point and s.dtype.itemsize > wanted.itemsize for s in specs):
+    elif plain == [m.dtype for m in meta] and any(
+        s.dtype.is_floating_point and s.dtype.itemsize > wanted.itemsize for s in specs
+    ):
         wanted = None  # it takes them as they are, the running statistics of a batch norm say
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if wanted is not None:
-            these = iter([t.to(wanted) if t.is_floating_point() else t for t in tensors_in(kwargs, tensors_in(args, []))])
+            these = iter(
+                [
+                    t.to(wanted) if t.is_floating_point() else t
+                    for t in tensors_in(kwargs, tensors_in(args, []))
+                ]
+            )
             args, kwargs = replaced(args, these), replaced(kwargs, these)
         with off():
             return composite(*args, **kwargs)
@@ -356,9 +491,9 @@ def _as_autocast_would(
     return run
 
 
-
 def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
-    """A property of torch.Tensor that no rule knows: asked of the local tensor where it is no tensor itself."""
+    """A property of torch.Tensor that no rule knows: asked of the local tensor where it is no
+    tensor itself."""
 
     def get(x: GlobalTensor) -> Any:
         value = func(x._local)
@@ -366,7 +501,10 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
             if value is x._local:
                 return x
             if value.shape != x._local.shape:
-                raise KernelError(f"the attribute {name_of(func)} of a global tensor is not known; use the method of the same meaning")
+                raise KernelError(
+                    f"the attribute {name_of(func)} of a global tensor is not known; use the "
+                    f"method of the same meaning"
+                )
             return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
         return value
 

@@ -1,11 +1,15 @@
-"""Randomness: the numbers a global tensor is filled with, and the streams that in-training randomness (dropout) draws from.
+"""Randomness: the numbers a global tensor is filled with, and the streams that in-training
+randomness (dropout) draws from.
 
-Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own part. So a tensor holds the numbers that one device would
-draw, whatever its placement and sbp, and the generator ends where one device would leave it, on every rank.
+Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own part. So a
+tensor holds the numbers that one device would draw, whatever its placement and sbp, and the
+generator ends where one device would leave it, on every rank.
 
-In training: an op draws from a stream of its own, seeded from the *key* and from where the rank stands along the axes that split the result. The
-key is the seed field of torch's CPU generator, advanced by each such op. So ``torch.manual_seed`` resets it, ``get_rng_state``, ``fork_rng`` and
-``torch.utils.checkpoint`` carry it, and plain draws leave it alone: ranks that drew different numbers of their own still agree on a mask.
+In training: an op draws from a stream of its own, seeded from the *key* and from where the rank
+stands along the axes that split the result. The key is the seed field of torch's CPU generator,
+advanced by each such op. So ``torch.manual_seed`` resets it, ``get_rng_state``, ``fork_rng`` and
+``torch.utils.checkpoint`` carry it, and plain draws leave it alone: ranks that drew different
+numbers of their own still agree on a mask.
 """
 
 from __future__ import annotations
@@ -56,26 +60,34 @@ BLOCK: Final = 1 << 16
 _GROUP: Final = 16
 _MASK: Final = (1 << 64) - 1
 _STEP: Final = 0x9E3779B97F4A7C15  # splitmix64's increment: odd, so the key visits all 2^64 values
-_write_seed = Struct("=Q").pack_into  # the state of a generator begins with its seed, in the machine's byte order
+_write_seed = Struct(
+    "=Q"
+).pack_into  # the state of a generator begins with its seed, in the machine's byte order
 
-# ---------------------------------------------------------------------------------------------------------------- streams
+# ------------------------------------------------------------------------------------------ streams
 
 
 def splitmix64(z: int) -> int:
-    """splitmix64's finaliser: 64 bits that look unrelated for neighbouring ``z`` (Steele, Lea, Flood 2014)."""
+    """splitmix64's finaliser: 64 bits that look unrelated for neighbouring ``z`` (Steele, Lea,
+    Flood 2014)."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 
 def run(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], placement: Placement | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    coordinate: Sequence[int],
+    placement: Placement | None = None,
 ) -> Any:
     """Call ``function(*args, **kwargs)`` on local tensors, drawing from the op's own stream.
 
-    ``coordinate``: where this rank stands along the axes that split the result, 0 along the others: equal coordinates draw equal numbers.
-    A ``generator=`` among ``kwargs`` takes the place of the default one: its seed is the key. Its state is as before afterwards, with the key advanced.
-    The ranks of ``placement`` compare their keys: they must draw from one seed.
+    ``coordinate``: where this rank stands along the axes that split the result, 0 along the others:
+    equal coordinates draw equal numbers. A ``generator=`` among ``kwargs`` takes the place of the
+    default one: its seed is the key. Its state is as before afterwards, with the key advanced. The
+    ranks of ``placement`` compare their keys: they must draw from one seed.
     """
     if torch_private.function_mode_on():
         return shown(run, function, args, kwargs, coordinate)
@@ -86,18 +98,31 @@ def run(
         with _serialized(_device_of(args)):
             return _run(function, args, kwargs, coordinate, torch.default_generator)
     if placement is not None:
-        world().history((placement,)).record(b"key %d" % (generator or torch.default_generator).initial_seed())
+        world().history((placement,)).record(
+            b"key %d" % (generator or torch.default_generator).initial_seed()
+        )
     return _run(function, args, kwargs, coordinate, generator or torch.default_generator)
 
 
-def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], generator: torch.Generator) -> Any:
+def _run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    coordinate: Sequence[int],
+    generator: torch.Generator,
+) -> Any:
     key = generator.initial_seed()
     seed = splitmix64(key)
     for c in coordinate:
         seed = splitmix64(seed + c + 1 & _MASK)
     device = _device_of(args)
-    # The numbers on an accelerator come from its own generator, but the key is the CPU's: one key for every rank, whatever its device.
-    other = _accelerator(device) if generator is torch.default_generator and device.type != "cpu" else None
+    # The numbers on an accelerator come from its own generator, but the key is the CPU's: one key
+    # for every rank, whatever its device.
+    other = (
+        _accelerator(device)
+        if generator is torch.default_generator and device.type != "cpu"
+        else None
+    )
     state = generator.get_state()
     before = None if other is None else other.get_state()
     try:
@@ -116,14 +141,17 @@ _seed_at_import = torch.initial_seed()
 
 
 def agree_on_seed() -> None:
-    """Let all ranks draw the numbers of the first one where the program has not seeded: torch seeds every process otherwise. The first draw of a world for
-    global tensors does so. Collective, once; all ranks of the world draw, or skip, at the same points."""
+    """Let all ranks draw the numbers of the first one where the program has not seeded: torch seeds
+    every process otherwise. The first draw of a world for global tensors does so. Collective, once;
+    all ranks of the world draw, or skip, at the same points."""
     here = world()
     if here.seed_agreed or not here.compares or isinstance(here, SimulatedWorld):
         return
     here.seed_agreed = True
     everyone = here.comm(tuple(range(here.size)))
-    told = everyone.all_gather_object((torch.initial_seed(), torch.initial_seed() == _seed_at_import))
+    told = everyone.all_gather_object(
+        (torch.initial_seed(), torch.initial_seed() == _seed_at_import)
+    )
     if len({seed for seed, _ in told}) > 1 and all(fresh for _, fresh in told):
         state = everyone.broadcast(torch.default_generator.get_state(), 0)
         torch.manual_seed(told[0][0])  # of accelerators, too
@@ -131,7 +159,8 @@ def agree_on_seed() -> None:
 
 
 def reserve_keys(count: int) -> int:
-    """Take the keys of the next ``count`` draws from torch's generator, for `run_with_key`: the first of them. Every rank takes them at the same point."""
+    """Take the keys of the next ``count`` draws from torch's generator, for `run_with_key`: the
+    first of them. Every rank takes them at the same point."""
     agree_on_seed()
     with _serialized(torch.device("cpu")):
         state = torch.default_generator.get_state()
@@ -141,8 +170,16 @@ def reserve_keys(count: int) -> int:
     return key
 
 
-def run_with_key(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], first: int, number: int) -> Any:
-    """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and on whichever ranks: the generator stays as it is."""
+def run_with_key(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    coordinate: Sequence[int],
+    first: int,
+    number: int,
+) -> Any:
+    """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and
+    on whichever ranks: the generator stays as it is."""
     with _one_at_a_time if isinstance(world(), SimulatedWorld) else nullcontext():
         state = torch.default_generator.get_state()
         was = state.clone()
@@ -155,7 +192,8 @@ def run_with_key(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def advance_key(generator: torch.Generator | None = None) -> None:
-    """What a rank outside the placement does in place of ``run``: it draws nothing, but its key advances with the others'."""
+    """What a rank outside the placement does in place of ``run``: it draws nothing, but its key
+    advances with the others'."""
     run(_nothing, (), {"generator": generator}, ())
 
 
@@ -175,17 +213,20 @@ def _accelerator(device: torch.device) -> torch.Generator | None:
     if device.type != "cuda":
         return None
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- simulated ranks
+# ---------------------------------------------------------------------------------- simulated ranks
 
 _one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def _serialized(device: torch.device) -> Iterator[None]:
-    """Simulated ranks are threads and share torch's generators: let them draw one after another, each from the state that all came with."""
+    """Simulated ranks are threads and share torch's generators: let them draw one after another,
+    each from the state that all came with."""
     here = world()
     if not isinstance(here, SimulatedWorld) or here.size == 1:
         yield
@@ -194,7 +235,9 @@ def _serialized(device: torch.device) -> Iterator[None]:
     generators = [torch.default_generator, *([] if accelerator is None else [accelerator])]
     everyone = here.comm(tuple(range(here.size)))
     everyone.all_gather_object(None)  # from here on nobody is still drawing or seeding for itself
-    states = everyone.all_gather_object([g.get_state() for g in generators] if here.rank == 0 else None)[0]
+    states = everyone.all_gather_object(
+        [g.get_state() for g in generators] if here.rank == 0 else None
+    )[0]
     try:
         with _one_at_a_time:
             for g, state in zip(generators, states, strict=True):
@@ -204,7 +247,7 @@ def _serialized(device: torch.device) -> Iterator[None]:
         everyone.all_gather_object(None)
 
 
-# ---------------------------------------------------------------------------------------------------------------- filling
+# ------------------------------------------------------------------------------------------ filling
 
 
 @dataclass(frozen=True)
@@ -216,18 +259,26 @@ class RandomFill:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        out: Tensor = getattr(Tensor, self.name)(target, *self.args, **self.kwargs, generator=generator)
+        out: Tensor = getattr(Tensor, self.name)(
+            target, *self.args, **self.kwargs, generator=generator
+        )
         return out
 
     def in_blocks(self, dtype: torch.dtype) -> bool:
         """Whether block after block gives the numbers of one draw, on this machine's CPU."""
-        return not any(isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())) and _in_blocks(self.name, dtype)
+        return not any(
+            isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())
+        ) and _in_blocks(self.name, dtype)
 
 
 @lru_cache(maxsize=256)
 def _in_blocks(name: str, dtype: torch.dtype) -> bool:
-    # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and exponential_ seed a stream of their own once a call.
-    fill, n = RandomFill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
+    # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and
+    # exponential_ seed a stream of their own once a call.
+    fill, n = (
+        RandomFill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()),
+        2 * BLOCK + 3,
+    )
     a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     with torch_private.real_tensors():
         whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
@@ -237,7 +288,8 @@ def _in_blocks(name: str, dtype: torch.dtype) -> bool:
 
 
 def _blocks(n: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of each block of n elements; the last takes the rest, for fewer than 16 elements are drawn in another way."""
+    """(start, length) of each block of n elements; the last takes the rest, for fewer than 16
+    elements are drawn in another way."""
     start = 0
     while n - start >= BLOCK + _GROUP:
         yield start, BLOCK
@@ -247,9 +299,11 @@ def _blocks(n: int) -> Iterator[tuple[int, int]]:
 
 @visible
 def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None = None) -> Tensor:
-    """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside the placement.
+    """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside
+    the placement.
 
-    Every rank of the world calls it, so that all generators move alike. Memory: the part and one block; the whole where the kernel knows no blocks.
+    Every rank of the world calls it, so that all generators move alike. Memory: the part and one
+    block; the whole where the kernel knows no blocks.
     """
     rank, device = world().rank, _device(spec)
     inside = spec.placement.coordinate(rank) is not None
@@ -257,7 +311,11 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
         return placeholder(spec)
     everything = inside and spec.local_shape(rank) == tuple(spec.shape)
     if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
-        return draw_global(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
+        return draw_global(
+            spec,
+            lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator),
+            generator,
+        )
     with _turn(device, generator, spec):
         out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
         buffer = torch.empty(BLOCK + _GROUP, dtype=spec.dtype)
@@ -269,7 +327,9 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
     return zero_unless_owner(out, spec) if inside else out
 
 
-def draw_global(spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None) -> Tensor:
+def draw_global(
+    spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None
+) -> Tensor:
     """This rank's part of what ``whole()`` draws at once -> a local tensor of its own."""
     device = _device(spec)
     if device is None:
@@ -279,7 +339,8 @@ def draw_global(spec: Spec, whole: Callable[[], Tensor], generator: torch.Genera
 
 
 def part(whole: Tensor, spec: Spec) -> Tensor:
-    """This rank's part of a whole tensor that every rank holds; on a partial axis the value lies at coordinate 0 and zeros elsewhere.
+    """This rank's part of a whole tensor that every rank holds; on a partial axis the value lies at
+    coordinate 0 and zeros elsewhere.
 
     Shares no memory with ``whole`` unless it is all of it.
     """
@@ -290,7 +351,12 @@ def part(whole: Tensor, spec: Spec) -> Tensor:
     out = whole
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         out = out.narrow(dim, offset, length)
-    return zero_unless_owner(whole if lengths == tuple(whole.shape) else out.clone(memory_format=torch.contiguous_format), spec)
+    return zero_unless_owner(
+        whole
+        if lengths == tuple(whole.shape)
+        else out.clone(memory_format=torch.contiguous_format),
+        spec,
+    )
 
 
 def zero_unless_owner(local: Tensor, spec: Spec) -> Tensor:
@@ -299,13 +365,20 @@ def zero_unless_owner(local: Tensor, spec: Spec) -> Tensor:
 
 
 def owns_value(spec: Spec) -> bool:
-    """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds up: coordinate 0 does, for the sum to be the value."""
+    """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds
+    up: coordinate 0 does, for the sum to be the value."""
     where = spec.placement.coordinate(world().rank) or ()
-    return not any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=bool(where)))
+    return not any(
+        c and e.is_partial and e.reduce not in ("max", "min")
+        for c, e in zip(where, spec.layout, strict=bool(where))
+    )
 
 
-def _place(block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
-    """Copy what of ``block`` (the elements from ``start`` on of a row-major tensor of ``shape``) falls into the box at ``offsets`` into ``out``."""
+def _place(
+    block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor
+) -> None:
+    """Copy what of ``block`` (the elements from ``start`` on of a row-major tensor of ``shape``)
+    falls into the box at ``offsets`` into ``out``."""
     if not out.numel():
         return
     row, first, n = math.prod(shape[1:]), offsets[0], len(block)
@@ -321,12 +394,15 @@ def _place(block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int
         for dim in range(1, len(shape)):
             value = value.narrow(dim, offsets[dim], out.shape[dim])
         out[a - first : b - first].copy_(value)
-    if n > rows * row and first <= i + rows < first + len(out):  # the beginning of a row that a later block ends
+    if n > rows * row and first <= i + rows < first + len(
+        out
+    ):  # the beginning of a row that a later block ends
         _place(block[rows * row :], 0, shape[1:], offsets[1:], out[i + rows - first])
 
 
 def _device(spec: Spec) -> torch.device | None:
-    """Where this rank draws for ``spec``; None on a rank outside the placement that has no such device, and so no generator to move."""
+    """Where this rank draws for ``spec``; None on a rank outside the placement that has no such
+    device, and so no generator to move."""
     try:
         return world().device(spec.placement.type)
     except WorldError:
@@ -337,21 +413,33 @@ def _device(spec: Spec) -> torch.device | None:
 
 @contextmanager
 def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
-    """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they must draw one sequence."""
+    """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they
+    must draw one sequence."""
     if generator is None:
         agree_on_seed()
     with nullcontext() if generator is not None else _serialized(device):
         here = world()
         if here.compares and not torch_private.recording.on:
             state = (generator or _accelerator(device) or torch.default_generator).get_state()
-            here.history((spec.placement,)).record(hashlib.blake2b(state.numpy(), digest_size=8).digest())
+            here.history((spec.placement,)).record(
+                hashlib.blake2b(state.numpy(), digest_size=8).digest()
+            )
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------- handlers
+# ----------------------------------------------------------------------------------------- handlers
 
 #: torch.Tensor's methods that fill a tensor with random numbers
-FILLS: Final = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+FILLS: Final = (
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+)
 
 
 def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -362,26 +450,36 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     name = func.__name__
     if not isinstance(x, GlobalTensor):
         raise InplaceError(
-            f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
+            f"{name} on a plain tensor cannot take a global argument: pass to_local() of the "
+            f"argument, or make the target global with to_global(placement, sbp)"
         )
     call_plan.unpartial_norm_target(name, x)
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = RandomFill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
     strides = memory_order(x)
-    whole = tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel
+    whole = (
+        tuple(local.shape) == tuple(spec.shape)
+        and not any(e.is_partial for e in spec.layout)
+        and spec.numel
+    )
     if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
         with _turn(local.device, generator, spec):
             fill(local, generator)
     else:
         with torch.no_grad():
-            # In another order than row by row it takes the kernel that torch has for that, which knows no blocks.
+            # In another order than row by row it takes the kernel that torch has for that, which
+            # knows no blocks.
             value = (
                 fill_local(spec, fill, generator)
                 if strides is None
-                else draw_global(spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator)
+                else draw_global(
+                    spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator
+                )
             )
-        local.copy_(value)  # with gradients as they are: torch's own checks and its version counter apply
+        local.copy_(
+            value
+        )  # with gradients as they are: torch's own checks and its version counter apply
     return finish_inplace(x)
 
 
@@ -390,41 +488,65 @@ def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tenso
 
 
 def _whole(name: str, value: Any, spec: Spec) -> Any:
-    """An argument as every rank needs it to draw the whole sequence: a global tensor of probabilities becomes its whole value."""
+    """An argument as every rank needs it to draw the whole sequence: a global tensor of
+    probabilities becomes its whole value."""
     if not isinstance(value, GlobalTensor):
         return value
     if value._spec.placement is not spec.placement:
         raise PlacementError(
-            f"{name}: the target lies on {spec.placement!r}, its argument on {value._spec.placement!r}; "
+            f"{name}: the target lies on {spec.placement!r}, its argument on "
+            f"{value._spec.placement!r}; "
             f"bring it there with to_global(placement={spec.placement!r})"
         )
     if spec.placement.coordinate(world().rank) is None:
         # Any probability moves the generator alike.
         return torch.full(value._spec.shape, 0.5, dtype=value._spec.dtype)
-    return box(value._local.detach(), value._spec, value._spec.replicated(), why=f"argument of {name}")
+    return box(
+        value._local.detach(), value._spec, value._spec.replicated(), why=f"argument of {name}"
+    )
 
 
 def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.normal(mean, std)`` with a global mean or std: standard normal numbers, scaled and shifted, as torch does it."""
+    """``torch.normal(mean, std)`` with a global mean or std: standard normal numbers, scaled and
+    shifted, as torch does it."""
     kwargs = dict(kwargs)
     generator, out = kwargs.pop("generator", None), kwargs.pop("out", None)
     mean, std = (*args, *(kwargs[k] for k in ("mean", "std") if k in kwargs), 1.0)[:2]
     if not isinstance(mean, Tensor) and not isinstance(std, Tensor):  # only out= is global
         size = torch.Size(kwargs["size"] if "size" in kwargs else args[2])
         if size != out.shape:
-            raise InplaceError(f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global tensor of that shape")
+            raise InplaceError(
+                f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global "
+                f"tensor of that shape"
+            )
         return out.normal_(mean, std, generator=generator)
     if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
         ones = [torch.ones((), dtype=v.dtype) if isinstance(v, Tensor) else v for v in (mean, std)]
-        torch.normal(*ones, generator=torch.Generator())  # which torch's kernel refuses, in most dtypes
-    like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
-    spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
+        torch.normal(
+            *ones, generator=torch.Generator()
+        )  # which torch's kernel refuses, in most dtypes
+    like: Any = (
+        mean * std
+        if isinstance(mean, Tensor) and isinstance(std, Tensor)
+        else mean
+        if isinstance(mean, Tensor)
+        else std
+    )
+    spec = like._spec.replace(
+        layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout]
+    )
     with torch.no_grad():
-        numbers = GlobalTensor.wrap(fill_local(spec, RandomFill("normal_", (0.0, 1.0)), generator), spec) * std + mean
+        numbers = (
+            GlobalTensor.wrap(fill_local(spec, RandomFill("normal_", (0.0, 1.0)), generator), spec)
+            * std
+            + mean
+        )
         return numbers if out is None else out.copy_(numbers)
 
 
-HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {getattr(Tensor, name): _fill_in_place for name in FILLS}
+HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    getattr(Tensor, name): _fill_in_place for name in FILLS
+}
 HANDLERS[torch.normal] = _normal
 dispatch.HANDLERS.update(HANDLERS)
 call_plan.RANDOM[:] = [run]

@@ -1,7 +1,9 @@
-"""Global tensors need every rank to run the same ops in the same order. ``check_ranks`` compares what the ranks do, and says where they went apart.
+"""Global tensors need every rank to run the same ops in the same order. ``check_ranks`` compares
+what the ranks do, and says where they went apart.
 
-Before each collective of global tensors its ranks tell each other what they have run so far and what the collective is for: by messages of one size, in a
-group of its own, so that ranks that do different things neither hang nor read each other's data as something else.
+Before each collective of global tensors its ranks tell each other what they have run so far and
+what the collective is for: by messages of one size, in a group of its own, so that ranks that do
+different things neither hang nor read each other's data as something else.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ __all__ = ["check_ranks"]
 _BYTES: Final = 4096  # of a message
 _KEPT: Final = 12  # ops that a message tells of
 _TEXT: Final = 100  # characters of each
-_UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})  # they move nothing, or their collectives say it
+_UNSEEN: Final = frozenset(
+    {"__get__", "detach", "to_local", "backward"}
+)  # they move nothing, or their collectives say it
 _serial = itertools.count()
 
 
@@ -57,9 +61,14 @@ class RankGuard(TorchFunctionMode):
         self._world, self._name = here, name
         self._done: collections.deque[OpRecord] = collections.deque(maxlen=_KEPT)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
-        #: By the ranks that hold the same part: how many operands were seen, a digest of their values, and the last ones by text.
-        self._replicas: dict[tuple[int, ...], tuple[int, bytes, collections.deque[tuple[str, str]]]] = {}
-        self._seen: Any = WeakIdKeyDictionary()  # local tensor -> its version and the digest of its values then
+        #: By the ranks that hold the same part: how many operands were seen, a digest of their
+        #: values, and the last ones by text.
+        self._replicas: dict[
+            tuple[int, ...], tuple[int, bytes, collections.deque[tuple[str, str]]]
+        ] = {}
+        self._seen: Any = (
+            WeakIdKeyDictionary()
+        )  # local tensor -> its version and the digest of its values then
         self._now = ""
         self._busy = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -71,7 +80,7 @@ class RankGuard(TorchFunctionMode):
         if not given or getattr(func, "__name__", "") in _UNSEEN:
             return func(*args, **kwargs)
         self._see(name, given)
-        what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"
+        what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"  # noqa: E501
         self._now, before = _cut(what), self._now
         try:
             out = func(*args, **kwargs)
@@ -80,7 +89,10 @@ class RankGuard(TorchFunctionMode):
         if tensors_in(out, []):
             placement = given[0].placement
             count, digest = self._digests.get(placement, (0, b""))
-            self._digests[placement] = count + 1, hashlib.blake2b(digest + what.encode(), digest_size=8).digest()
+            self._digests[placement] = (
+                count + 1,
+                hashlib.blake2b(digest + what.encode(), digest_size=8).digest(),
+            )
             self._done.append(OpRecord(placement, _cut(what), _line()))
         return out
 
@@ -89,32 +101,61 @@ class RankGuard(TorchFunctionMode):
         for i, x in enumerate(operands):
             group = replica_ranks(x._spec, self._world.rank)
             local = x._local if len(group) > 1 and type(x) in ORDINARY else None
-            if local is None or local.is_meta or local.layout is not torch.strided or torch_private.is_fake(local):
+            if (
+                local is None
+                or local.is_meta
+                or local.layout is not torch.strided
+                or torch_private.is_fake(local)
+            ):
                 continue
             version = -1 if local.is_inference() else local._version
             known = self._seen.get(local)
             if known is None or known[0] != version or version < 0:
                 with torch.no_grad(), torch_private.without_function_modes():
                     known = self._seen[local] = version, content_digest(local)
-            count, digest, last = self._replicas.get(group, (0, b"", collections.deque(maxlen=_KEPT)))
+            count, digest, last = self._replicas.get(
+                group, (0, b"", collections.deque(maxlen=_KEPT))
+            )
             last.append((f"operand {i} of {name} {x._spec!r} ({known[1].hex()})", _line()))
-            self._replicas[group] = count + 1, hashlib.blake2b(digest + known[1], digest_size=8).digest(), last
+            self._replicas[group] = (
+                count + 1,
+                hashlib.blake2b(digest + known[1], digest_size=8).digest(),
+                last,
+            )
 
     def meet(self, comm: Communicator, kind: str) -> None:
-        """Compare with the other ranks of a collective, before it. Raises WorldError where they differ, or do not come."""
+        """Compare with the other ranks of a collective, before it. Raises WorldError where they
+        differ, or do not come."""
         if comm.size == 1 or self._busy:
             return
         self._busy = True
         try:
             common = [p for p in self._digests if set(comm.ranks) <= set(p.flat)]
             done = [(did.op, did.line) for did in self._done if did.placement in common]
-            counts = {repr(p): (self._digests[p][0], self._digests[p][1].hex()) for p in sorted(common, key=repr)}
+            counts = {
+                repr(p): (self._digests[p][0], self._digests[p][1].hex())
+                for p in sorted(common, key=repr)
+            }
             state = hashlib.blake2b(json.dumps(counts).encode(), digest_size=8).hexdigest()
-            replicas = {repr(g): (n, digest.hex(), list(last)) for g, (n, digest, last) in sorted(self._replicas.items()) if set(comm.ranks) <= set(g)}
+            replicas = {
+                repr(g): (n, digest.hex(), list(last))
+                for g, (n, digest, last) in sorted(self._replicas.items())
+                if set(comm.ranks) <= set(g)
+            }
             held = {g: (n, digest) for g, (n, digest, _) in replicas.items()}
             shown = [each for _, _, last in replicas.values() for each in last]
-            mine = {"kind": kind, "op": self._now, "line": _line(), "n": sum(n for n, _ in counts.values()), "state": state, "done": done}
-            mine |= {"replicas": hashlib.blake2b(json.dumps(held).encode(), digest_size=8).hexdigest(), "operands": shown}
+            mine = {
+                "kind": kind,
+                "op": self._now,
+                "line": _line(),
+                "n": sum(n for n, _ in counts.values()),
+                "state": state,
+                "done": done,
+            }
+            mine |= {
+                "replicas": hashlib.blake2b(json.dumps(held).encode(), digest_size=8).hexdigest(),
+                "operands": shown,
+            }
             told = self._told(comm, mine)
         finally:
             self._busy = False
@@ -138,16 +179,27 @@ class RankGuard(TorchFunctionMode):
         try:
             dist.all_gather(got, sent, group=self._group(ranks))
         except RuntimeError as error:
-            others = "".join(f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank)
-            told = f"the ranks went apart, or one has ended: not all of ranks {list(ranks)} came within {timeout().total_seconds():g} s"
-            raise WorldError(f"{told}\n  rank {self._world.rank} is {_place(mine)}{others}") from error
-        found = dict(zip(ranks, (json.loads(g.numpy().tobytes().rstrip(b"\0")) for g in got), strict=True))
+            others = "".join(
+                f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank
+            )
+            told = (
+                f"the ranks went apart, or one has ended: not all of ranks {list(ranks)} came "
+                f"within {timeout().total_seconds():g} s"
+            )
+            raise WorldError(
+                f"{told}\n  rank {self._world.rank} is {_place(mine)}{others}"
+            ) from error
+        found = dict(
+            zip(ranks, (json.loads(g.numpy().tobytes().rstrip(b"\0")) for g in got), strict=True)
+        )
         return [found[r] for r in comm.ranks]
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in self._groups:
             name = f"globaltensor_{self._name}_{'_'.join(map(str, ranks))}"
-            self._groups[ranks] = torch_private.new_group(ranks, self._world.rank, name, "gloo", timeout())
+            self._groups[ranks] = torch_private.new_group(
+                ranks, self._world.rank, name, "gloo", timeout()
+            )
         return self._groups[ranks]
 
     # Where each rank is, for those that wait for it
@@ -158,7 +210,11 @@ class RankGuard(TorchFunctionMode):
     def _heard(self, rank: int) -> str:
         try:
             store, key = torch_private.default_store(), f"{self._name}/{rank}"
-            return f"was last {store.get(key).decode()}" if store.check([key]) else "has come to no collective yet"
+            return (
+                f"was last {store.get(key).decode()}"
+                if store.check([key])
+                else "has come to no collective yet"
+            )
         except RuntimeError:
             return "cannot be asked"
 
@@ -166,10 +222,16 @@ class RankGuard(TorchFunctionMode):
 def _message(mine: dict[str, Any]) -> bytes:
     """A message of `_BYTES`; older ops are left out where it would be longer."""
     for drop in range(max(len(mine["done"]), len(mine["operands"])) + 1):
-        text = json.dumps({**mine, "done": mine["done"][drop:], "operands": mine["operands"][drop:]}).encode()
+        text = json.dumps(
+            {**mine, "done": mine["done"][drop:], "operands": mine["operands"][drop:]}
+        ).encode()
         if len(text) <= _BYTES:
             return text.ljust(_BYTES, b"\0")
-    return json.dumps({**mine, "done": [], "operands": [], "line": ""}).encode()[:_BYTES].ljust(_BYTES, b"\0")
+    return (
+        json.dumps({**mine, "done": [], "operands": [], "line": ""})
+        .encode()[:_BYTES]
+        .ljust(_BYTES, b"\0")
+    )
 
 
 def _place(told: dict[str, Any]) -> str:
@@ -178,24 +240,53 @@ def _place(told: dict[str, Any]) -> str:
 
 
 def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
-    lines = [f"the ranks went apart: all must run the same ops on global tensors, in the same order\n  rank {me} {_place(mine)}\n  rank {rank} {_place(other)}"]
+    lines = [
+        (
+            f"the ranks went apart: all must run the same ops on global tensors, in the same "
+            f"order\n  "
+            f"rank {me} {_place(mine)}\n  rank {rank} {_place(other)}"
+        )
+    ]
     if mine["state"] != other["state"]:
-        one, two = ({told["n"] - len(told["done"]) + i: tuple(did) for i, did in enumerate(told["done"])} for told in (mine, other))
-        at = next((n for n in sorted(one.keys() | two.keys()) if n >= max(min(one, default=0), min(two, default=0)) and _op(one, n) != _op(two, n)), None)
+        one, two = (
+            {told["n"] - len(told["done"]) + i: tuple(did) for i, did in enumerate(told["done"])}
+            for told in (mine, other)
+        )
+        at = next(
+            (
+                n
+                for n in sorted(one.keys() | two.keys())
+                if n >= max(min(one, default=0), min(two, default=0)) and _op(one, n) != _op(two, n)
+            ),
+            None,
+        )
         if at is None:
             lines.append(f"they differ in an op before the last {_KEPT}")
         else:
-            lines += [f"the first op that differs is number {at + 1}", f"  rank {me} ran {_told_of(one, at)}", f"  rank {rank} ran {_told_of(two, at)}"]
+            lines += [
+                f"the first op that differs is number {at + 1}",
+                f"  rank {me} ran {_told_of(one, at)}",
+                f"  rank {rank} ran {_told_of(two, at)}",
+            ]
     return "\n".join(lines)
 
 
 def _replicas_apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
     """The error of ranks whose replicas hold other values."""
-    pair = next(((a, b) for a, b in zip(mine["operands"], other["operands"], strict=False) if a[0] != b[0]), None)
-    which = "an operand before those that a message tells of" if pair is None else f"{pair[0][0]} on rank {me}, {pair[1][0]} on rank {rank}  ({pair[0][1]})"
+    pair = next(
+        ((a, b) for a, b in zip(mine["operands"], other["operands"], strict=False) if a[0] != b[0]),
+        None,
+    )
+    which = (
+        "an operand before those that a message tells of"
+        if pair is None
+        else f"{pair[0][0]} on rank {me}, {pair[1][0]} on rank {rank}  ({pair[0][1]})"
+    )
     return (
-        f"replicas differ: ranks {me} and {rank} hold the same part of a global tensor with other values\n  {which}\n"
-        "Something has changed it on one rank only: a write into to_local(), another file, another random seed. flow.check_replicas(model) names parameters"
+        f"replicas differ: ranks {me} and {rank} hold the same part of a global tensor with other "
+        f"values\n  {which}\n"
+        "Something has changed it on one rank only: a write into to_local(), another file, "
+        "another random seed. flow.check_replicas(model) names parameters"
     )
 
 
@@ -226,19 +317,26 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def check_ranks() -> Iterator[None]:
-    """Compare, within the block, what the ranks run on global tensors, and name both ranks, operations and lines where they diverge.
+    """Compare, within the block, what the ranks run on global tensors, and name both ranks,
+    operations and lines where they diverge.
 
-    Without it each collective compares a digest of what was run: ranks that diverge are told, but not which operation it was. With it each collective costs a
-    message more and each operation some ten microseconds; every rank enters it. Compared are functions and methods with their scalar arguments, the shape,
-    dtype, placement and sbp of tensors, the values of operands that ranks hold alike (broadcast), and the collectives, forward and backward. Raises
-    DivergenceError, and WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying where the others were last.
+    Without it each collective compares a digest of what was run: ranks that diverge are told, but
+    not which operation it was. With it each collective costs a message more and each operation some
+    ten microseconds; every rank enters it. Compared are functions and methods with their scalar
+    arguments, the shape, dtype, placement and sbp of tensors, the values of operands that ranks
+    hold alike (broadcast), and the collectives, forward and backward. Raises DivergenceError, and
+    WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying where the
+    others were last.
 
     >>> import globaltensor as flow
     >>> with check_ranks():
     ...     _ = flow.ones(4, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0)).sum()
     """
     here = world()
-    pace, before = RankGuard(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""), (here.pace, torch_private.recording.looks)
+    pace, before = (
+        RankGuard(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""),
+        (here.pace, torch_private.recording.looks),
+    )
     here.pace, torch_private.recording.looks = pace, True
     try:
         with pace:

@@ -1,7 +1,10 @@
-"""Hooks on gradients: of tensors, of leaves whose gradient is complete, torch's full backward hooks of modules. And what checkpoints keep.
+"""Hooks on gradients: of tensors, of leaves whose gradient is complete, torch's full backward hooks
+of modules. And what checkpoints keep.
 
-Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the dual of its sbp says, so that its values read as on one
-device. Whoever hooks in looks at gradients on their way, so none may be owed anything (_ops/rules/deferred_mean.py) meanwhile: _tensor/gradients/watchers.py.
+Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the
+dual of its sbp says, so that its values read as on one device. Whoever hooks in looks at gradients
+on their way, so none may be owed anything (_ops/rules/deferred_mean.py) meanwhile:
+_tensor/gradients/watchers.py.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from .gradients.reducer import observe_gradients, reducer
 from .gradients.watchers import Watcher
 from .view_tracking import link_alias
 
-__all__ = ["adopt", "carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+__all__ = [
+    "adopt",
+    "carry",
+    "grad_fn",
+    "install",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+]
 
 
 def _given_back(grad: Any, dual: Spec | None) -> Any:
@@ -36,8 +47,10 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
 
 
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
-    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp. It may return another. Collective:
-    every rank registers the same hooks in the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local tensor."""
+    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual
+    of the tensor's sbp. It may return another. Collective: every rank registers the same hooks in
+    the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local
+    tensor."""
     _record("register_hook", self)
     watcher = Watcher(reducer().watchers)
     return _Handle(self._local.register_hook(_Hook(self, hook, watcher)), watcher)  # type: ignore[no-untyped-call]
@@ -53,12 +66,16 @@ class _Hook:
 
     __slots__ = ("_hook", "_owner", "_spec", "_watcher")
 
-    def __init__(self, hooked: GlobalTensor, hook: Callable[[GlobalTensor], Any], watcher: Watcher) -> None:
+    def __init__(
+        self, hooked: GlobalTensor, hook: Callable[[GlobalTensor], Any], watcher: Watcher
+    ) -> None:
         self._hook, self._spec, self._watcher = hook, hooked._spec, watcher
         self._owner = weakref.ref(hooked) if hooked._local.is_leaf else None
 
     def __call__(self, local: Any) -> Any:
-        leaf = self._owner() if self._owner is not None else None  # a leaf may have been given other data since
+        leaf = (
+            self._owner() if self._owner is not None else None
+        )  # a leaf may have been given other data since
         dual = (self._spec if leaf is None else leaf._spec).dual()
         return _given_back(self._hook(GlobalTensor.wrap(local, dual)), dual)
 
@@ -75,12 +92,16 @@ class _Handle(RemovableHandle):
         self._end()
 
 
-def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
-    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient, summed over the ranks: under ``no_sync()`` that is not before the pass that sums.
-    Returns a handle with ``remove()``."""
+def register_post_accumulate_grad_hook(
+    self: GlobalTensor, hook: Callable[[GlobalTensor], None]
+) -> Any:
+    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient, summed over the ranks: under
+    ``no_sync()`` that is not before the pass that sums. Returns a handle with ``remove()``."""
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
-    hooks = self.__dict__.setdefault("_accumulated", OrderedDict())  # torch's handles refer to it weakly
+    hooks = self.__dict__.setdefault(
+        "_accumulated", OrderedDict()
+    )  # torch's handles refer to it weakly
     if "_watched" not in self.__dict__:
         self.__dict__["_watched"] = True
         _arm(self)
@@ -90,7 +111,8 @@ def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[Globa
 
 
 def _arm(leaf: GlobalTensor) -> None:
-    """Call the hooks of a leaf when its gradient is there: where other ranks add to it the reducer does, else torch."""
+    """Call the hooks of a leaf when its gradient is there: where other ranks add to it the reducer
+    does, else torch."""
     owner = weakref.ref(leaf)
 
     def run(local: Any) -> None:
@@ -111,9 +133,11 @@ def carry(leaf: GlobalTensor, old: Any) -> None:
 
 
 def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumulated: bool) -> None:
-    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor; they see global gradients.
+    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor; they see
+    global gradients.
 
-    ``hooks`` holds those whose handles are not removed. ``accumulated``: the leaf has hooks that wait for the whole gradient, too.
+    ``hooks`` holds those whose handles are not removed. ``accumulated``: the leaf has hooks that
+    wait for the whole gradient, too.
     """
     if accumulated:
         leaf.__dict__["_watched"] = True
@@ -147,7 +171,8 @@ def retain_grad(self: GlobalTensor) -> None:
 
 
 def grad_fn(self: GlobalTensor) -> Any:
-    """The node of autograd's graph that made this rank's part. Its hooks see parts, except where it belongs to a module's full backward hook."""
+    """The node of autograd's graph that made this rank's part. Its hooks see parts, except where it
+    belongs to a module's full backward hook."""
     found = self._local.grad_fn
     if found is None:
         return None  # a module asks each tensor that becomes its parameter
@@ -157,11 +182,12 @@ def grad_fn(self: GlobalTensor) -> Any:
     return node if node is not None and node.node is found else found
 
 
-# ---------------------------------------------------------------------------------------------------------------- full backward hooks of modules
+# ------------------------------------------------------------------- full backward hooks of modules
 
 
 class _Node:
-    """The node of the identity that torch puts around a hooked module, as torch's hooks use it: what they are given, and give back, is global."""
+    """The node of the identity that torch puts around a hooked module, as torch's hooks use it:
+    what they are given, and give back, is global."""
 
     __slots__ = ("duals", "node")
 
@@ -175,22 +201,32 @@ class _Node:
         return getattr(self.node, name)
 
     def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
-        duals = self.duals  # not ``self``, whose node would hold itself by its hook: no collector sees that
+        duals = (
+            self.duals
+        )  # not ``self``, whose node would hold itself by its hook: no collector sees that
 
         def run(inputs: Any, outputs: Any) -> Any:
             given = hook(_global(inputs, duals), _global(outputs, duals))
-            return None if given is None else tuple(_given_back(g, d) for g, d in zip(given, duals, strict=True))
+            return (
+                None
+                if given is None
+                else tuple(_given_back(g, d) for g, d in zip(given, duals, strict=True))
+            )
 
         return self.node.register_hook(run)
 
 
 def _global(grads: Sequence[Any], duals: Sequence[Spec | None]) -> tuple[Any, ...]:
     pairs = zip(grads, duals, strict=True)
-    return tuple(g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in pairs)
+    return tuple(
+        g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype))
+        for g, d in pairs
+    )
 
 
 def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
-    """The identity through which torch sees the gradients of a module's inputs or outputs: on the local parts, with nodes whose hooks see global tensors."""
+    """The identity through which torch sees the gradients of a module's inputs or outputs: on the
+    local parts, with nodes whose hooks see global tensors."""
     if not any(isinstance(t, GlobalTensor) for t in tensors):
         return identity(*tensors)
     parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
@@ -212,14 +248,16 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     return tuple(outs)
 
 
-# ---------------------------------------------------------------------------------------------------------------- inputs of checkpoints
+# ---------------------------------------------------------------------------- inputs of checkpoints
 
 Note = list[tuple[Spec, Callable[[], Any]] | None]
 
 
 def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
     """The inputs of a checkpoint, the parts of global ones in their place, and what these were."""
-    note: Note = [(t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs]
+    note: Note = [
+        (t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs
+    ]
     return [t._local if isinstance(t, GlobalTensor) else t for t in inputs], note
 
 
@@ -228,7 +266,13 @@ def _given(parts: Sequence[Any], note: Note) -> list[Any]:
     inputs = []
     for part, was in zip(parts, note, strict=True):
         known = was[1]() if was is not None else None
-        inputs.append(part if was is None else known if known is not None and known._local is part else GlobalTensor.wrap(part, was[0]))
+        inputs.append(
+            part
+            if was is None
+            else known
+            if known is not None and known._local is part
+            else GlobalTensor.wrap(part, was[0])
+        )
     return inputs
 
 

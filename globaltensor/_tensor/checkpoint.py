@@ -1,6 +1,7 @@
 """Global tensors in files: `save` and `load` of whole values by one rank.
 
-`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load` knows what they are made of.
+`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load`
+knows what they are made of.
 """
 
 from __future__ import annotations
@@ -24,15 +25,25 @@ from .storage import is_whole
 
 __all__ = ["load", "save"]
 
-# ---------------------------------------------------------------------------------------------------------------- whole values, by one rank
+# ------------------------------------------------------------------------ whole values, by one rank
 
 
-def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_as_external_data: bool = False, **options: Any) -> None:
-    """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes: whole values, which plain PyTorch reads too.
+def save(
+    obj: Any,
+    f: Any,
+    *args: Any,
+    global_dst_rank: int | None = None,
+    save_as_external_data: bool = False,
+    **options: Any,
+) -> None:
+    """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes:
+    whole values, which plain PyTorch reads too.
 
-    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then. A file at
-    a path is replaced when the new one is complete: until then the old one stays.
-    ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing fails.
+    Without, each rank that calls writes its own part of each global tensor, for the same rank of a
+    world of the same size; name files by rank then. A file at a path is replaced when the new one
+    is complete: until then the old one stays. ``save_as_external_data`` is OneFlow's and has no
+    effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing
+    fails.
     """
     if global_dst_rank is None:
         if not isinstance(f, (str, os.PathLike)):
@@ -47,18 +58,24 @@ def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_
     _one_of(here.size, "global_dst_rank", global_dst_rank)
     token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
     try:
-        # Ranks that write nothing go through the object all the same: what lies on them is asked for in one order.
+        # Ranks that write nothing go through the object all the same: what lies on them is asked
+        # for in one order.
         sink.take(obj, *args, **options)
     finally:
         GATHERED.reset(token)
-    told = here.comm(tuple(range(here.size))).all_gather_object("" if sink.error is None else str(sink.error))
+    told = here.comm(tuple(range(here.size))).all_gather_object(
+        "" if sink.error is None else str(sink.error)
+    )
     if any(told):
-        raise WorldError(f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}")
+        raise WorldError(
+            f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}"
+        )
 
 
 class _Sink:
-    """Where one rank writes, and the others write nothing. A path gets its file when that is complete. What goes wrong is kept for the end: the others are on
-    their way through the object too."""
+    """Where one rank writes, and the others write nothing. A path gets its file when that is
+    complete. What goes wrong is kept for the end: the others are on their way through the object
+    too."""
 
     def __init__(self, f: Any) -> None:
         self.error: OSError | None = None
@@ -101,12 +118,15 @@ class _Sink:
                 self.error = error
 
 
-def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | None = None, **options: Any) -> Any:
-    """``torch.load``. With ``global_src_rank`` every rank calls it, and that one alone reads: each tensor becomes a global one that lies whole on its CPU, from
-    where ``load_state_dict`` or ``to_global`` takes it to any layout.
+def load(
+    f: Any, map_location: Any = None, *args: Any, global_src_rank: int | None = None, **options: Any
+) -> Any:
+    """``torch.load``. With ``global_src_rank`` every rank calls it, and that one alone reads: each
+    tensor becomes a global one that lies whole on its CPU, from where ``load_state_dict`` or
+    ``to_global`` takes it to any layout.
 
-    ``map_location`` may then be a placement, on which the tensors lie broadcast, or the name of a device type. Raises WorldError on every rank where
-    reading fails.
+    ``map_location`` may then be a placement, on which the tensors lie broadcast, or the name of a
+    device type. Raises WorldError on every rank where reading fails.
     """
     if global_src_rank is None:
         return torch.load(f, map_location, *args, **options)
@@ -118,29 +138,42 @@ def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | No
         try:
             read = torch.load(f, "cpu", *args, **options)
             found = [_value(t) for t in tensors_in(read, [])]
-            mine = "", replaced(read, iter([torch.empty(0)] * len(found))), [(t.shape, t.dtype) for t in found]
+            mine = (
+                "",
+                replaced(read, iter([torch.empty(0)] * len(found))),
+                [(t.shape, t.dtype) for t in found],
+            )
         except Exception as error:
             mine = f"{type(error).__name__}: {error}", None, []
     said, shell, metas = here.comm(tuple(range(here.size))).all_gather_object(mine)[global_src_rank]
     if said:
         raise WorldError(f"load: rank {global_src_rank} could not read the file: {said}")
-    specs = [Spec.make(shape, dtype, Placement("cpu", [global_src_rank]), [broadcast]) for shape, dtype in metas]
+    specs = [
+        Spec.make(shape, dtype, Placement("cpu", [global_src_rank]), [broadcast])
+        for shape, dtype in metas
+    ]
     parts: Any = found if here.rank == global_src_rank else map(placeholder, specs)
-    whole: list[Any] = [GlobalTensor.wrap(t.detach(), spec) for t, spec in zip(parts, specs, strict=True)]
+    whole: list[Any] = [
+        GlobalTensor.wrap(t.detach(), spec) for t, spec in zip(parts, specs, strict=True)
+    ]
     if isinstance(map_location, Placement):
-        whole = [t.to_global(placement=map_location, sbp=[broadcast] * map_location.axes) for t in whole]
+        whole = [
+            t.to_global(placement=map_location, sbp=[broadcast] * map_location.axes) for t in whole
+        ]
     elif map_location is not None:
         whole = [t.to(map_location) for t in whole]
     return replaced(shell, iter(whole))
 
 
 def _value(t: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor out of a file, which may be a global one that the rank which wrote it had whole."""
+    """The value of a tensor out of a file, which may be a global one that the rank which wrote it
+    had whole."""
     if not isinstance(t, GlobalTensor):
         return t
     if not is_whole(t._spec, world().rank):
         raise PartError(
-            f"it holds a part of a global tensor ({t._spec!r}), not its value: write it by flow.save(obj, path, global_dst_rank=0), called on every rank; "
+            f"it holds a part of a global tensor ({t._spec!r}), not its value: write it by "
+            f"flow.save(obj, path, global_dst_rank=0), called on every rank; "
             "or read it by flow.load(path) on the rank that has written it"
         )
     return t._local
@@ -151,23 +184,27 @@ def _one_of(size: int, name: str, rank: Any) -> None:
         raise WorldError(f"{name}={rank!r}: it must be a rank of this world, 0 to {size - 1}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- in parts
+# ----------------------------------------------------------------------------------------- in parts
 
 
 def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
-    """(offsets, lengths) of what this rank holds of the whole. None: nothing, and another rank's part may begin where this one would."""
+    """(offsets, lengths) of what this rank holds of the whole. None: nothing, and another rank's
+    part may begin where this one would."""
     spec = x._spec
     if any(e.is_partial for e in spec.layout):
         whole = [broadcast if e.is_partial else e for e in x.sbp]
         raise SbpError(
-            f"a partial tensor ({spec!r}) has no part of its own value on a rank, so a checkpoint cannot hold it: "
+            f"a partial tensor ({spec!r}) has no part of its own value on a rank, so a checkpoint "
+            f"cannot hold it: "
             f"put x.to_global(sbp={whole!r}) in the state dict"
         )
     rank = world().rank
     if spec.placement.coordinate(rank) is None:
         return None
     offsets, lengths = spec.box(rank)
-    return (torch.Size(offsets), torch.Size(lengths)) if 0 not in lengths or not spec.numel else None
+    return (
+        (torch.Size(offsets), torch.Size(lengths)) if 0 not in lengths or not spec.numel else None
+    )
 
 
 def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
@@ -182,7 +219,13 @@ def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
         properties=metadata.TensorProperties.create_from_tensor(self._local),
         size=self._spec.shape,
     )
-    return [planner.WriteItem(index=metadata.MetadataIndex(name, held[0]), type=planner.WriteItemType.SHARD, tensor_data=data)]
+    return [
+        planner.WriteItem(
+            index=metadata.MetadataIndex(name, held[0]),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=data,
+        )
+    ]
 
 
 def chunk_list(self: GlobalTensor) -> list[Any]:
@@ -211,17 +254,22 @@ def _staged(copy: Any, x: Any) -> Any:
     if not isinstance(x, GlobalTensor):
         return copy(x)
     spec = x._spec
-    return GlobalTensor.wrap(copy(x._local.detach()), spec.replace(placement=spec.placement.with_type("cpu")))
+    return GlobalTensor.wrap(
+        copy(x._local.detach()), spec.replace(placement=spec.placement.with_type("cpu"))
+    )
 
 
 def install() -> None:
-    """The protocol by which torch's checkpoints meet tensors that lie in parts, and the names that `torch.load` may call in a file of weights."""
+    """The protocol by which torch's checkpoints meet tensors that lie in parts, and the names that
+    `torch.load` may call in a file of weights."""
     torch_private.wrap_gathered_states(_whole)
     torch_private.wrap_staged_states(_staged)
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]
-    torch.serialization.add_safe_globals([rebuild_global_tensor, _rebuild_spec, _rebuild_storage_spec, Placement, Sbp])
+    torch.serialization.add_safe_globals(
+        [rebuild_global_tensor, _rebuild_spec, _rebuild_storage_spec, Placement, Sbp]
+    )
 
 
 install()

@@ -1,4 +1,5 @@
-"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take part; nests of tensors, made global and local."""
+"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take
+part; nests of tensors, made global and local."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import Kind, described, refuse
 from .global_tensor import GlobalTensor
 
-__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "device_type", "gather_specs", "global_id", "to_global", "to_local"]
+__all__ = [
+    "all_ranks",
+    "check_meta_consistency",
+    "check_placement",
+    "device_type",
+    "gather_specs",
+    "global_id",
+    "to_global",
+    "to_local",
+]
 
 
 @lru_cache(maxsize=64)
@@ -37,29 +47,46 @@ def check_placement(placement: Placement) -> None:
     outside = [r for r in placement.flat if r >= size]
     if outside:
         raise PlacementError(
-            f"{placement!r} names rank {', '.join(map(str, outside))}, but this world has {size} rank{'s' if size > 1 else ''} (0 to {size - 1}): "
+            f"{placement!r} names rank {', '.join(map(str, outside))}, but this world has {size} "
+            f"rank{'s' if size > 1 else ''} (0 to {size - 1}): "
             "start more processes (--nproc_per_node), or use fewer ranks"
         )
 
 
 def device_type(device: Any) -> str:
-    """Which of the devices of its ranks a global tensor is to lie on. Raises GlobalTensorError for one device of many."""
+    """Which of the devices of its ranks a global tensor is to lie on. Raises GlobalTensorError for
+    one device of many."""
     device = torch.device(device) if isinstance(device, str) else device
-    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().index(device.type)):
+    if isinstance(device, int) or (
+        device.index is not None
+        and device.type != "cpu"
+        and device.index != world().index(device.type)
+    ):
         kind = getattr(device, "type", "cuda")
-        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
+        raise GlobalTensorError(
+            f"a global tensor moves by device type, not to one device ({device}): use "
+            f"x.to({kind!r}) or to_global(placement=...)"
+        )
     return str(device.type)
 
 
-def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> tuple[Spec, bool]:
-    """Return the spec of the global tensor whose parts are the ranks' local tensors, and whether all are laid in memory alike. Collective over the world if
-    ``check``."""
+def gather_specs(
+    local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool
+) -> tuple[Spec, bool]:
+    """Return the spec of the global tensor whose parts are the ranks' local tensors, and whether
+    all are laid in memory alike. Collective over the world if ``check``."""
     here = world()
     mine = described(local, placement)
-    order = () if isinstance(mine, Kind) or local.is_contiguous() else tuple(sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)))
+    order = (
+        ()
+        if isinstance(mine, Kind) or local.is_contiguous()
+        else tuple(sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)))
+    )
     alike = True
     if check and here.size > 1:
-        with torch_private.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext():  # a rank whose tensors have no memory tells so, too
+        with (
+            torch_private.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext()
+        ):  # a rank whose tensors have no memory tells so, too
             told = here.comm(tuple(range(here.size))).all_gather_object((mine, order))
         held = {r: told[r][0] for r in placement.flat}
         alike = len({told[r][1] for r in placement.flat}) == 1
@@ -69,7 +96,8 @@ def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp
 
 
 def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:
-    """Combine what each rank has told of its part (`kinds.described`: shape and dtype) into the spec. Raises KindError and ShapeError naming who holds what.
+    """Combine what each rank has told of its part (`kinds.described`: shape and dtype) into the
+    spec. Raises KindError and ShapeError naming who holds what.
 
     >>> p = Placement("cpu", [0, 1])
     >>> spec_of({0: ((3, 2), torch.float32), 1: ((2, 2), torch.float32)}, p, [Sbp("split", 0)])
@@ -78,10 +106,21 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
     refuse("the argument of to_global", held)
     first, dtype = held[placement.flat[0]]
     if any(d is not dtype for _, d in held.values()):
-        raise ShapeError(_told("to_global: the ranks' local tensors have different dtypes", held) + "cast them to one dtype first, for example x.float()")
+        raise ShapeError(
+            _told("to_global: the ranks' local tensors have different dtypes", held)
+            + "cast them to one dtype first, for example x.float()"
+        )
     if any(len(s) != len(first) for s, _ in held.values()):
-        raise ShapeError(_told("to_global: the ranks' local tensors have different numbers of dims", held) + "give every rank a part of the same global tensor")
-    canonical = [Sbp("split", e.dim % len(first)) if e.is_split and first and -len(first) <= e.dim < len(first) else e for e in layout]
+        raise ShapeError(
+            _told("to_global: the ranks' local tensors have different numbers of dims", held)
+            + "give every rank a part of the same global tensor"
+        )
+    canonical = [
+        Sbp("split", e.dim % len(first))
+        if e.is_split and first and -len(first) <= e.dim < len(first)
+        else e
+        for e in layout
+    ]
     shape = list(first)
     for dim in {e.dim for e in canonical if e.is_split and e.dim < len(first)}:
         axes = [a for a, e in enumerate(canonical) if e.is_split and e.dim == dim]
@@ -92,31 +131,44 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
         short = " ".join(e.short for e in layout)
         balanced = "; ".join(f"rank {r}: {list(spec.local_shape(r))}" for r in placement.flat[:8])
         raise ShapeError(
-            _told(f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held)
-            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; "
+            _told(
+                f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held
+            )
+            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; "  # noqa: E501
             "dims that are not split must be equal"
         )
     return spec
 
 
 def _told(what: str, held: Mapping[int, Any]) -> str:
-    rows = [f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n" for r, (s, d) in list(held.items())[:16]]
+    rows = [
+        f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n"
+        for r, (s, d) in list(held.items())[:16]
+    ]
     more = f"  and {len(held) - 16} more ranks\n" if len(held) > 16 else ""
     return f"{what}\n{''.join(rows)}{more}"
 
 
 def check_meta_consistency(self: GlobalTensor) -> None:
-    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the world. Raises ShapeError naming two that differ."""
+    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the
+    world. Raises ShapeError naming two that differ."""
     here, spec = world(), self._spec.shown
-    mine = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} {' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
+    mine = (
+        f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} "
+        f"{' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
+    )
     told = here.comm(tuple(range(here.size))).all_gather_object(mine)
     for r, other in enumerate(told):
         if other != told[0]:
-            raise ShapeError(f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has {other}\nlet every rank make it by the same calls")
+            raise ShapeError(
+                f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has "
+                f"{other}\nlet every rank make it by the same calls"
+            )
 
 
 def global_id(self: GlobalTensor) -> int:
-    """A number of this tensor's own, the same on every rank where all ask for those of the same tensors in the same order. No communication."""
+    """A number of this tensor's own, the same on every rank where all ask for those of the same
+    tensors in the same order. No communication."""
     known = self.__dict__
     if "_global_id" not in known:
         _ids.last += 1
@@ -132,11 +184,22 @@ _ids = _Ids()
 
 
 def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
-    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``. Raises
-    SbpError of nothing at all (None)."""
+    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it.
+    ``sbp`` may be a callable ``(path, tensor) -> sbp``. Raises SbpError of nothing at all
+    (None)."""
     if x is None:
-        raise SbpError("to_global of None: a rank that has none of the tensors calls utils.global_view.to_global, as the others do; it tells it what they are")
-    return _nested(x, lambda path, t: t.to_global(placement, sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp, **options))
+        raise SbpError(
+            "to_global of None: a rank that has none of the tensors calls "
+            "utils.global_view.to_global, as the others do; it tells it what they are"
+        )
+    return _nested(
+        x,
+        lambda path, t: t.to_global(
+            placement,
+            sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp,
+            **options,
+        ),
+    )
 
 
 def to_local(x: Any, **options: Any) -> Any:
@@ -148,7 +211,9 @@ def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") 
     if isinstance(x, torch.Tensor):
         return change(path, x)
     if isinstance(x, (dict, UserDict)):
-        out = copy.copy(x)  # not made anew of its items: its class may want other arguments (a defaultdict), or count them (a Counter)
+        # not made anew of its items: its class may want other arguments (a defaultdict), or count
+        # them (a Counter)
+        out = copy.copy(x)
         for k, v in x.items():
             out[k] = _nested(v, change, f"{path}.{k}".lstrip("."))
         return out

@@ -1,4 +1,5 @@
-"""``flow.visualize_sharding(x)``: who holds what of a global tensor, drawn for a terminal. From the spec alone; nothing communicates."""
+"""``flow.visualize_sharding(x)``: who holds what of a global tensor, drawn for a terminal. From the
+spec alone; nothing communicates."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _WIDTH, _MOST_RANKS = 48, 64
 
 
 def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
-    """Print which rank holds which part of ``x`` (a global tensor or a Spec) to ``file`` (standard output).
+    """Print which rank holds which part of ``x`` (a global tensor or a Spec) to ``file`` (standard
+    output).
 
     >>> import globaltensor as flow
     >>> visualize_sharding(Spec.make((4, 6), flow.float32, flow.placement("cpu", [0, 1]), flow.sbp.split(0)))
@@ -30,7 +32,7 @@ def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
        |1     |
        |      |
        +------+
-    """
+    """  # noqa: E501
     print(drawing(x.spec if isinstance(x, GlobalTensor) else x), file=file or sys.stdout)
 
 
@@ -39,10 +41,23 @@ def drawing(spec: Spec) -> str:
     where = spec.placement
     lines = [f"{spec!r}  on {where.type} {where.ranks.tolist()}"]
     shown = where.flat[:_MOST_RANKS]
-    rows = [(f"rank {r}", str(list(where.coordinate(r) or ())), str(list(spec.local_shape(r))), _slices(spec, r)) for r in shown]
+    rows = [
+        (
+            f"rank {r}",
+            str(list(where.coordinate(r) or ())),
+            str(list(spec.local_shape(r))),
+            _slices(spec, r),
+        )
+        for r in shown
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for row in rows:
-        lines.append("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)) + "  " + row[3])
+        lines.append(
+            "  "
+            + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False))
+            + "  "
+            + row[3]
+        )
     if len(shown) < where.size:
         lines.append(f"  and {where.size - len(shown)} more ranks")
     split = sorted({e.dim for e in spec.layout if e.is_split})
@@ -53,19 +68,30 @@ def drawing(spec: Spec) -> str:
 
 def _slices(spec: Spec, rank: int) -> str:
     offsets, lengths = spec.box(rank)
-    parts = [":" if n == whole else f"{a}:{a + n}" for a, n, whole in zip(offsets, lengths, spec.shape, strict=True)]
+    parts = [
+        ":" if n == whole else f"{a}:{a + n}"
+        for a, n, whole in zip(offsets, lengths, spec.shape, strict=True)
+    ]
     kinds = sorted({e.short for e in spec.layout if e.is_partial})
-    return (f"x[{', '.join(parts)}]" if parts else "x") + (f", a summand ({', '.join(kinds)})" if kinds else "")
+    return (f"x[{', '.join(parts)}]" if parts else "x") + (
+        f", a summand ({', '.join(kinds)})" if kinds else ""
+    )
 
 
 def _picture(spec: Spec, split: list[int]) -> list[str]:
-    """The (at most two) split dims as a rectangle: cuts between parts, and in each part the ranks that hold it."""
+    """The (at most two) split dims as a rectangle: cuts between parts, and in each part the ranks
+    that hold it."""
     down = split[0] if len(split) == 2 or spec.ndim < 2 or split[0] == 0 else 0
-    across = split[1] if len(split) == 2 else (None if spec.ndim < 2 else (1 if down == 0 else split[0]))
+    across = (
+        split[1] if len(split) == 2 else (None if spec.ndim < 2 else (1 if down == 0 else split[0]))
+    )
     if spec.ndim >= 2 and across == down:
         across = None
     held: dict[tuple[int, int], list[int]] = {}
-    ends: tuple[set[int], set[int]] = ({spec.shape[down]}, {1 if across is None else spec.shape[across]})
+    ends: tuple[set[int], set[int]] = (
+        {spec.shape[down]},
+        {1 if across is None else spec.shape[across]},
+    )
     for r in spec.placement.flat:
         offsets, lengths = spec.box(r)
         x0, x1 = (0, 1) if across is None else (offsets[across], offsets[across] + lengths[across])
@@ -80,7 +106,9 @@ def _picture(spec: Spec, split: list[int]) -> list[str]:
     for i, x in enumerate(xs):
         start = xs[i - 1] if i else 0
         need = max((len(t) for (_, x0), t in labels.items() if x0 == start), default=1)
-        cells.append(max(need, min(_WIDTH // len(xs), 6 * (x - start) // max(1, min(6, x - start)))))
+        cells.append(
+            max(need, min(_WIDTH // len(xs), 6 * (x - start) // max(1, min(6, x - start))))
+        )
     rule = "+" + "+".join("-" * w for w in cells) + "+"
     top = "" if across is None else str(spec.shape[across]).center(len(rule))
     out, y0 = [f"   {top}".rstrip(), f"   {rule}"], 0

@@ -1,4 +1,5 @@
-"""The GlobalTensor class itself: one ordinary local tensor and a Spec. What it can do is added by the rooms above (dispatch, autograd, tensor)."""
+"""The GlobalTensor class itself: one ordinary local tensor and a Spec. What it can do is added by
+the rooms above (dispatch, autograd, tensor)."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ __all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "AliasGroup", "GlobalTensor", "Slot
 SEEN_AS: set[type] = set()
 
 
-#: Kernels that have a refusal of their own: kernel -> ``refuse(args)``, which raises (``_tensor/storage.py``).
+#: Kernels that have a refusal of their own: kernel -> ``refuse(args)``, which raises
+#: (``_tensor/storage.py``).
 REFUSED: dict[Any, Callable[[Any], None]] = {}
 
 
 class AliasGroup:
-    """What tensors have in common that show one another's values: how often one of them has been written into (_tensor/view_tracking.py)."""
+    """What tensors have in common that show one another's values: how often one of them has been
+    written into (_tensor/view_tracking.py)."""
 
     __slots__ = ("viewed", "writes")
 
@@ -35,25 +38,38 @@ class AliasGroup:
 
 
 class GlobalTensor(torch.Tensor):
-    """A tensor spread over the ranks of a placement. Made by ``to_global`` and the creation functions, never directly.
+    """A tensor spread over the ranks of a placement. Made by ``to_global`` and the creation
+    functions, never directly.
 
-    ``_local`` is this rank's part, an ordinary tensor that autograd works on; ``_spec`` says what the parts are parts of. This class has no slots, so that a
-    plain tensor or parameter can become one and stay the same object (parallel/module_to_global.py); what ops return is a `SlottedGlobalTensor`.
+    ``_local`` is this rank's part, an ordinary tensor that autograd works on; ``_spec`` says what
+    the parts are parts of. This class has no slots, so that a plain tensor or parameter can become
+    one and stay the same object (parallel/module_to_global.py); what ops return is a
+    `SlottedGlobalTensor`.
     """
 
     _local: torch.Tensor
     _spec: Spec
     _memory: AliasGroup | None  # None: nothing else shows what it holds
-    _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
-    _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
-    _reduce_dtype: torch.dtype | None = None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
-    _shard: StorageSpec | None = None  # of a parameter that lies whole: what of it this rank's optimizer steps (optim/zero.py)
+    _leaf: Any = (
+        None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
+    )
+    # the user has said how it lies (to_global, creation): in-place ops must not change that
+    _pinned: bool = False
+    _reduce_dtype: torch.dtype | None = (
+        None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
+    )
+    _shard: StorageSpec | None = (
+        # of a parameter that lies whole: what of it this rank's optimizer steps (optim/zero.py)
+        None
+    )
     _grad_shard: StorageSpec | None = None  # and how its gradient is kept
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
         """Return a GlobalTensor of this local tensor, unchecked."""
-        out = torch_private.make_wrapper(SlottedGlobalTensor, spec.shape, dtype=spec.dtype, device=local.device)
+        out = torch_private.make_wrapper(
+            SlottedGlobalTensor, spec.shape, dtype=spec.dtype, device=local.device
+        )
         out._local = local
         out._spec = spec
         out._memory = None
@@ -61,8 +77,11 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def without_slots(local: torch.Tensor, spec: Spec) -> GlobalTensor:
-        """Return the same of the class that a module's parameters have, which can become plain and stay the same object."""
-        out = torch_private.make_wrapper(GlobalTensor, spec.shape, dtype=spec.dtype, device=local.device)
+        """Return the same of the class that a module's parameters have, which can become plain and
+        stay the same object."""
+        out = torch_private.make_wrapper(
+            GlobalTensor, spec.shape, dtype=spec.dtype, device=local.device
+        )
         out._local, out._spec, out._memory = local, spec, None
         return out  # type: ignore[no-any-return]
 
@@ -111,7 +130,11 @@ class GlobalTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device of this rank's part (the placement's device type)."""
-        return self._local.device if self._local.numel() or self._local.device.type == self._spec.placement.type else torch.device(self._spec.placement.type)
+        return (
+            self._local.device
+            if self._local.numel() or self._local.device.type == self._spec.placement.type
+            else torch.device(self._spec.placement.type)
+        )
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -161,10 +184,12 @@ class GlobalTensor(torch.Tensor):
 
 
 class SlottedGlobalTensor(GlobalTensor):
-    """A GlobalTensor whose fields are slots: setting them takes a tenth of the time that it takes in a dict (15 against 150 ns, CPython 3.11)."""
+    """A GlobalTensor whose fields are slots: setting them takes a tenth of the time that it takes
+    in a dict (15 against 150 ns, CPython 3.11)."""
 
     __slots__ = ("_local", "_memory", "_spec")
 
 
-#: The classes of ordinary global tensors: those of which nothing has to be settled first, as of a `MovedView` or a `Quotient`.
+#: The classes of ordinary global tensors: those of which nothing has to be settled first, as of a
+#: `MovedView` or a `Quotient`.
 ORDINARY = frozenset((GlobalTensor, SlottedGlobalTensor))

@@ -38,19 +38,26 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
         spec = _kept(x)
-        wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
+        wrapped = GlobalTensor.wrap(
+            local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
+        )
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
 
 
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
-    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
+    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as
+    ``.grad`` is, but what nobody looks at is not wrapped."""
     if "_kept_grad" not in leaf.__dict__:
         return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
     grad, spec = get_grad(leaf), _kept(leaf)
     if grad is None:
         return True, None
-    alike = isinstance(grad, GlobalTensor) and grad._spec.layout == spec.layout and grad._spec.placement is spec.placement
+    alike = (
+        isinstance(grad, GlobalTensor)
+        and grad._spec.layout == spec.layout
+        and grad._spec.placement is spec.placement
+    )
     return alike, grad._local if alike else None
 
 
@@ -64,15 +71,27 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
             x._leaf.release()
         return
     if not isinstance(value, GlobalTensor):
-        raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+        raise SbpError(
+            "the .grad of a global tensor must be a global tensor: make it one with "
+            "to_global(placement, sbp)"
+        )
     if value.shape != x.shape:
-        raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
+        raise SbpError(
+            f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}"
+        )
     record("set grad", x, value)
     kept = _kept(x).replace(dtype=value.dtype)
-    local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
+    local = (
+        value._local
+        if value._spec is kept
+        else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
+    )
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
         x._leaf.release()
     else:
         x._local.grad = local
-    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
+    x.__dict__["_kept_grad"] = (
+        local,
+        value if value._local is local else GlobalTensor.wrap(local, kept),
+    )

@@ -1,4 +1,5 @@
-"""A plain tensor among global ones counts as broadcast: the same value on every rank. That is checked where it happens first."""
+"""A plain tensor among global ones counts as broadcast: the same value on every rank. That is
+checked where it happens first."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _SHOWN = 3  # numbers of a tensor that an error shows
 
 
 class _ReplicatedInput(torch.autograd.Function):
-    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not its own share."""
+    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not
+    its own share."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -44,23 +46,30 @@ class _ReplicatedInput(torch.autograd.Function):
 def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Spec:
     """Return the spec of a plain tensor among global ones: broadcast.
 
-    Raises KindError of a tensor that functions cannot take with parts of global ones. Where it is this rank's alone, the others get the error as they compare
-    (`check_replicated`), so this rank compares before it raises.
+    Raises KindError of a tensor that functions cannot take with parts of global ones. Where it is
+    this rank's alone, the others get the error as they compare (`check_replicated`), so this rank
+    compares before it raises.
     """
     kind = described(tensor, placement)
     if isinstance(kind, Kind) and not kind.operand:
         here, ranks = world(), placement.flat
         if here.compares and len(ranks) > 1 and here.rank in ranks:
-            here.comm(tuple(sorted(ranks))).compare_plain(_digest_of(kind.text), kind.text, purpose, kind)
+            here.comm(tuple(sorted(ranks))).compare_plain(
+                _digest_of(kind.text), kind.text, purpose, kind
+            )
         refuse(purpose, dict.fromkeys(ranks, kind))
     return Spec.make(tensor.shape, tensor.dtype, placement, [broadcast] * placement.axes)
 
 
-def promote_plain_tensor(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True) -> torch.Tensor:
-    """Return the local tensor of a broadcast global one from a plain tensor among global ones. ``purpose`` says what it is used for, in errors.
+def promote_plain_tensor(
+    tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
+) -> torch.Tensor:
+    """Return the local tensor of a broadcast global one from a plain tensor among global ones.
+    ``purpose`` says what it is used for, in errors.
 
-    Raises DivergenceError or KindError, on every rank, if ranks hold different values or kinds (`check_replicated`), and KernelError inside a transform of
-    torch.func. Not ``checked``: where the values do not matter.
+    Raises DivergenceError or KindError, on every rank, if ranks hold different values or kinds
+    (`check_replicated`), and KernelError inside a transform of torch.func. Not ``checked``: where
+    the values do not matter.
     """
     refuse_transforms()
     graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
@@ -80,17 +89,23 @@ def promote_plain_tensor(tensor: torch.Tensor, spec: Spec, purpose: str, checked
     return tensor
 
 
-def check_replicated(tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str, place: Any = None) -> None:
-    """Compare a plain tensor with those of the other ranks: the first 16 times that the program comes to this place, then at intervals that grow by an eighth.
+def check_replicated(
+    tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str, place: Any = None
+) -> None:
+    """Compare a plain tensor with those of the other ranks: the first 16 times that the program
+    comes to this place, then at intervals that grow by an eighth.
 
-    ``place``: what to count by, beside the ranks; None: the line that has called this library, and the user's. Collective at
-    these times; all of ``ranks`` call it.
-    Raises DivergenceError, on every rank, naming the line, who holds what, and how to say what is meant.
+    ``place``: what to count by, beside the ranks; None: the line that has called this library, and
+    the user's. Collective at these times; all of ``ranks`` call it. Raises DivergenceError, on
+    every rank, naming the line, who holds what, and how to say what is meant.
     """
     if place is None:
         frames = [f for f in (caller_frame(), user_frame()) if f is not None]
         place = (purpose, *[(f.f_code, f.f_lasti) for f in frames])
-    here, place = world(), (place, ranks)  # ranks of several placements come to one place not equally often
+    here, place = (
+        world(),
+        (place, ranks),
+    )  # ranks of several placements come to one place not equally often
     known = here.plain_places.get(place)
     if known is None:
         if len(here.plain_places) >= _MAX_PLACES:
@@ -106,11 +121,14 @@ def check_replicated(tensor: torch.Tensor, ranks: Placement | tuple[int, ...], p
         return
     with torch.no_grad(), torch_private.unobserved():
         digest, text = _content(tensor) if kind is None else _content_of_kind(tensor, kind)
-    here.comm(tuple(sorted(ranks.flat if isinstance(ranks, Placement) else ranks))).compare_plain(digest, text, purpose, kind)
+    here.comm(tuple(sorted(ranks.flat if isinstance(ranks, Placement) else ranks))).compare_plain(
+        digest, text, purpose, kind
+    )
 
 
 def _content_of_kind(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, str]:
-    """Return the same of a tensor of a kind that has no values in memory of its own: by what it is and, if it is sparse, by what it holds."""
+    """Return the same of a tensor of a kind that has no values in memory of its own: by what it is
+    and, if it is sparse, by what it holds."""
     parts: Sequence[torch.Tensor] = ()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -119,7 +137,12 @@ def _content_of_kind(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, st
         parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    text = f"{kind.text} of shape {list(tensor.shape)}, digest {b''.join(map(content_digest, parts)).hex()}" if parts else kind.text
+    text = (
+        f"{kind.text} of shape {list(tensor.shape)}, digest "
+        f"{b''.join(map(content_digest, parts)).hex()}"
+        if parts
+        else kind.text
+    )
     return _digest_of(text), text
 
 
@@ -141,7 +164,8 @@ def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
-    """Return 8 bytes that are equal for equal bytes, shapes and dtypes: a NaN equals itself, and 0.0 does not equal -0.0."""
+    """Return 8 bytes that are equal for equal bytes, shapes and dtypes: a NaN equals itself, and
+    0.0 does not equal -0.0."""
     flat = flatten(tensor).cpu()
     code = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():

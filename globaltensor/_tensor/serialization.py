@@ -1,7 +1,8 @@
 """Global tensors in pickles: ``torch.save``, ``copy.copy``, queues between processes.
 
-Each rank writes its own part, with what it is a part of, and which: read as another part it would be wrong numbers, so that is an error. A tensor that is
-whole on the rank that writes it may be read by any rank, of a world of any size.
+Each rank writes its own part, with what it is a part of, and which: read as another part it would
+be wrong numbers, so that is an error. A tensor that is whole on the rank that writes it may be read
+by any rank, of a world of any size.
 """
 
 from __future__ import annotations
@@ -33,25 +34,44 @@ _Header = Mapping[str, Any]
 
 
 def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
-    """Pickled as this rank's part and which part it is. Inside `checkpoint.save` by one rank as the whole value, an ordinary tensor."""
+    """Pickled as this rank's part and which part it is. Inside `checkpoint.save` by one rank as the
+    whole value, an ordinary tensor."""
     is_parameter = getattr(self, "_is_param", False)
     if (target := GATHERED.get()) is not None:
         home = Spec.make(self.shape, self.dtype, Placement("cpu", [target]), [broadcast])
-        whole = box(self._local.detach(), self._spec, home, why="to_global").requires_grad_(self.requires_grad)
-        return (torch.nn.Parameter(whole, self.requires_grad) if is_parameter else whole).__reduce_ex__(protocol)
+        whole = box(self._local.detach(), self._spec, home, why="to_global").requires_grad_(
+            self.requires_grad
+        )
+        return (
+            torch.nn.Parameter(whole, self.requires_grad) if is_parameter else whole
+        ).__reduce_ex__(protocol)
     local = self._local.detach()
     held = local if local.is_meta else local.cpu()
-    return rebuild_global_tensor, (held, _header(self._spec), self.requires_grad, is_parameter, self._reduce_dtype)
+    return rebuild_global_tensor, (
+        held,
+        _header(self._spec),
+        self.requires_grad,
+        is_parameter,
+        self._reduce_dtype,
+    )
 
 
 def rebuild_global_tensor(
-    local: torch.Tensor, header: _Header, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None = None
+    local: torch.Tensor,
+    header: _Header,
+    requires_grad: bool,
+    is_parameter: bool,
+    reduce_dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """Make a global tensor of what `reduce_ex` has written. Raises PartError where that is another part than this rank needs.
+    """Make a global tensor of what `reduce_ex` has written. Raises PartError where that is another
+    part than this rank needs.
 
-    Files name this function, as ``globaltensor.rebuild_global_tensor``: its name and its arguments stay.
+    Files name this function, as ``globaltensor.rebuild_global_tensor``: its name and its arguments
+    stay.
     """
-    if header["helper"]:  # the world may not start here: this process would join the ranks under the number of the one that it helps
+    # the world may not start here: this process would join the ranks under the number of the one
+    # that it helps
+    if header["helper"]:
         out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
         out._local.requires_grad_(requires_grad)
         return out
@@ -66,7 +86,13 @@ def rebuild_global_tensor(
 rebuild_global_tensor.__module__ = "globaltensor"
 
 
-def remade(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None) -> GlobalTensor:
+def remade(
+    local: torch.Tensor,
+    spec: Spec,
+    requires_grad: bool,
+    is_parameter: bool,
+    reduce_dtype: torch.dtype | None,
+) -> GlobalTensor:
     """Wrap a local tensor that has no history as a leaf."""
     out = GlobalTensor.without_slots(local, spec)
     if is_parameter:
@@ -77,16 +103,28 @@ def remade(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: b
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a pickle says of a part
+# --------------------------------------------------------------------- what a pickle says of a part
 
 
 def _header(spec: Spec) -> dict[str, Any]:
-    """Return what is a part of what, in types that any version of this library can read. A process that is being started with it is this rank's helper (a
-    data loader's worker), which needs what this rank has."""
+    """Return what is a part of what, in types that any version of this library can read. A process
+    that is being started with it is this rank's helper (a data loader's worker), which needs what
+    this rank has."""
     here = world()
-    kept = {"shown": _layout(spec.shown), "axes": list(spec.axes)} if isinstance(spec, StorageSpec) else {}
+    kept = (
+        {"shown": _layout(spec.shown), "axes": list(spec.axes)}
+        if isinstance(spec, StorageSpec)
+        else {}
+    )
     who = {"rank": here.rank, "world": here.size, "helper": get_spawning_popen() is not None}
-    return {"version": 1, "shape": list(spec.shape), "dtype": spec.dtype, **who, **_layout(spec), **kept}
+    return {
+        "version": 1,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        **who,
+        **_layout(spec),
+        **kept,
+    }
 
 
 def _layout(spec: Spec) -> dict[str, Any]:
@@ -96,13 +134,23 @@ def _layout(spec: Spec) -> dict[str, Any]:
 
 def _spec(header: _Header) -> Spec:
     def made(told: _Header) -> Spec:
-        return Spec.make(header["shape"], header["dtype"], Placement(told["type"], told["ranks"]), [Sbp(*entry) for entry in told["sbp"]])
+        return Spec.make(
+            header["shape"],
+            header["dtype"],
+            Placement(told["type"], told["ranks"]),
+            [Sbp(*entry) for entry in told["sbp"]],
+        )
 
-    return StorageSpec.of(made(header), made(header["shown"]), header["axes"]) if "shown" in header else made(header)
+    return (
+        StorageSpec.of(made(header), made(header["shown"]), header["axes"])
+        if "shown" in header
+        else made(header)
+    )
 
 
 def _fitting(header: _Header) -> Spec:
-    """Return how the tensor lies here. Raises PartError where what was written is not what this rank needs of it."""
+    """Return how the tensor lies here. Raises PartError where what was written is not what this
+    rank needs of it."""
     spec, writer, here = _spec(header), header["rank"], world()
     if is_whole(spec, writer):
         if max(spec.placement.flat) < here.size:
@@ -118,7 +166,11 @@ def _fitting(header: _Header) -> Spec:
 def _coordinates(spec: Spec, rank: int) -> Any:
     """Return which box, and which summand, a rank holds; None outside the placement."""
     where = spec.placement.coordinate(rank)
-    return None if where is None else (spec.box(rank), [c for c, e in zip(where, spec.layout, strict=True) if e.is_partial])
+    return (
+        None
+        if where is None
+        else (spec.box(rank), [c for c, e in zip(where, spec.layout, strict=True) if e.is_partial])
+    )
 
 
 def _refusal(header: _Header, spec: Spec) -> str:
@@ -127,9 +179,12 @@ def _refusal(header: _Header, spec: Spec) -> str:
     if here.size != size:
         reader = f"this is rank {here.rank} of a world of {here.size}"
     return (
-        f"what is read holds {_described(spec, writer)} of a global tensor ({spec!r} on {spec.placement!r}), written by rank {writer} of a world of {size}, "
-        f"but {reader}. Ways that work: each rank writes and reads a file of its own, named by rank; or every rank calls "
-        "flow.save(obj, path, global_dst_rank=0) and flow.load(path, global_src_rank=0), whose file holds whole values; or torch.distributed.checkpoint, "
+        f"what is read holds {_described(spec, writer)} of a global tensor ({spec!r} on "
+        f"{spec.placement!r}), written by rank {writer} of a world of {size}, "
+        f"but {reader}. Ways that work: each rank writes and reads a file of its own, named by "
+        f"rank; or every rank calls "
+        "flow.save(obj, path, global_dst_rank=0) and flow.load(path, global_src_rank=0), whose "
+        "file holds whole values; or torch.distributed.checkpoint, "
         "which reads into any layout on any number of ranks"
     )
 
@@ -140,4 +195,8 @@ def _described(spec: Spec, rank: int) -> str:
         return "nothing (it is outside the placement)"
     (offsets, lengths), summands = found
     part = "part [" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True)) + "]"
-    return part + (f", number {summands[0] if len(summands) == 1 else summands} of the parts of a sum" if summands else "")
+    return part + (
+        f", number {summands[0] if len(summands) == 1 else summands} of the parts of a sum"
+        if summands
+        else ""
+    )

@@ -1,4 +1,5 @@
-"""What a tensor holds is exchanged for something else: ``.data``, ``set_``; whether it is a leaf that gets gradients."""
+"""What a tensor holds is exchanged for something else: ``.data``, ``set_``; whether it is a leaf
+that gets gradients."""
 
 from __future__ import annotations
 
@@ -22,18 +23,30 @@ from .promote import operand_spec, promote_plain_tensor
 from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
 
-__all__ = ["become_global", "become_plain", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = [
+    "become_global",
+    "become_plain",
+    "laid_out_like",
+    "replace_local",
+    "set_",
+    "set_data",
+    "set_requires_grad",
+]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False) -> None:
-    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value. ``maybe_alone``:
-    other ranks may not be making it (a file that is read, a copy)."""
+    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient
+    of a part is not that of the value. ``maybe_alone``: other ranks may not be making it (a file
+    that is read, a copy)."""
     if value and isinstance(self, RemoteView) and self._local.is_leaf:
         self.cut()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
     if value and self._local.is_leaf and layout != list(self._spec.layout):
         whole = self._spec.replace(layout=layout)
-        self._local, self._spec = box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False), whole
+        self._local, self._spec = (
+            box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False),
+            whole,
+        )
     self._local.requires_grad = value
     if not self._local.is_leaf:
         return
@@ -44,7 +57,8 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
-    """Of what is computed the method takes that it requires grad, where the attribute takes nothing: as torch has it."""
+    """Of what is computed the method takes that it requires grad, where the attribute takes
+    nothing: as torch has it."""
     if requires_grad and not self._local.is_leaf:
         self._local.requires_grad_()
     else:
@@ -56,33 +70,54 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
 def data(self: GlobalTensor) -> GlobalTensor:
     if isinstance(self, RemoteView):
         return alias_of(self, detached=True)
-    out = GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
+    out = GlobalTensor.wrap(
+        self._local.data, self._spec
+    )  # autograd does not see what is written into it
     link_alias(self, out, viewed=False)
     copy_noted_strides(self, out)
     return out
 
 
 def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
-    """Return a plain tensor, which counts as the whole value and the same on every rank, laid out as ``like``. A split of a dim that it has not is dropped.
+    """Return a plain tensor, which counts as the whole value and the same on every rank, laid out
+    as ``like``. A split of a dim that it has not is dropped.
 
     Memory is shared with the plain tensor where ``like`` is broadcast.
     """
     shown = like._spec.shown
     whole = operand_spec(value, shown.placement, "a plain tensor laid out")
     spec = whole.replace(layout=fitting(shown.layout, value.dim()))
-    return GlobalTensor.wrap(box(promote_plain_tensor(value, whole, "a plain tensor laid out"), whole, spec, why="a plain tensor laid out", alias=False), spec)
+    return GlobalTensor.wrap(
+        box(
+            promote_plain_tensor(value, whole, "a plain tensor laid out"),
+            whole,
+            spec,
+            why="a plain tensor laid out",
+            alias=False,
+        ),
+        spec,
+    )
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
-    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer and keeps its gradient, which then
-    lies as y does and has its dtype. Of a plain y this tensor takes the value alone."""
+    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the
+    same leaf to its optimizer and keeps its gradient, which then lies as y does and has its dtype.
+    Of a plain y this tensor takes the value alone."""
     if not isinstance(value, torch.Tensor):
-        raise SbpError(f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain one counts as the whole value, alike on every rank")
+        raise SbpError(
+            f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain "
+            f"one counts as the whole value, alike on every rank"
+        )
     if not isinstance(value, GlobalTensor):
         value = laid_out_like(self, value.detach())
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
-        value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
-    world().history((self._spec.shown.placement,)).record(b"set data" + self._spec.text + value._spec.text)
+        value = GlobalTensor.wrap(
+            box(value._local.detach(), value._spec, self._spec, why=".data", alias=False),
+            self._spec,
+        )
+    world().history((self._spec.shown.placement,)).record(
+        b"set data" + self._spec.text + value._spec.text
+    )
     parameter_gather.reset_prefetch()
     if isinstance(self, RemoteView):
         self.cut()
@@ -109,26 +144,49 @@ def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
         autograd_hooks.carry(leaf, old)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the same object, global or plain
+# ----------------------------------------------------------------- the same object, global or plain
 
 #: Where a global tensor without slots keeps what makes it one.
-_FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_strides")
+_FIELDS = (
+    "_local",
+    "_spec",
+    "_memory",
+    "_leaf",
+    "_pinned",
+    "_reduce_dtype",
+    "_shard",
+    "_grad_shard",
+    "_kept_grad",
+    "_spare_grad",
+    "_is_param",
+    "_strides",
+)
 
 
-def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None) -> None:
-    """Let a plain tensor, from now on the same object, be the global tensor ``value``; a parameter stays one, with its hooks and with ``grad`` as its gradient.
+def become_global(
+    plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None
+) -> None:
+    """Let a plain tensor, from now on the same object, be the global tensor ``value``; a parameter
+    stays one, with its hooks and with ``grad`` as its gradient.
 
-    So optimizers, averages of weights and whoever else has a reference hold what is trained. A graph that was recorded before refuses to go backward: its
-    gradient would reach nobody.
+    So optimizers, averages of weights and whoever else has a reference hold what is trained. A
+    graph that was recorded before refuses to go backward: its gradient would reach nobody.
     """
     trains, parameter = plain.requires_grad and plain.is_leaf, isinstance(plain, torch.nn.Parameter)
     _refuse_older_graphs(plain)
     before, after = plain._backward_hooks, plain._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    shell = torch_private.make_wrapper(GlobalTensor, value.shape, dtype=value.dtype, device=value._local.device)
+    shell = torch_private.make_wrapper(
+        GlobalTensor, value.shape, dtype=value.dtype, device=value._local.device
+    )
     plain.__class__ = GlobalTensor  # type: ignore[assignment]
     torch_private.swap_impl(plain, shell)
     out: Any = plain
-    out._local, out._spec, out._memory, out._pinned = value._local.detach(), value._spec, None, not parameter
+    out._local, out._spec, out._memory, out._pinned = (
+        value._local.detach(),
+        value._spec,
+        None,
+        not parameter,
+    )
     if parameter:
         out._is_param = True
     if trains:
@@ -141,8 +199,9 @@ def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor |
 
 
 def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
-    """Let a global tensor, from now on the same object, be the plain tensor ``value``; a parameter stays one. What an op or a constructor of ours has made
-    cannot stay the same object: then return another."""
+    """Let a global tensor, from now on the same object, be the plain tensor ``value``; a parameter
+    stays one. What an op or a constructor of ours has made cannot stay the same object: then return
+    another."""
     trains, parameter = tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
     kind: Any = torch.nn.Parameter if parameter else torch.Tensor
     if type(tensor) is not GlobalTensor:
@@ -160,13 +219,15 @@ def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
 def _refuse_older_graphs(leaf: torch.Tensor) -> None:
     """Raise an error in the backward pass of any graph that has been recorded with this leaf."""
     if leaf.is_leaf and leaf.requires_grad:
-        # The node is there as long as a graph that has it; where there is none, it goes with what this line makes.
+        # The node is there as long as a graph that has it; where there is none, it goes with what
+        # this line makes.
         torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(_refuse_to_go_back)
 
 
 def _refuse_to_go_back(grads: Any) -> None:
     raise GlobalTensorError(
-        "this backward pass reaches a parameter as it was before to_global, parallelize or to_local changed its layout: run the forward pass again after them"
+        "this backward pass reaches a parameter as it was before to_global, parallelize or "
+        "to_local changed its layout: run the forward pass again after them"
     )
 
 
@@ -175,25 +236,39 @@ def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
     wanted = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if wanted != self.shape:
         raise InplaceError(
-            f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use one storage for another shape, but a global tensor has one "
-            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, x.new_empty(...) where not"
+            f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use "
+            f"one storage for another shape, but a global tensor has one "
+            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, "
+            "x.new_empty(...) where not"
         )
     return self
 
 
 def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) -> GlobalTensor:
-    """This tensor becomes ``source``, another tensor. Its own sbp and placement stay where its shape does; memory is shared where both lie alike.
-    A storage is one rank's: raises InplaceError."""
+    """This tensor becomes ``source``, another tensor. Its own sbp and placement stay where its
+    shape does; memory is shared where both lie alike. A storage is one rank's: raises
+    InplaceError."""
     if not isinstance(source, torch.Tensor) or where or options:
         raise InplaceError(
-            "set_ of a global tensor takes another tensor: a storage is the memory of one rank's part. Where that is meant, work on x.to_local()"
+            "set_ of a global tensor takes another tensor: a storage is the memory of one rank's "
+            "part. Where that is meant, work on x.to_local()"
         )
     if source.dtype is not self.dtype:
-        raise RuntimeError(f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}")
+        raise RuntimeError(
+            f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}"
+        )
     if self.is_leaf and self.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation (set_)")
-    value = source.detach() if isinstance(source, GlobalTensor) else laid_out_like(self, source.detach())
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation (set_)"
+        )
+    value = (
+        source.detach()
+        if isinstance(source, GlobalTensor)
+        else laid_out_like(self, source.detach())
+    )
     if value.shape == self.shape and value._spec is not self._spec:
-        value = GlobalTensor.wrap(box(value._local, value._spec, self._spec, why="set_", alias=False), self._spec)
+        value = GlobalTensor.wrap(
+            box(value._local, value._spec, self._spec, why="set_", alias=False), self._spec
+        )
     set_data(self, value)
     return self

@@ -1,7 +1,9 @@
-"""The memory of a global tensor, for those who ask below torch's functions: ``data_ptr``, storages, DLPack.
+"""The memory of a global tensor, for those who ask below torch's functions: ``data_ptr``, storages,
+DLPack.
 
-Where a rank holds the whole value, its local tensor answers. Where the value lies in parts no rank has memory that holds it: then which memory it is can
-still be asked (two tensors that are tied share it), and what lies in it is refused, with the ways to the values.
+Where a rank holds the whole value, its local tensor answers. Where the value lies in parts no rank
+has memory that holds it: then which memory it is can still be asked (two tensors that are tied
+share it), and what lies in it is refused, with the ways to the values.
 """
 
 from __future__ import annotations
@@ -25,18 +27,30 @@ __all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_who
 def is_whole(spec: Spec, rank: int) -> bool:
     """Return True if the local tensor of ``rank`` is the whole value."""
     shape = spec.placement.shape
-    return rank in spec.placement._coordinates and all(e.is_broadcast or n == 1 for e, n in zip(spec.layout, shape, strict=True))
+    return rank in spec.placement._coordinates and all(
+        e.is_broadcast or n == 1 for e, n in zip(spec.layout, shape, strict=True)
+    )
 
 
 def refusal(what: str, spec: Spec) -> str:
-    """Say that no rank has the memory of a value that lies in parts, and which ways lead to the value. The text is the same on every rank."""
-    whole = "flow.sbp.broadcast" if spec.placement.axes == 1 else f"[flow.sbp.broadcast] * {spec.placement.axes}"
+    """Say that no rank has the memory of a value that lies in parts, and which ways lead to the
+    value. The text is the same on every rank."""
+    whole = (
+        "flow.sbp.broadcast"
+        if spec.placement.axes == 1
+        else f"[flow.sbp.broadcast] * {spec.placement.axes}"
+    )
     return (
-        f"{what} needs the memory of a whole tensor, but this one ({spec!r} on {spec.placement!r}) lies in parts, and no rank has memory that holds its value. "
-        f"Use x.to_local() for this rank's part, x.numpy() or x.to_global(sbp={whole}).to_local() for the whole value: call these on every rank. "
-        "To write a file call flow.save(obj, path, global_dst_rank=0) on every rank, or torch.distributed.checkpoint. "
-        f"For safetensors and save_pretrained make plain tensors on every rank, state = {{k: v.to_global(sbp={whole}).to_local() for k, v in "
-        "model.state_dict().items()} (or torch's get_model_state_dict with full_state_dict=True), and write them on one: "
+        f"{what} needs the memory of a whole tensor, but this one ({spec!r} on "
+        f"{spec.placement!r}) lies in parts, and no rank has memory that holds its value. "
+        f"Use x.to_local() for this rank's part, x.numpy() or x.to_global(sbp={whole}).to_local() "
+        f"for the whole value: call these on every rank. "
+        "To write a file call flow.save(obj, path, global_dst_rank=0) on every rank, or "
+        "torch.distributed.checkpoint. "
+        f"For safetensors and save_pretrained make plain tensors on every rank, state = {{k: "
+        f"v.to_global(sbp={whole}).to_local() for k, v in "
+        "model.state_dict().items()} (or torch's get_model_state_dict with full_state_dict=True), "
+        "and write them on one: "
         "safetensors.torch.save_file(state, path), model.save_pretrained(path, state_dict=state)"
     )
 
@@ -52,12 +66,13 @@ def held(x: GlobalTensor, what: str) -> torch.Tensor:
     return x._local
 
 
-# ---------------------------------------------------------------------------------------------------------------- which memory it is
+# ------------------------------------------------------------------------------- which memory it is
 
 
 @functools.total_ordering
 class Address:
-    """The address of a tensor that lies in parts, as far as it tells one memory from another: to compare, to sort and to be a key, never to read from."""
+    """The address of a tensor that lies in parts, as far as it tells one memory from another: to
+    compare, to sort and to be a key, never to read from."""
 
     __slots__ = ("_spec", "_where")
 
@@ -81,7 +96,11 @@ class Address:
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self._where - other._where if isinstance(other, Address) else Address(self._where - other, self._spec)
+        return (
+            self._where - other._where
+            if isinstance(other, Address)
+            else Address(self._where - other, self._spec)
+        )
 
     def __mod__(self, nbytes: int) -> int:
         return self._where % nbytes
@@ -100,11 +119,17 @@ class Address:
 
 
 class StorageHandle:
-    """The storage of a tensor that lies in parts, as far as it tells which one it is and how large. Whatever reads or writes in it is refused."""
+    """The storage of a tensor that lies in parts, as far as it tells which one it is and how large.
+    Whatever reads or writes in it is refused."""
 
     def __init__(self, x: GlobalTensor, itemsize: int = 1) -> None:
         base = _base(x)
-        self._storage, self._spec, self._itemsize, self.device = base._local.untyped_storage(), x._spec, itemsize, base.device
+        self._storage, self._spec, self._itemsize, self.device = (
+            base._local.untyped_storage(),
+            x._spec,
+            itemsize,
+            base.device,
+        )
 
     @property
     def _cdata(self) -> int:
@@ -144,14 +169,17 @@ class StorageHandle:
     def _read(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StorageError(refusal("reading or copying a storage", self._spec))
 
-    __getitem__ = __setitem__ = __iter__ = __contains__ = __bytes__ = __array__ = __reduce_ex__ = __copy__ = __deepcopy__ = _read
+    __getitem__ = __setitem__ = __iter__ = __contains__ = __bytes__ = __array__ = __reduce_ex__ = (
+        __copy__
+    ) = __deepcopy__ = _read
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InterfaceError(refusal(f"{name} of a storage", self._spec))
 
 
 def _base(x: GlobalTensor) -> GlobalTensor:
-    """What a view is of that had to move its data. (Its own part may be one that it would have to ask others for.)"""
+    """What a view is of that had to move its data. (Its own part may be one that it would have to
+    ask others for.)"""
     while isinstance(x, RemoteView):
         x = x.__dict__["_origin"][0]
     return x
@@ -163,9 +191,14 @@ def _asks_part(x: GlobalTensor) -> bool:
 
 
 def data_ptr(self: GlobalTensor) -> Any:
-    """Return the address of the whole value where this rank has it, else one that tells memories apart and cannot be read from (`Address`)."""
+    """Return the address of the whole value where this rank has it, else one that tells memories
+    apart and cannot be read from (`Address`)."""
     if _asks_part(self):
-        return torch_private.storage_key(self._local) if torch_private.is_fake(self._local) else self._local.data_ptr()
+        return (
+            torch_private.storage_key(self._local)
+            if torch_private.is_fake(self._local)
+            else self._local.data_ptr()
+        )
     local = _base(self)._local
     if local.is_meta:
         return 0  # as of every tensor on that device
@@ -178,18 +211,24 @@ def untyped_storage(self: GlobalTensor) -> Any:
 
 
 def storage(self: GlobalTensor) -> Any:
-    return self._local.storage() if _asks_part(self) else StorageHandle(self, self._spec.dtype.itemsize)
+    return (
+        self._local.storage()
+        if _asks_part(self)
+        else StorageHandle(self, self._spec.dtype.itemsize)
+    )
 
 
 def typed_storage(self: GlobalTensor) -> Any:
     if not _asks_part(self):
         return StorageHandle(self, self._spec.dtype.itemsize)
-    return torch.TypedStorage(wrap_storage=self._local.untyped_storage(), dtype=self._spec.dtype, _internal=True)
+    return torch.TypedStorage(
+        wrap_storage=self._local.untyped_storage(), dtype=self._spec.dtype, _internal=True
+    )
 
 
 def storage_offset(self: GlobalTensor) -> int:
-    """Return where in its storage the value begins; 0 of a tensor that lies in parts. Raises StorageError of a view of one: where that begins is another number
-    on each rank."""
+    """Return where in its storage the value begins; 0 of a tensor that lies in parts. Raises
+    StorageError of a view of one: where that begins is another number on each rank."""
     if _asks_part(self) or not any(e.is_split for e in self._spec.layout):
         return self._local.storage_offset()
     if self._memory is not None and self._memory.viewed:
@@ -198,10 +237,14 @@ def storage_offset(self: GlobalTensor) -> int:
 
 
 def is_set_to(self: GlobalTensor, other: Any) -> bool:
-    return isinstance(other, GlobalTensor) and self._spec is other._spec and self._local.is_set_to(other._local)
+    return (
+        isinstance(other, GlobalTensor)
+        and self._spec is other._spec
+        and self._local.is_set_to(other._local)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- what lies in it
+# ---------------------------------------------------------------------------------- what lies in it
 
 
 def refuse_parts(what: str, values: Iterable[Any]) -> None:
@@ -231,7 +274,8 @@ def cuda_array_interface(self: GlobalTensor) -> Any:
 
 
 class _Absent:
-    """An attribute that a class does not have, though its base does: who looks for it takes another way."""
+    """An attribute that a class does not have, though its base does: who looks for it takes another
+    way."""
 
     def __get__(self, x: Any, owner: Any) -> NoReturn:
         raise AttributeError("a global tensor has no such attribute")
@@ -248,9 +292,12 @@ def _check_data(tensor: Any, value: Any) -> None:
 
 def _refuse_to_take(how: str, value: GlobalTensor) -> NoReturn:
     raise StorageError(
-        f"plain{how} with a global tensor x ({value._spec!r}): a plain tensor has memory of its own, and would take over that of a global one, which has "
-        "none. Make the tensor global, of a module's parameters module.to_global(placement, sbp): then its .data may be set to x. "
-        f"Or give it memory that is on this rank: plain{how.replace('x', 'x.to_local()')}, this rank's part"
+        f"plain{how} with a global tensor x ({value._spec!r}): a plain tensor has memory of its "
+        f"own, and would take over that of a global one, which has "
+        "none. Make the tensor global, of a module's parameters module.to_global(placement, sbp): "
+        "then its .data may be set to x. "
+        f"Or give it memory that is on this rank: plain{how.replace('x', 'x.to_local()')}, this "
+        f"rank's part"
     )
 
 
@@ -261,9 +308,12 @@ def _refuse_set(args: Any) -> None:
 
 #: Methods and attributes of GlobalTensor.
 METHODS: dict[str, Any] = {
-    "data_ptr": data_ptr, "untyped_storage": untyped_storage, "storage": storage, "_typed_storage": typed_storage, "storage_offset": storage_offset,
-    "is_set_to": is_set_to, "share_memory_": share_memory_, "__dlpack__": dlpack, "__dlpack_device__": dlpack_device,
-    "__cuda_array_interface__": property(cuda_array_interface), "__dlpack_c_exchange_api__": _Absent(),
+    "data_ptr": data_ptr, "untyped_storage": untyped_storage, "storage": storage,
+    "_typed_storage": typed_storage, "storage_offset": storage_offset,
+    "is_set_to": is_set_to, "share_memory_": share_memory_, "__dlpack__": dlpack,
+    "__dlpack_device__": dlpack_device,
+    "__cuda_array_interface__": property(cuda_array_interface),
+    "__dlpack_c_exchange_api__": _Absent(),
 }  # fmt: skip
 if hasattr(torch.Tensor, "const_data_ptr"):
     METHODS["const_data_ptr"] = data_ptr
@@ -274,16 +324,23 @@ def _method(name: str) -> Any:
 
 
 def _answered_by(name: str) -> Any:
-    """The same for functions that may be called on a plain tensor, with a global one among their other arguments."""
-    return lambda func, args, kwargs: METHODS[name](*args, **kwargs) if isinstance(args[0], GlobalTensor) else False
+    """The same for functions that may be called on a plain tensor, with a global one among their
+    other arguments."""
+    return lambda func, args, kwargs: (
+        METHODS[name](*args, **kwargs) if isinstance(args[0], GlobalTensor) else False
+    )
 
 
 #: Functions of torch that need no plan: torch function -> handler(func, args, kwargs).
 HANDLERS: dict[Any, Any] = {
-    getattr(torch.Tensor, name): _method(name) for name, method in METHODS.items() if callable(method) and name not in ("_typed_storage", "is_set_to")
+    getattr(torch.Tensor, name): _method(name)
+    for name, method in METHODS.items()
+    if callable(method) and name not in ("_typed_storage", "is_set_to")
 }
 HANDLERS[torch.Tensor.is_set_to] = _answered_by("is_set_to")
-HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = lambda func, args, kwargs: cuda_array_interface(*args)  # type: ignore[attr-defined]
+HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = lambda func, args, kwargs: (
+    cuda_array_interface(*args)
+)  # type: ignore[attr-defined]
 REFUSED[torch_private.TAKING_MEMORY] = _refuse_set
 
 

@@ -1,12 +1,17 @@
-"""Strides of a whole tensor, as one device would have them: questions about layout in memory have one answer on all ranks.
+"""Strides of a whole tensor, as one device would have them: questions about layout in memory have
+one answer on all ranks.
 
-Where no part is empty, and none has one element of a dim of which others have more, all parts tell alike, and the part answers. Elsewhere (`differ`) a part may
-be contiguous, or may be viewed in another shape, only because a dim of it has size 1. There the answer follows from what all ranks know: a view notes the
-strides that one device would have (the function itself, run on a meta tensor with the strides of its base); anything else counts as laid row by row.
+Where no part is empty, and none has one element of a dim of which others have more, all parts tell
+alike, and the part answers. Elsewhere (`differ`) a part may be contiguous, or may be viewed in
+another shape, only because a dim of it has size 1. There the answer follows from what all ranks
+know: a view notes the strides that one device would have (the function itself, run on a meta tensor
+with the strides of its base); anything else counts as laid row by row.
 
-Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on every rank or on none (`LaidView` in _ops/call_plan.py). A
-note is exact if the parts are laid so, too: where it starts from a tensor with which none shares memory, whose part is laid row by row first. If it is not,
-such a function works on a copy, and what is written into either reaches the other as in any view that had to move data (_tensor/view_tracking.py).
+Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on
+every rank or on none (`LaidView` in _ops/call_plan.py). A note is exact if the parts are laid so,
+too: where it starts from a tensor with which none shares memory, whose part is laid row by row
+first. If it is not, such a function works on a copy, and what is written into either reaches the
+other as in any view that had to move data (_tensor/view_tracking.py).
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ class Note(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def differ(spec: Spec) -> bool:
-    """Return True if parts may answer differently: some part is empty, or has one element of a dim of which others have more."""
+    """Return True if parts may answer differently: some part is empty, or has one element of a dim
+    of which others have more."""
     for d, n in enumerate(spec.shape):
         sizes = {length for _, length in nested_balanced_split(n, spec.chain(d))} if n else {1}
         if 0 in sizes or (1 in sizes and n > 1 and len(sizes) > 1):
@@ -60,21 +66,33 @@ def differ(spec: Spec) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def hidden(spec: Spec) -> bool:
-    """Return True if parts may not tell in which order dims stand: they `differ`, or all have one element of a dim. The latter counts for matrices only: in
-    more dims what the parts tell is mostly right, and calls on them keep their pace."""
+    """Return True if parts may not tell in which order dims stand: they `differ`, or all have one
+    element of a dim. The latter counts for matrices only: in more dims what the parts tell is
+    mostly right, and calls on them keep their pace."""
     return differ(spec) or (
-        len(spec.shape) == 2 and any(n > 1 and {length for _, length in nested_balanced_split(n, spec.chain(d))} == {1} for d, n in enumerate(spec.shape))
+        len(spec.shape) == 2
+        and any(
+            n > 1 and {length for _, length in nested_balanced_split(n, spec.chain(d))} == {1}
+            for d, n in enumerate(spec.shape)
+        )
     )
 
 
 def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
-    """Return True if a view function only changes the order of dims, and the parts of ``spec``, its result, may not tell in which they stand. ``taken``,
-    ``given``: the factors of its base and of its result."""
+    """Return True if a view function only changes the order of dims, and the parts of ``spec``, its
+    result, may not tell in which they stand. ``taken``, ``given``: the factors of its base and of
+    its result."""
     factors = set(given)
-    return len(given) > 1 and len(given) == len(taken) == len(factors) and None not in factors and factors == set(taken) and hidden(spec.plain)
+    return (
+        len(given) > 1
+        and len(given) == len(taken) == len(factors)
+        and None not in factors
+        and factors == set(taken)
+        and hidden(spec.plain)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- notes
+# -------------------------------------------------------------------------------------------- notes
 
 
 def note_strides(x: GlobalTensor, strides: Note) -> None:
@@ -111,7 +129,8 @@ def part_tells(x: GlobalTensor) -> bool:
 
 
 def base_note(x: GlobalTensor, decides: bool) -> Note:
-    """Return the strides of what a view is taken of. ``decides``: the function may be refused by them."""
+    """Return the strides of what a view is taken of. ``decides``: the function may be refused by
+    them."""
     found = note_of(x)
     if found is not None:
         return found
@@ -139,15 +158,27 @@ def _lay_by_rows(x: GlobalTensor) -> None:
 
 def _is_dense(t: torch.Tensor) -> bool:
     """Return True if a tensor's elements are all that its memory holds, each once."""
-    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) == t.numel() - 1 if t.numel() else True
+    return (
+        sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) == t.numel() - 1
+        if t.numel()
+        else True
+    )
 
 
-def results(base: GlobalTensor, strides: tuple[int, ...], call: Callable[[torch.Tensor], Any], copies: bool) -> list[tuple[int, ...]] | None:
-    """Return the strides of what a view function gives of a tensor like ``base`` that is laid so on one device. Raises what torch raises.
+def results(
+    base: GlobalTensor, strides: tuple[int, ...], call: Callable[[torch.Tensor], Any], copies: bool
+) -> list[tuple[int, ...]] | None:
+    """Return the strides of what a view function gives of a tensor like ``base`` that is laid so on
+    one device. Raises what torch raises.
 
     ``copies``: a function that copies what it cannot view so; of a copy return None.
     """
-    with torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors():
+    with (
+        torch.no_grad(),
+        torch_private.without_function_modes(),
+        torch_private.unobserved(),
+        torch_private.real_tensors(),
+    ):
         source = _on_meta(base, strides)
         out = call(source)
         if copies:
@@ -162,13 +193,21 @@ def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
 
 
-# ---------------------------------------------------------------------------------------------------------------- questions
+# ---------------------------------------------------------------------------------------- questions
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
-    """Strides of a whole tensor laid out as the parts are; where the part is of the whole shape, its own."""
+    """Strides of a whole tensor laid out as the parts are; where the part is of the whole shape,
+    its own."""
     shape, local = self.shape, self._local
-    if local.shape == shape and local.dim() and all(e.kind != "split" or n == 1 for e, n in zip(self._spec.layout, self._spec.placement.shape, strict=True)):
+    if (
+        local.shape == shape
+        and local.dim()
+        and all(
+            e.kind != "split" or n == 1
+            for e, n in zip(self._spec.layout, self._spec.placement.shape, strict=True)
+        )
+    ):
         out = local.stride()
     elif not hidden(self._spec.plain) and local.dim() == len(shape):
         out = _in_order(shape, local.stride())
@@ -186,7 +225,8 @@ def _without_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, 
 
 
 def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor of this shape with dims in the order of ``strides``, and nothing between its elements."""
+    """Return the strides of a tensor of this shape with dims in the order of ``strides``, and
+    nothing between its elements."""
     steps, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
         steps[d] = step if strides[d] or shape[d] <= 1 else 0
@@ -194,20 +234,28 @@ def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]
     return tuple(steps)
 
 
-def is_contiguous(self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+def is_contiguous(
+    self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
     """Return what one device would, the same on every rank."""
     found = note_of(self)
     if found is None and part_tells(self):
         return self._local.is_contiguous(memory_format=memory_format)
-    return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(memory_format=memory_format)
+    return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(
+        memory_format=memory_format
+    )
 
 
 def memory_order(x: GlobalTensor) -> tuple[int, ...] | None:
-    """Strides in which one device would hold the values of ``x``, which is written into in that order. None: row by row, or a rank outside the placement has to
-    keep step, which cannot tell."""
+    """Strides in which one device would hold the values of ``x``, which is written into in that
+    order. None: row by row, or a rank outside the placement has to keep step, which cannot tell."""
     spec = x._spec
     if not x.numel() or len(spec.placement.flat) < world().size:
         return None
     found: tuple[int, ...] = stride(x)
     usual = torch.empty(spec.shape, device="meta").stride()
-    return None if all(a == b for a, b, n in zip(found, usual, spec.shape, strict=True) if n > 1) else found
+    return (
+        None
+        if all(a == b for a, b, n in zip(found, usual, spec.shape, strict=True) if n > 1)
+        else found
+    )

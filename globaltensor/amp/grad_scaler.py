@@ -13,9 +13,11 @@ __all__ = ["GradScaler", "StaticGradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler: the loss is multiplied by a scale that grows while gradients stay finite; a step whose gradients do not is skipped.
+    """torch's GradScaler: the loss is multiplied by a scale that grows while gradients stay finite;
+    a step whose gradients do not is skipped.
 
-    ``device``: "cuda" or "cpu"; left out, "cuda" where there is one. For loops and for `nn.Graph.set_grad_scaler`.
+    ``device``: "cuda" or "cpu"; left out, "cuda" where there is one. For loops and for
+    `nn.Graph.set_grad_scaler`.
 
     >>> GradScaler("cpu", init_scale=8.0).get_scale()
     8.0
@@ -43,9 +45,12 @@ class StaticGradScaler(GradScaler):
 
     def __init__(self, scale_factor: float, device: str | None = None) -> None:
         if not 0 < scale_factor < math.inf:
-            raise GlobalTensorError(f"StaticGradScaler: the scale is a number above 0, got {scale_factor}")
+            raise GlobalTensorError(
+                f"StaticGradScaler: the scale is a number above 0, got {scale_factor}"
+            )
         super().__init__(device, init_scale=float(scale_factor))
 
     def update(self, new_scale: Any = None) -> None:
-        """After a step: what was found out about its gradients is forgotten; the scale stays, unless one is given."""
+        """After a step: what was found out about its gradients is forgotten; the scale stays,
+        unless one is given."""
         super().update(self.get_scale() if new_scale is None else new_scale)

@@ -1,4 +1,5 @@
-"""``globaltensor plan``: a model named on the command line, planned for a cluster that need not be there."""
+"""``globaltensor plan``: a model named on the command line, planned for a cluster that need not be
+there."""
 
 from __future__ import annotations
 
@@ -26,10 +27,13 @@ __all__ = ["DESCRIPTION", "Target", "cluster_for", "options_of", "plan_target", 
 
 DESCRIPTION = """Finds the best way to run a model on a cluster, and says what it costs, why, and what else would cost. Nothing is computed and no device
 is needed: the cluster may be one that nobody has here. MODULE:NAME is a function that gives (model, inputs), or such a tuple; inputs are a tuple of tensors,
-looked at for their shapes only. Keyword arguments may follow as a dict; instead of a model there may be an nn.Graph, or its class."""
+looked at for their shapes only. Keyword arguments may follow as a dict; instead of a model there may be an nn.Graph, or its class."""  # noqa: E501
 
 
-_UNMEASURED = "assumed as of the generic machine, but for the number of GPUs and their memory; `globaltensor profile --out cluster.json` measures them"
+_UNMEASURED = (
+    "assumed as of the generic machine, but for the number of GPUs and their memory; "
+    "`globaltensor profile --out cluster.json` measures them"
+)
 
 
 class Target(NamedTuple):
@@ -42,18 +46,55 @@ class Target(NamedTuple):
 
 def options_of(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("target", metavar="MODULE:NAME", help="a module that can be imported from here, or a file, and what in it gives (model, inputs)")
-    parser.add_argument("--cluster", metavar="FILE-OR-PRESET", help=f"what `globaltensor profile --out` wrote, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many devices of it; all of them unless told")
-    parser.add_argument("--memory", metavar="SIZE", help="a device's memory, as 16GiB; what the cluster says unless told")
+    parser.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help=(
+            "a module that can be imported from here, or a file, and what in it gives (model, "
+            "inputs)"
+        ),
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE-OR-PRESET",
+        help=f"what `globaltensor profile --out` wrote, or one of {', '.join(PRESETS)}",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="how many devices of it; all of them unless told"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="a device's memory, as 16GiB; what the cluster says unless told",
+    )
     parser.add_argument("--mesh", metavar="2x4", help="the shape of the mesh")
-    parser.add_argument("--batch", type=int, metavar="N", help="rows of the inputs, instead of those of the example")
-    parser.add_argument("--objective", choices=("time", "memory"), default="time", help="what is to be least (%(default)s)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop the search after so long, with the best plan so far")
-    parser.add_argument("--explain", action="append", default=[], metavar="PATH", help="instead of the report: why this module, parameter or call is as it is")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="rows of the inputs, instead of those of the example"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("time", "memory"),
+        default="time",
+        help="what is to be least (%(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="stop the search after so long, with the best plan so far",
+    )
+    parser.add_argument(
+        "--explain",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="instead of the report: why this module, parameter or call is as it is",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.load")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of the report")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead of the report"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,10 +105,13 @@ def run(options: argparse.Namespace) -> int:
             if path:
                 check_writable(path)  # better learnt now than after the search
         found = plan_target(
-            options.target, options.cluster, options.devices, memory=options.memory, mesh=_shape(options.mesh), batch=options.batch,
+            options.target, options.cluster, options.devices, memory=options.memory,
+            mesh=_shape(options.mesh), batch=options.batch,
             objective=options.objective, seconds=options.seconds, say=say,
         )  # fmt: skip
-        told = [found.explain(path) for path in options.explain] or [found.to_json() if options.json else found.report()]
+        told = [found.explain(path) for path in options.explain] or [
+            found.to_json() if options.json else found.report()
+        ]
         for path, write in ((options.html, found.save_html), (options.save, found.save)):
             if path:
                 write(path)
@@ -79,27 +123,47 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def plan_target(name: str, cluster: str | None = None, devices: int | None = None, *, say: Callable[[str], object] = lambda text: None, **options: Any) -> Plan:
-    """The plan for what MODULE:NAME gives, on so many devices of a cluster; ``options`` as for `plan`. ``say`` is told what was assumed."""
+def plan_target(
+    name: str,
+    cluster: str | None = None,
+    devices: int | None = None,
+    *,
+    say: Callable[[str], object] = lambda text: None,
+    **options: Any,
+) -> Plan:
+    """The plan for what MODULE:NAME gives, on so many devices of a cluster; ``options`` as for
+    `plan`. ``say`` is told what was assumed."""
     wanted = target(name)
     on = cluster_for(cluster, devices, say)
     return plan(wanted.model, wanted.args, on, kwargs=wanted.kwargs, **options)
 
 
-def cluster_for(cluster: str | None, devices: int | None = None, say: Callable[[str], object] = lambda text: None) -> Cluster:
-    """A preset or a file with so many devices. Without one: this machine's accelerators, or two devices of the generic cluster where it has fewer.
-    Raises PlanError or ClusterError."""
+def cluster_for(
+    cluster: str | None,
+    devices: int | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Cluster:
+    """A preset or a file with so many devices. Without one: this machine's accelerators, or two
+    devices of the generic cluster where it has fewer. Raises PlanError or ClusterError."""
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices}: at least 1")
     if cluster is None:
         here = torch.cuda.device_count()
         if here >= 2:
             memory = torch.cuda.get_device_properties(0).total_memory
-            return Cluster(device="cuda", size=devices or here, memory=memory, name=f"this machine, {torch.cuda.get_device_name(0)}", source=_UNMEASURED)
+            return Cluster(
+                device="cuda",
+                size=devices or here,
+                memory=memory,
+                name=f"this machine, {torch.cuda.get_device_name(0)}",
+                source=_UNMEASURED,
+            )
         count = devices or 2
         say(
-            f"no --cluster given and fewer than 2 accelerators here: planning for {count} device{'s' * (count != 1)} of the generic cluster, "
-            "which is no machine in particular; `globaltensor profile --out cluster.json` measures this one, for --cluster cluster.json"
+            f"no --cluster given and fewer than 2 accelerators here: planning for {count} "
+            f"device{'s' * (count != 1)} of the generic cluster, "
+            "which is no machine in particular; `globaltensor profile --out cluster.json` "
+            "measures this one, for --cluster cluster.json"
         )
         return Cluster(size=count)
     if cluster in PRESETS and not os.path.exists(cluster):
@@ -107,27 +171,43 @@ def cluster_for(cluster: str | None, devices: int | None = None, say: Callable[[
     elif os.path.exists(cluster) or os.sep in cluster or cluster.endswith(".json"):
         found = Cluster.load(cluster)
     else:
-        raise PlanError(f"--cluster {cluster}: there is no such file, and no preset is called so; presets are {', '.join(PRESETS)}")
+        raise PlanError(
+            f"--cluster {cluster}: there is no such file, and no preset is called so; presets are "
+            f"{', '.join(PRESETS)}"
+        )
     if devices is not None:
         return found.with_size(devices)
     if not found.size:
-        say(f"{cluster} does not say how many devices there are: planning for 2; --devices says otherwise")
+        say(
+            f"{cluster} does not say how many devices there are: planning for 2; --devices says "
+            f"otherwise"
+        )
         return replace(found, size=2)
     return found
 
 
 def target(name: str) -> Target:
-    """What MODULE:NAME gives. Raises PlanError where it is not there or gives something else; what its code raises comes through."""
+    """What MODULE:NAME gives. Raises PlanError where it is not there or gives something else; what
+    its code raises comes through."""
     module, found, path = name.rpartition(":")
     if not found or not module or not path:
-        raise PlanError(f"{name!r} is not of the form MODULE:NAME, as in mymodels.gpt:small or models/gpt.py:small")
+        raise PlanError(
+            f"{name!r} is not of the form MODULE:NAME, as in mymodels.gpt:small or "
+            f"models/gpt.py:small"
+        )
     value: Any = _imported(module)
     for part in path.split("."):
         try:
             value = getattr(value, part)
         except AttributeError:
-            near = ", ".join(n for n in vars(value) if not n.startswith("_"))[:300] if hasattr(value, "__dict__") else ""
-            raise PlanError(f"{module} has no {path!r}" + (f"; it has {near}" if near else "")) from None
+            near = (
+                ", ".join(n for n in vars(value) if not n.startswith("_"))[:300]
+                if hasattr(value, "__dict__")
+                else ""
+            )
+            raise PlanError(
+                f"{module} has no {path!r}" + (f"; it has {near}" if near else "")
+            ) from None
     if callable(value) and not isinstance(value, (torch.nn.Module, Graph)) and not _is_kind(value):
         value = value()
     return _read(value, name)
@@ -152,7 +232,10 @@ def _imported(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
-        raise PlanError(f"no module {module!r} can be imported from {os.getcwd()}; it must lie there, on PYTHONPATH or be installed") from None
+        raise PlanError(
+            f"no module {module!r} can be imported from {os.getcwd()}; it must lie there, on "
+            f"PYTHONPATH or be installed"
+        ) from None
 
 
 def _is_kind(value: Any) -> bool:
@@ -162,19 +245,30 @@ def _is_kind(value: Any) -> bool:
 def _read(value: Any, name: str) -> Target:
     """A target out of (model, inputs) or (model, inputs, keyword arguments)."""
     if isinstance(value, (torch.nn.Module, Graph)) or _is_kind(value):
-        raise PlanError(f"{name} is a model without inputs; give (model, inputs): a tuple, or a function that returns it")
+        raise PlanError(
+            f"{name} is a model without inputs; give (model, inputs): a tuple, or a function that "
+            f"returns it"
+        )
     if not isinstance(value, tuple) or not 2 <= len(value) <= 3:
-        raise PlanError(f"{name} gives {_kind(value)}; wanted is (model, inputs) or (model, inputs, keyword arguments)")
+        raise PlanError(
+            f"{name} gives {_kind(value)}; wanted is (model, inputs) or (model, inputs, keyword "
+            f"arguments)"
+        )
     model, inputs, kwargs = (*value, {})[:3]
     if _is_kind(model):
         model = model()
     if not isinstance(model, (torch.nn.Module, Graph)):
-        raise PlanError(f"{name} gives {_kind(model)} as its model; wanted is a torch.nn.Module, an nn.Graph, or the class of one")
+        raise PlanError(
+            f"{name} gives {_kind(model)} as its model; wanted is a torch.nn.Module, an nn.Graph, "
+            f"or the class of one"
+        )
     if isinstance(inputs, Mapping) and not kwargs:
         inputs, kwargs = (), inputs
     if not isinstance(kwargs, Mapping):
         raise PlanError(f"{name} gives {_kind(kwargs)} as keyword arguments; wanted is a dict")
-    return Target(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs))
+    return Target(
+        model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs)
+    )
 
 
 def _kind(value: Any) -> str:

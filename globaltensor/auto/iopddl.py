@@ -2,9 +2,10 @@
 
     python -m globaltensor.auto.iopddl FILE --seconds 60 --out SOLUTION
 
-FILE is JSON or gzipped JSON. SOLUTION becomes a JSON list of one strategy a node. Printed: the cost, a proven lower bound, the gap, feasibility with the
-peak usage and the limit; all exact integers. The time limit counts from the start of the process. Exit code 0 with a solution, 1 where none was found,
-2 where the file is wrong.
+FILE is JSON or gzipped JSON. SOLUTION becomes a JSON list of one strategy a node. Printed: the
+cost, a proven lower bound, the gap, feasibility with the peak usage and the limit; all exact
+integers. The time limit counts from the start of the process. Exit code 0 with a solution, 1 where
+none was found, 2 where the file is wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import time
 from .._base.writable_path import check_writable, write_text
 from .solver import Problem, ProblemError, Solution, from_iopddl, solve
 
-#: Kept back for the step that is under way when time is up and for writing the answer, in seconds and as a share of the time limit.
+#: Kept back for the step that is under way when time is up and for writing the answer, in seconds
+#: and as a share of the time limit.
 RESERVE = 0.5, 0.05
 
 
 def process_age() -> float:
-    """Seconds since this process started; where the system does not say, an estimate from processor time."""
+    """Seconds since this process started; where the system does not say, an estimate from processor
+    time."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -35,12 +38,25 @@ def process_age() -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic() - process_age()
-    parser = argparse.ArgumentParser(prog="python -m globaltensor.auto.iopddl", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m globaltensor.auto.iopddl", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("file", help="the instance, .json or .json.gz")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit from the start of the process (default: 60)")
-    parser.add_argument("--out", help="where the solution is written: a JSON list of one strategy a node")
-    parser.add_argument("--seed", type=int, default=0, help="varies the randomised stages (default: 0)")
-    parser.add_argument("--threads", type=int, default=2, help="for the integer programs (default: 2)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="time limit from the start of the process (default: 60)",
+    )
+    parser.add_argument(
+        "--out", help="where the solution is written: a JSON list of one strategy a node"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="varies the randomised stages (default: 0)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="for the integer programs (default: 2)"
+    )
     options = parser.parse_args(arguments)
     gc.disable()  # millions of numbers, no cycles
     try:
@@ -50,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ProblemError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    left = options.seconds - (time.monotonic() - started) - RESERVE[0] - RESERVE[1] * options.seconds
+    left = (
+        options.seconds - (time.monotonic() - started) - RESERVE[0] - RESERVE[1] * options.seconds
+    )
     solution = solve(problem, seconds=max(left, 0.0), seed=options.seed, threads=options.threads)
     if solution.choice is None:
         sys.stderr.write(f"error: {missing(problem, solution, options.seconds)}\n")
@@ -58,7 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         write_text(options.out, json.dumps(solution.choice))
     gap = "optimal" if solution.optimal else f"gap {solution.gap:.4%}"
-    lines = [f"cost {solution.cost}", f"bound {solution.bound}", gap, f"feasible yes, peak usage {solution.peak}, limit {problem.usage_limit}"]
+    lines = [
+        f"cost {solution.cost}",
+        f"bound {solution.bound}",
+        gap,
+        f"feasible yes, peak usage {solution.peak}, limit {problem.usage_limit}",
+    ]
     lines.append(f"seconds {time.monotonic() - started:.1f}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -67,12 +90,20 @@ def main(arguments: list[str] | None = None) -> int:
 def missing(problem: Problem, solution: Solution, seconds: float) -> str:
     """Why there is no solution, and what would help."""
     if not solution.infeasible:
-        return f"no feasible choice was found in {seconds:g} s; that none exists is not proven: give it more time with --seconds"
-    text = f"no choice of strategies fits the usage limit {problem.usage_limit} and avoids the forbidden entries (proven)"
+        return (
+            f"no feasible choice was found in {seconds:g} s; that none exists is not proven: "
+            f"give it more time with --seconds"
+        )
+    text = (
+        f"no choice of strategies fits the usage limit {problem.usage_limit} and avoids the "
+        f"forbidden entries (proven)"
+    )
     if solution.least_usage is None:
         return f"{text}; without the limit there is none either"
     found, bound = solution.least_usage
-    return f"{text}; a limit of {found} would do" + ("" if bound == found else f", one below {bound} would not")
+    return f"{text}; a limit of {found} would do" + (
+        "" if bound == found else f", one below {bound} would not"
+    )
 
 
 if __name__ == "__main__":

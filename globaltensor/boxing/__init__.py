@@ -6,4 +6,16 @@ from .log import BoxingRecord, ExchangeRecord, boxing_log, check, forbidden, no_
 from .moves import Move
 from .planner import BoxingPlan, plan_boxing
 
-__all__ = ["BoxingPlan", "BoxingRecord", "ExchangeRecord", "Move", "box", "boxing_log", "check", "explain_boxing", "forbidden", "no_boxing", "plan_boxing"]
+__all__ = [
+    "BoxingPlan",
+    "BoxingRecord",
+    "ExchangeRecord",
+    "Move",
+    "box",
+    "boxing_log",
+    "check",
+    "explain_boxing",
+    "forbidden",
+    "no_boxing",
+    "plan_boxing",
+]

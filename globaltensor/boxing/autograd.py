@@ -1,7 +1,8 @@
 """box: boxing as a differentiable function of local tensors.
 
-The backward of src -> dst is dual(dst) -> dual(src), itself a boxing, so it can be differentiated as often as wanted. Partial max, min and norm
-are reduced by functions of their own, since their gradient depends on the values.
+The backward of src -> dst is dual(dst) -> dual(src), itself a boxing, so it can be differentiated
+as often as wanted. Partial max, min and norm are reduced by functions of their own, since their
+gradient depends on the values.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from .planner import BoxingPlan, plan_boxing
 __all__ = ["box"]
 
 
-def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True) -> Tensor:
-    """The local tensor of ``dst`` from that of ``src``; differentiable any number of times. Every rank of both placements must call it.
+def box(
+    local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True
+) -> Tensor:
+    """The local tensor of ``dst`` from that of ``src``; differentiable any number of times. Every
+    rank of both placements must call it.
 
-    A rank outside ``src`` gives an empty ``(0,)`` placeholder, which must require grad where the tensor does: its backward takes part too. A rank
-    outside ``dst`` gets one. ``grad``: a spec on the placement of ``src`` that the gradient passes through. ``why`` names the op for logs and for
-    `no_boxing`; empty or ``to_global`` is explicit. With ``alias`` the result may share memory with ``local`` (a slice is a view), so it must not be
-    written to; without, only ``src is dst`` returns ``local`` itself. Raises BoxingError.
+    A rank outside ``src`` gives an empty ``(0,)`` placeholder, which must require grad where the
+    tensor does: its backward takes part too. A rank outside ``dst`` gets one. ``grad``: a spec on
+    the placement of ``src`` that the gradient passes through. ``why`` names the op for logs and for
+    `no_boxing`; empty or ``to_global`` is explicit. With ``alias`` the result may share memory with
+    ``local`` (a slice is a view), so it must not be written to; without, only ``src is dst``
+    returns ``local`` itself. Raises BoxingError.
     """
     if src is dst and grad is None:
         return local
@@ -55,9 +61,14 @@ def _run(route: BoxingPlan, local: Tensor, alias: bool, why: str) -> Tensor:
     return out
 
 
-def _differentiable(local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool) -> Tensor:
+def _differentiable(
+    local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool
+) -> Tensor:
     if grad is not None and (grad.placement is not src.placement or grad.shape != src.shape):
-        raise BoxingError(f"{why or 'to_global'}: the gradient's sbp must be one on the placement of the tensor, {src.placement}; got {grad.placement}")
+        raise BoxingError(
+            f"{why or 'to_global'}: the gradient's sbp must be one on the placement of the "
+            f"tensor, {src.placement}; got {grad.placement}"
+        )
     logs = current_logs()
     local, src = _settle(local, src, dst, why, logs)
     if src is dst and grad is None:
@@ -67,26 +78,39 @@ def _differentiable(local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why:
     return _Box.apply(local, route, grad, why, alias, logs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]) -> tuple[Tensor, Spec]:
-    """Reduce the partial maxima, minima and norms that do not stay what they are. The last axes reduce first."""
-    while odd := [a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum]:
+def _settle(
+    local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
+) -> tuple[Tensor, Spec]:
+    """Reduce the partial maxima, minima and norms that do not stay what they are. The last axes
+    reduce first."""
+    while odd := [
+        a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum
+    ]:
         if src.placement is dst.placement and all(src.layout[a] is dst.layout[a] for a in odd):
             break
         partial = [a for a, e in enumerate(src.layout) if e.kind == "partial"]
         entry = src.layout[partial[-1]]
-        group = [a for i, a in enumerate(partial) if all(src.layout[b] is entry for b in partial[i:])]
-        settled = src.replace(layout=[broadcast if a in group else e for a, e in enumerate(src.layout)])
+        group = [
+            a for i, a in enumerate(partial) if all(src.layout[b] is entry for b in partial[i:])
+        ]
+        settled = src.replace(
+            layout=[broadcast if a in group else e for a, e in enumerate(src.layout)]
+        )
         route = plan_boxing(src, settled)
         record_boxing(route, why)
         if entry is partial_sum:
             local = _Box.apply(local, route, None, why, True, logs)  # type: ignore[no-untyped-call]
         else:
-            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(local, route, logs)  # type: ignore[no-untyped-call]
+            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(
+                local, route, logs
+            )  # type: ignore[no-untyped-call]
         src = settled
     return local, src
 
 
-def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
+def _back(
+    gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
+) -> Tensor:
     """Box a gradient; differentiable where it is asked for (create_graph)."""
     if src is dst:
         return gradient
@@ -102,20 +126,26 @@ def _crosses(route: BoxingPlan) -> bool:
 
 
 def _agree(gradient: Tensor, route: BoxingPlan, placeholder: tuple[Tensor, ...]) -> Tensor:
-    """Let a rank that only sent its part know whether the gradient, which it does not see, is itself differentiated (create_graph).
+    """Let a rank that only sent its part know whether the gradient, which it does not see, is
+    itself differentiated (create_graph).
 
-    If so its empty share is tied to the placeholder that stands for the result here: so this rank goes the same way in the second backward.
+    If so its empty share is tied to the placeholder that stands for the result here: so this rank
+    goes the same way in the second backward.
     """
     here = world()
     members = tuple(sorted({*route.src.placement.flat, *route.dst.placement.flat}))
     if here.rank not in members:
         return gradient + placeholder[0]  # nobody to ask: it costs nothing here to say yes
-    wanted = here.comm(members).all_reduce(torch.tensor([gradient.requires_grad and not placeholder]), "max")
+    wanted = here.comm(members).all_reduce(
+        torch.tensor([gradient.requires_grad and not placeholder]), "max"
+    )
     return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
 
 
-#: What nodes save that have nothing to save: a checkpoint (torch.utils.checkpoint) computes its region again when the first of its saved tensors is asked for,
-#: and ends when the last is there again. With one saved by every move all ranks do so at the same point between their collectives, and none too few.
+#: What nodes save that have nothing to save: a checkpoint (torch.utils.checkpoint) computes its
+#: region again when the first of its saved tensors is asked for, and ends when the last is there
+#: again. With one saved by every move all ranks do so at the same point between their collectives,
+#: and none too few.
 NOTHING: Final = torch.empty(0)
 
 
@@ -123,12 +153,22 @@ class _Box(torch.autograd.Function):
     """Linear boxing. Applied to one local tensor; the rest are constants."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: BoxingPlan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        route: BoxingPlan,
+        grad: Spec | None,
+        why: str,
+        alias: bool,
+        logs: tuple[list[BoxingRecord], ...],
+    ) -> Tensor:
         ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
         out = _run(route, local, alias, why)
         ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
         ctx.save_for_backward(out if ctx.away else NOTHING)
-        if not alias and out._is_view():  # of the buffer it came in, which nobody else knows: autograd forbids to write into a view made here
+        # of the buffer it came in, which nobody else knows: autograd forbids to write into a view
+        # made here
+        if not alias and out._is_view():
             out = out.detach()
         return out
 
@@ -147,10 +187,13 @@ class _Box(torch.autograd.Function):
 
 
 class _Extreme(torch.autograd.Function):
-    """A partial max or min to broadcast. The gradient goes to the ranks whose value is the result, in equal shares."""
+    """A partial max or min to broadcast. The gradient goes to the ranks whose value is the result,
+    in equal shares."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]
+    ) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
@@ -158,17 +201,28 @@ class _Extreme(torch.autograd.Function):
         if ctx.away:
             ctx.save_for_backward(NOTHING)
         else:
-            # Partial over the axes that were reduced: each rank counts itself, the sum is how many share.
+            # Partial over the axes that were reduced: each rank counts itself, the sum is how many
+            # share.
             axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
             mine = (local == out).to(out.dtype)
-            ones = route.dst.replace(layout=[partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)])
+            ones = route.dst.replace(
+                layout=[
+                    partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)
+                ]
+            )
             ctx.save_for_backward(mine / run(plan_boxing(ones, _plain(route.dst)), mine))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (share,) = ctx.saved_tensors
-        whole = _back(gradient, ctx.route.dst.dual(), _reduced(ctx.route), "backward of a partial max or min", ctx.logs)
+        whole = _back(
+            gradient,
+            ctx.route.dst.dual(),
+            _reduced(ctx.route),
+            "backward of a partial max or min",
+            ctx.logs,
+        )
         return whole if ctx.away else whole * share, None, None
 
 
@@ -176,19 +230,31 @@ class _Norm(torch.autograd.Function):
     """A partial p-norm to broadcast: d y / d n_r = (n_r / y)^(p-1), and 0 where y is 0."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]
+    ) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
         ctx.route, ctx.logs = route, logs
-        ctx.p = next(float(e.reduce.removeprefix("norm")) for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a])
+        ctx.p = next(
+            float(e.reduce.removeprefix("norm"))
+            for a, e in enumerate(route.src.layout)
+            if e is not route.dst.layout[a]
+        )
         ctx.save_for_backward(local, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         local, out = ctx.saved_tensors
-        whole = _back(gradient, ctx.route.dst.dual(), _reduced(ctx.route), "backward of a partial norm", ctx.logs)
+        whole = _back(
+            gradient,
+            ctx.route.dst.dual(),
+            _reduced(ctx.route),
+            "backward of a partial norm",
+            ctx.logs,
+        )
         if _outside(local, ctx.route):
             return whole, None, None
         ratio = local / torch.where(out == 0, torch.ones_like(out), out)
@@ -196,12 +262,14 @@ class _Norm(torch.autograd.Function):
 
 
 def _reduced(route: BoxingPlan) -> Spec:
-    """Where the gradient of the reduced tensor is whole: the dual of the source, whose dual of an odd partial is broadcast."""
+    """Where the gradient of the reduced tensor is whole: the dual of the source, whose dual of an
+    odd partial is broadcast."""
     return route.src.dual()
 
 
 def _plain(spec: Spec) -> Spec:
-    """The same with what is still partial called broadcast: each rank counts for itself on those axes."""
+    """The same with what is still partial called broadcast: each rank counts for itself on those
+    axes."""
     return spec.replace(layout=[broadcast if e.kind == "partial" else e for e in spec.layout])
 
 

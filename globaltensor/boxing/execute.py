@@ -1,6 +1,8 @@
-"""Run a plan on a local tensor. The executor decides nothing: each move is compiled once for a rank into a function, with all offsets worked out.
+"""Run a plan on a local tensor. The executor decides nothing: each move is compiled once for a rank
+into a function, with all offsets worked out.
 
-A result may share memory with the input (a slice is a view, a mask keeps the tensor it has): `box` says who has to care.
+A result may share memory with the input (a slice is a view, a mask keeps the tensor it has): `box`
+says who has to care.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ __all__ = ["run"]
 Step = Callable[[Tensor, World], Tensor]
 Slices = tuple[slice, ...]
 
-#: Dtypes whose kernels are missing here or there (cat, narrow copy, zeros) travel as these, bit by bit.
+#: Dtypes whose kernels are missing here or there (cat, narrow copy, zeros) travel as these, bit by
+#: bit.
 _CARRIERS: Final = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,
@@ -37,10 +40,12 @@ _CARRIERS: Final = {
 
 
 def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
-    """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of both placements must call it.
+    """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of
+    both placements must call it.
 
-    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
-    ``why``: the operation that needs it, for errors.
+    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)``
+    tensor. The result may share memory with ``local``. ``why``: the operation that needs it, for
+    errors.
     """
     here = world()
     if route.bytes and here.compares:
@@ -49,7 +54,9 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     key = ~here.rank if here.dry or route.on_meta else here.rank
     program = route.programs.get(key)
     if program is None:
-        program = route.programs[key] = _compile(route, here.rank, _STEPS if key == here.rank else _DRY_STEPS)
+        program = route.programs[key] = _compile(
+            route, here.rank, _STEPS if key == here.rank else _DRY_STEPS
+        )
     local = local.detach()
     try:
         for step in cast("list[Step]", program):
@@ -59,14 +66,20 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     return local
 
 
-def _compile(route: BoxingPlan, rank: int, steps: Mapping[str, Callable[[Move, int], Step | None]]) -> list[Step]:
+def _compile(
+    route: BoxingPlan, rank: int, steps: Mapping[str, Callable[[Move, int], Step | None]]
+) -> list[Step]:
     program = []
     for move in route.moves:
         if rank in move.src.placement._coordinates or rank in move.dst.placement._coordinates:
             step = steps[move.kind](move, rank)
             if step is not None:
                 carrier = _CARRIERS.get(move.src.dtype)
-                program.append(step if carrier is None or move.kind in ("all_reduce", "reduce_scatter") else _carried(step, carrier, move.dst.dtype))
+                program.append(
+                    step
+                    if carrier is None or move.kind in ("all_reduce", "reduce_scatter")
+                    else _carried(step, carrier, move.dst.dtype)
+                )
     return program
 
 
@@ -136,11 +149,16 @@ def _pad(move: Move, rank: int) -> Step:
     shape, where = move.dst.local_shape(rank), _relative(move.src.box(rank), move.dst.box(rank))
     around = []  # the rest of it, so that each element is written once
     for dim, (part, n) in enumerate(zip(where, shape, strict=True)):
-        around += [(*where[:dim], edge) for edge in (slice(0, part.start), slice(part.stop, n)) if edge.start < edge.stop]
+        around += [
+            (*where[:dim], edge)
+            for edge in (slice(0, part.start), slice(part.stop, n))
+            if edge.start < edge.stop
+        ]
 
     def step(t: Tensor, here: World) -> Tensor:
         out = t.new_empty(shape)
-        # A matrix that lies by columns, as gradients of weights do: torch is twice as quick where it may turn it by itself.
+        # A matrix that lies by columns, as gradients of weights do: torch is twice as quick where
+        # it may turn it by itself.
         out[where] = t.contiguous() if t.dim() == 2 else t
         for rest in around:
             out[rest].zero_()
@@ -179,7 +197,9 @@ def _reduce_scatter(move: Move, rank: int) -> Step:
     peers, (op, p) = _peers(move, rank), _reduction(move)
     mine = move.src.box(rank)
     chunks = [_relative(move.dst.box(r), mine) for r in peers]
-    return _powered(lambda t, here: here.comm(peers).reduce_scatter([t[where] for where in chunks], op), p)
+    return _powered(
+        lambda t, here: here.comm(peers).reduce_scatter([t[where] for where in chunks], op), p
+    )
 
 
 def _leading(shape: Sequence[int], dim: int) -> bool:
@@ -192,11 +212,17 @@ def _join(parts: list[Tensor], shapes: list[tuple[int, ...]], dim: int) -> Tenso
 
 
 def _all_gather(move: Move, rank: int) -> Step:
-    peers, dim, shape = _peers(move, rank), move.src.layout[move.axes[0]].dim, move.dst.local_shape(rank)
+    peers, dim, shape = (
+        _peers(move, rank),
+        move.src.layout[move.axes[0]].dim,
+        move.dst.local_shape(rank),
+    )
     shapes = [move.src.local_shape(r) for r in peers]
     numels = [math.prod(s) for s in shapes]
     if not _leading(shape, dim):
-        return lambda t, here: _join(here.comm(peers).all_gather(t, numels, fresh=False), shapes, dim)
+        return lambda t, here: _join(
+            here.comm(peers).all_gather(t, numels, fresh=False), shapes, dim
+        )
 
     def step(t: Tensor, here: World) -> Tensor:
         out = torch.empty(shape, dtype=t.dtype, device=t.device)
@@ -207,17 +233,32 @@ def _all_gather(move: Move, rank: int) -> Step:
 
 
 def _all_to_all(move: Move, rank: int) -> Step:
-    peers, dim, shape = _peers(move, rank), move.src.layout[move.axes[0]].dim, move.dst.local_shape(rank)
+    peers, dim, shape = (
+        _peers(move, rank),
+        move.src.layout[move.axes[0]].dim,
+        move.dst.local_shape(rank),
+    )
     before, after = move.src.box(rank), move.dst.box(rank)
     sends = [_relative(_common(before, move.dst.box(r)), before) for r in peers]
     shapes = [_common(move.src.box(r), after)[1] for r in peers]
-    numels, longest = [math.prod(s) for s in shapes], max(move.src.local_numel(), move.dst.local_numel())
+    numels, longest = (
+        [math.prod(s) for s in shapes],
+        max(move.src.local_numel(), move.dst.local_numel()),
+    )
     if not _leading(shape, dim):
-        return lambda t, here: _join(here.comm(peers).all_to_all([t[where] for where in sends], numels, fresh=False, longest=longest), shapes, dim)
+        return lambda t, here: _join(
+            here.comm(peers).all_to_all(
+                [t[where] for where in sends], numels, fresh=False, longest=longest
+            ),
+            shapes,
+            dim,
+        )
 
     def step(t: Tensor, here: World) -> Tensor:
         out = torch.empty(shape, dtype=t.dtype, device=t.device)
-        here.comm(peers).all_to_all_into([t[where] for where in sends], numels, out.view(-1), longest)
+        here.comm(peers).all_to_all_into(
+            [t[where] for where in sends], numels, out.view(-1), longest
+        )
         return out
 
     return step
@@ -233,19 +274,31 @@ def _exchange(move: Move, rank: int) -> Step:
     shape = dst.local_shape(rank)
     # Messages between device types go through the host, where every rank has a carrier.
     wire = src.placement.type if src.placement.type == dst.placement.type else "cpu"
-    direct = [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming] if receives else []
+    direct = (
+        [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming]
+        if receives
+        else []
+    )
 
     def step(t: Tensor, here: World) -> Tensor:
         comm, device = here.comm(members), here.device(wire)
         outgoing = {i: t[where].to(device) for i, where in sends}
-        out = torch.empty(shape, dtype=t.dtype, device=device) if receives else torch.empty(0, dtype=t.dtype, device=here.outside(dst.placement.type))
+        out = (
+            torch.empty(shape, dtype=t.dtype, device=device)
+            if receives
+            else torch.empty(0, dtype=t.dtype, device=here.outside(dst.placement.type))
+        )
         buffers: dict[int, Tensor] = {}
         for (who, there, into), straight in zip(incoming, direct, strict=True):
             if who == rank:
                 out[into] = t[there]
             else:
                 numel = math.prod(s.stop - s.start for s in into)
-                buffers[index[who]] = out[into].view(-1) if straight else torch.empty(numel, dtype=t.dtype, device=device)
+                buffers[index[who]] = (
+                    out[into].view(-1)
+                    if straight
+                    else torch.empty(numel, dtype=t.dtype, device=device)
+                )
         comm.exchange_into(outgoing, buffers, device)
         for (who, _, into), straight in zip(incoming, direct, strict=True):
             if who != rank and not straight:
@@ -272,8 +325,16 @@ _STEPS: Final[dict[str, Callable[[Move, int], Step | None]]] = {
 def _meet(move: Move, rank: int) -> Step | None:
     """Of a move that needs other ranks, where nothing is sent: what comes has the right shape."""
     src, dst = move.src, move.dst
-    peers = _peers(move, rank) if move.axes else tuple(sorted({*src.placement.flat, *dst.placement.flat}))
-    shape, type_, receives = dst.local_shape(rank), dst.placement.type, rank in dst.placement._coordinates
+    peers = (
+        _peers(move, rank)
+        if move.axes
+        else tuple(sorted({*src.placement.flat, *dst.placement.flat}))
+    )
+    shape, type_, receives = (
+        dst.local_shape(rank),
+        dst.placement.type,
+        rank in dst.placement._coordinates,
+    )
     if move.kind == "all_reduce" and 0 in shape:
         return None
 
@@ -281,7 +342,11 @@ def _meet(move: Move, rank: int) -> Step | None:
         if here.dry:
             here.comm(peers).barrier()
         same = move.axes or t.device.type == "meta"
-        return torch.empty(shape, dtype=t.dtype, device=t.device if same else here.device(type_) if receives else here.outside(type_))
+        return torch.empty(
+            shape,
+            dtype=t.dtype,
+            device=t.device if same else here.device(type_) if receives else here.outside(type_),
+        )
 
     return step
 

@@ -11,14 +11,21 @@ __all__ = ["explain_boxing"]
 
 
 def explain_boxing(a: object, b: object) -> str:
-    """The moves that box ``a`` into ``b`` (each a spec, or a tensor that has one), one a line, with traffic per rank and estimated time.
+    """The moves that box ``a`` into ``b`` (each a spec, or a tensor that has one), one a line, with
+    traffic per rank and estimated time.
 
     Raises BoxingError where shape or dtype differ, TypeError for something without a spec.
     """
     route = plan_boxing(_spec(a), _spec(b))
     head = f"{describe(route.src)} -> {describe(route.dst)}"
     foot = f"total  {show_bytes(route.bytes)} a rank  {route.seconds * 1e3:.3g} ms"
-    return "\n".join((head, *(f"  {move}" for move in route.moves), f"  {foot}" if route.moves else "  nothing moves"))
+    return "\n".join(
+        (
+            head,
+            *(f"  {move}" for move in route.moves),
+            f"  {foot}" if route.moves else "  nothing moves",
+        )
+    )
 
 
 def _spec(value: object) -> Spec:

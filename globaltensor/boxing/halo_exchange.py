@@ -1,6 +1,8 @@
-"""What native ops over a split dim exchange: intervals of it (halos, elements that change places), or a little from every rank (totals of parts).
+"""What native ops over a split dim exchange: intervals of it (halos, elements that change places),
+or a little from every rank (totals of parts).
 
-What ranks want may overlap, so no layout says it. The backward of a fetch gives every element's gradient back to its holder, who adds them up.
+What ranks want may overlap, so no layout says it. The backward of a fetch gives every element's
+gradient back to its holder, who adds them up.
 """
 
 from __future__ import annotations
@@ -21,22 +23,36 @@ Interval = tuple[int, int]  # from, up to
 
 
 class HaloPlan:
-    """Who holds which interval of a dim, and which intervals each rank wants. Pure; every rank of ``ranks`` makes the same, seen from its place.
+    """Who holds which interval of a dim, and which intervals each rank wants. Pure; every rank of
+    ``ranks`` makes the same, seen from its place.
 
-    ``held``: the interval of each rank, disjoint. ``wanted``: for each rank, any intervals, in the order in which they are laid side by side.
+    ``held``: the interval of each rank, disjoint. ``wanted``: for each rank, any intervals, in the
+    order in which they are laid side by side.
     """
 
     __slots__ = ("chunks", "given", "index", "length", "quiet", "ranks")
 
-    def __init__(self, ranks: Sequence[int], rank: int, held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        held: Sequence[Interval],
+        wanted: Sequence[Sequence[Interval]],
+    ) -> None:
         self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
         every = _chunks(held, wanted)
         #: (index of the holder, offset in its part, length), as they lie in what is fetched here
         self.chunks = every[self.index]
         self.length = sum(n for _, _, n in self.chunks)
         #: index of a rank -> (offset in the part here, length) of what it gets from here
-        self.given = {i: mine for i, chunks in enumerate(every) if (mine := [(a, n) for q, a, n in chunks if q == self.index])}
-        self.quiet = all(q == i for i, chunks in enumerate(every) for q, _, _ in chunks)  # nobody wants what another holds
+        self.given = {
+            i: mine
+            for i, chunks in enumerate(every)
+            if (mine := [(a, n) for q, a, n in chunks if q == self.index])
+        }
+        self.quiet = all(
+            q == i for i, chunks in enumerate(every) for q, _, _ in chunks
+        )  # nobody wants what another holds
 
     def taken(self) -> dict[int, int]:
         """Index of each other rank from which something is fetched here -> how much of the dim."""
@@ -48,18 +64,29 @@ class HaloPlan:
 
 
 def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> int:
-    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as `HaloPlan` has them."""
-    return max(sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted)))
+    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as
+    `HaloPlan` has them."""
+    return max(
+        sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted))
+    )
 
 
-def _chunks(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> list[list[tuple[int, int, int]]]:
-    """For each rank what it wants as (index of the holder, offset in its part, length), side by side."""
+def _chunks(
+    held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]
+) -> list[list[tuple[int, int, int]]]:
+    """For each rank what it wants as (index of the holder, offset in its part, length), side by
+    side."""
     order = sorted((a, b, q) for q, (a, b) in enumerate(held) if a < b)
     ends = [b for _, b, _ in order]
-    return [[chunk for interval in intervals for chunk in _parts(order, ends, interval)] for intervals in wanted]
+    return [
+        [chunk for interval in intervals for chunk in _parts(order, ends, interval)]
+        for intervals in wanted
+    ]
 
 
-def _parts(order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval: Interval) -> Iterator[tuple[int, int, int]]:
+def _parts(
+    order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval: Interval
+) -> Iterator[tuple[int, int, int]]:
     start, stop = interval
     for k in range(bisect.bisect_right(ends, start), len(order)):
         a, b, q = order[k]
@@ -70,16 +97,27 @@ def _parts(order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval:
 
 
 def fetch_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
-    """The intervals that this rank wants of ``dim``, side by side; differentiable any number of times. Every rank of the reach must call it.
+    """The intervals that this rank wants of ``dim``, side by side; differentiable any number of
+    times. Every rank of the reach must call it.
 
-    All other dims of the local tensors must be alike on these ranks. Without traffic where no rank wants what another holds.
+    All other dims of the local tensors must be alike on these ranks. Without traffic where no rank
+    wants what another holds.
     """
     if reach.quiet:
         if [(0, local.shape[dim])] == [(a, n) for _, a, n in reach.chunks]:
             return local
         parts = [local.narrow(dim, a, n) for _, a, n in reach.chunks]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
-    log.exchange(f"halo along dim {dim}", sum(reach.taken().values()) * torch.Size(_sized(local, dim, 1)).numel() * local.itemsize)
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat(parts, dim)
+            if parts
+            else local.narrow(dim, 0, 0)
+        )
+    log.exchange(
+        f"halo along dim {dim}",
+        sum(reach.taken().values()) * torch.Size(_sized(local, dim, 1)).numel() * local.itemsize,
+    )
     return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -93,9 +131,15 @@ def _joined(t: Tensor, dim: int, places: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
-    rest = local.numel() // local.shape[dim] if local.shape[dim] else torch.Size(_sized(local, dim, 1)).numel()
+    rest = (
+        local.numel() // local.shape[dim]
+        if local.shape[dim]
+        else torch.Size(_sized(local, dim, 1)).numel()
+    )
     taken = reach.taken()
-    sends = {i: _joined(local, dim, places) for i, places in reach.given.items() if i != reach.index}
+    sends = {
+        i: _joined(local, dim, places) for i, places in reach.given.items() if i != reach.index
+    }
     came = world().comm(reach.ranks).exchange(sends, {q: n * rest for q, n in taken.items()}, local)
     whole = {q: flat.view(_sized(local, dim, taken[q])) for q, flat in came.items()}
     read = dict.fromkeys(taken, 0)
@@ -110,7 +154,11 @@ def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
 
 
 def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
-    rest = fetched.numel() // fetched.shape[dim] if fetched.shape[dim] else torch.Size(_sized(fetched, dim, 1)).numel()
+    rest = (
+        fetched.numel() // fetched.shape[dim]
+        if fetched.shape[dim]
+        else torch.Size(_sized(fetched, dim, 1)).numel()
+    )
     places: dict[int, list[tuple[int, int]]] = {}
     at = 0
     for q, _, n in reach.chunks:
@@ -119,7 +167,11 @@ def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor
     back = {q: _joined(fetched, dim, these) for q, these in places.items()}
     mine = back.pop(reach.index, None)
     expected = {i: sum(n for _, n in these) for i, these in reach.given.items() if i != reach.index}
-    came = world().comm(reach.ranks).exchange(back, {i: n * rest for i, n in expected.items()}, fetched)
+    came = (
+        world()
+        .comm(reach.ranks)
+        .exchange(back, {i: n * rest for i, n in expected.items()}, fetched)
+    )
     out = fetched.new_zeros(_sized(fetched, dim, length))
     for i, these in sorted(reach.given.items()):  # in the order of ranks: the same sum every time
         part, at = mine if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])), 0
@@ -154,13 +206,15 @@ class _Return(torch.autograd.Function):
         return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
 
 
-# ---------------------------------------------------------------------------------------------------------------- a little from everyone
+# --------------------------------------------------------------------------- a little from everyone
 
 
 def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """Every rank's tensor (of one shape), stacked in the order of ``ranks`` -> [ranks, ...] on each; differentiable any number of times.
+    """Every rank's tensor (of one shape), stacked in the order of ``ranks`` -> [ranks, ...] on
+    each; differentiable any number of times.
 
-    What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor of each.
+    What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor
+    of each.
     """
     log.exchange("totals of the parts of a split dim", (len(ranks) - 1) * t.nbytes)
     return _Share.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]

@@ -13,7 +13,16 @@ from ..sharding.spec import Spec
 from .moves import show_bytes, show_placement
 from .planner import BoxingPlan
 
-__all__ = ["BoxingRecord", "ExchangeRecord", "boxing_log", "check", "exchange", "forbidden", "no_boxing", "record_boxing"]
+__all__ = [
+    "BoxingRecord",
+    "ExchangeRecord",
+    "boxing_log",
+    "check",
+    "exchange",
+    "forbidden",
+    "no_boxing",
+    "record_boxing",
+]
 
 #: How an explicit call names itself; such boxing is always allowed.
 EXPLICIT = "to_global"
@@ -21,7 +30,8 @@ EXPLICIT = "to_global"
 
 @dataclass(frozen=True, slots=True)
 class BoxingRecord:
-    """One boxing: ``op`` is what asked for it (``to_global``, ``add: argument 1``, ``backward of ...``); ``bytes`` the traffic of the busiest rank."""
+    """One boxing: ``op`` is what asked for it (``to_global``, ``add: argument 1``, ``backward of
+    ...``); ``bytes`` the traffic of the busiest rank."""
 
     op: str
     src: Spec
@@ -33,12 +43,17 @@ class BoxingRecord:
         return self.plan.bytes
 
     def __str__(self) -> str:
-        return f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  {'+'.join(m.kind for m in self.plan.moves) or 'nothing'}  {show_bytes(self.bytes)}"
+        return (
+            f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  "
+            f"{'+'.join(m.kind for m in self.plan.moves) or 'nothing'}  "
+            f"{show_bytes(self.bytes)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRecord:
-    """What an op exchanged with other ranks because a dim stayed split: ``op`` says what, ``bytes`` how much this rank received."""
+    """What an op exchanged with other ranks because a dim stayed split: ``op`` says what, ``bytes``
+    how much this rank received."""
 
     op: str
     bytes: int
@@ -53,7 +68,8 @@ _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=Fals
 
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
-    """Collect every `BoxingRecord` of this rank in the block, explicit ones and those of backward too, and every `ExchangeRecord` inside an op.
+    """Collect every `BoxingRecord` of this rank in the block, explicit ones and those of backward
+    too, and every `ExchangeRecord` inside an op.
 
     >>> with boxing_log() as log:
     ...     pass
@@ -70,8 +86,9 @@ def boxing_log() -> Iterator[list[Any]]:
 
 @contextmanager
 def no_boxing() -> Iterator[None]:
-    """Raise BoxingError where an op in the block would communicate: to box an operand, or with its neighbours along a split dim. Explicit `to_global` is
-    allowed, and so is boxing without traffic."""
+    """Raise BoxingError where an op in the block would communicate: to box an operand, or with its
+    neighbours along a split dim. Explicit `to_global` is allowed, and so is boxing without
+    traffic."""
     token = _forbidden.set(True)
     try:
         yield
@@ -85,22 +102,34 @@ def forbidden() -> bool:
 
 
 def check(route: BoxingPlan, why: str) -> None:
-    """Raise BoxingError where `no_boxing` is in force, ``route`` has traffic, and it is not an explicit ``to_global``."""
-    if not _forbidden.get() or not route.bytes or not why or why.startswith((EXPLICIT, "backward of")):
+    """Raise BoxingError where `no_boxing` is in force, ``route`` has traffic, and it is not an
+    explicit ``to_global``."""
+    if (
+        not _forbidden.get()
+        or not route.bytes
+        or not why
+        or why.startswith((EXPLICIT, "backward of"))
+    ):
         return
     target = ", ".join(_spell(e.kind, e.dim, e.reduce) for e in route.dst.layout)
-    placement = "" if route.src.placement is route.dst.placement else f"placement={route.dst.placement!r}, "
+    placement = (
+        "" if route.src.placement is route.dst.placement else f"placement={route.dst.placement!r}, "
+    )
     raise BoxingError(
-        f"{why}: {describe(route.src)} would be boxed to {describe(route.dst)} ({', '.join(m.kind for m in route.moves)}, {show_bytes(route.bytes)} a rank), "
-        f"but no_boxing() forbids hidden traffic. Write the move out with x.to_global({placement}sbp=[{target}]) before the op, or leave no_boxing()"
+        f"{why}: {describe(route.src)} would be boxed to {describe(route.dst)} "
+        f"({', '.join(m.kind for m in route.moves)}, {show_bytes(route.bytes)} a rank), "
+        f"but no_boxing() forbids hidden traffic. Write the move out with "
+        f"x.to_global({placement}sbp=[{target}]) before the op, or leave no_boxing()"
     )
 
 
 def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
-    """Check an exchange inside an op that is about to happen, and log it. ``explicit``: the user has asked for just this."""
+    """Check an exchange inside an op that is about to happen, and log it. ``explicit``: the user
+    has asked for just this."""
     if _forbidden.get() and not explicit:
         raise BoxingError(
-            f"{what}: the op would exchange {show_bytes(nbytes)} with other ranks, since it works along a split dim, but no_boxing() forbids hidden traffic. "
+            f"{what}: the op would exchange {show_bytes(nbytes)} with other ranks, since it works "
+            f"along a split dim, but no_boxing() forbids hidden traffic. "
             "Make that dim whole with x.to_global(sbp=...) before the op, or leave no_boxing()"
         )
     for log in _logs.get():
@@ -119,7 +148,8 @@ def record_boxing(route: BoxingPlan, why: str, logs: tuple[list[Any], ...] | Non
 
 
 def current_logs() -> tuple[list[Any], ...]:
-    """The logs open now. Backward runs in threads of autograd's where no context reaches, so a boxing remembers them."""
+    """The logs open now. Backward runs in threads of autograd's where no context reaches, so a
+    boxing remembers them."""
     return _logs.get()
 
 
@@ -129,4 +159,10 @@ def describe(spec: Spec) -> str:
 
 
 def _spell(kind: str, dim: int, reduce: str) -> str:
-    return f"split({dim})" if kind == "split" else "broadcast" if kind == "broadcast" else f"partial_{reduce}"
+    return (
+        f"split({dim})"
+        if kind == "split"
+        else "broadcast"
+        if kind == "broadcast"
+        else f"partial_{reduce}"
+    )

@@ -1,4 +1,5 @@
-"""What the moves of one tensor cost, remembered: a search asks for the same ones over and over. Pure."""
+"""What the moves of one tensor cost, remembered: a search asks for the same ones over and over.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .moves import LOCAL, Box, Layout, box_owners, source_rank
 __all__ = ["RELAID", "MoveCosts", "move_costs"]
 
 _MOST_TENSORS: Final = 256
-#: What handles pieces along a dim: they may have to be laid in another order, which counts where copies were measured.
+#: What handles pieces along a dim: they may have to be laid in another order, which counts where
+#: copies were measured.
 RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
 
 Table: TypeAlias = NDArray[np.int64]
@@ -29,9 +31,20 @@ Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 class MoveCosts:
     """Of tensors of one shape and dtype on one placement, whatever their layout."""
 
-    __slots__ = ("_costs", "_fibers", "_landings", "_largest", "cluster", "dtype", "placement", "shape")
+    __slots__ = (
+        "_costs",
+        "_fibers",
+        "_landings",
+        "_largest",
+        "cluster",
+        "dtype",
+        "placement",
+        "shape",
+    )
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster
+    ) -> None:
         self.shape, self.dtype, self.placement, self.cluster = shape, dtype, placement, cluster
         self._largest: dict[Layout, tuple[int, tuple[int, ...]]] = {}
         self._costs: dict[tuple[tuple[int, ...], Layout, Layout], tuple[Layout, int, float]] = {}
@@ -54,8 +67,11 @@ class MoveCosts:
             found = self._largest[layout] = self.dtype.itemsize * prod(shape), shape
         return found
 
-    def move(self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout) -> tuple[Layout, int, float]:
-        """(where it leads: ``after`` without units that change nothing, traffic, seconds) of a move on axes of the placement."""
+    def move(
+        self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout
+    ) -> tuple[Layout, int, float]:
+        """(where it leads: ``after`` without units that change nothing, traffic, seconds) of a move
+        on axes of the placement."""
         key = axes, before, after
         found = self._costs.get(key)
         if found is None:
@@ -66,9 +82,15 @@ class MoveCosts:
             found = self._costs[key] = to, nbytes, seconds
         return found
 
-    def _relaid(self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float) -> float:
-        """With the copies that pieces along any dim but the first need, before they are sent and after they have come; a slice along the first needs none."""
-        sent, came = ((layout[axes[0]], self.nbytes(other)) for layout, other in ((after, before), (before, after)))
+    def _relaid(
+        self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float
+    ) -> float:
+        """With the copies that pieces along any dim but the first need, before they are sent and
+        after they have come; a slice along the first needs none."""
+        sent, came = (
+            (layout[axes[0]], self.nbytes(other))
+            for layout, other in ((after, before), (before, after))
+        )
         for entry, nbytes in (sent, came):
             more = self.cluster.relaid(nbytes) if entry.kind == "split" else None
             if more is not None and kind != "slice":
@@ -78,7 +100,8 @@ class MoveCosts:
         return seconds
 
     def price(self, kind: str, axes: tuple[int, ...], before: int, after: int) -> Price:
-        """Of a move between local tensors of so many bytes, whatever their shape; without what relaying them costs."""
+        """Of a move between local tensors of so many bytes, whatever their shape; without what
+        relaying them costs."""
         if kind == "keep":
             return 0, 0.0
         if kind in LOCAL:
@@ -92,7 +115,8 @@ class MoveCosts:
         return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
 
     def exchange_at_least(self, before: Layout, there: MoveCosts, after: Layout) -> float:
-        """Seconds that an exchange into a layout of ``there`` takes at least, known without looking at who holds what."""
+        """Seconds that an exchange into a layout of ``there`` takes at least, known without looking
+        at who holds what."""
         (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
         # In no dim is there more in common than the shorter of the two has.
         missing = arriving - self.dtype.itemsize * prod(map(min, mine, theirs))
@@ -113,7 +137,9 @@ class MoveCosts:
 
 
 @lru_cache(maxsize=_MOST_TENSORS)
-def move_costs(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> MoveCosts:
+def move_costs(
+    shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster
+) -> MoveCosts:
     """The same object for equal arguments, as long as it is used now and then."""
     return MoveCosts(shape, dtype, placement, cluster)
 
@@ -125,17 +151,23 @@ def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     if not nbytes:
         return 0, cluster.memory_latency + copied
     # One of the peers on another node is enough for the slower links.
-    return nbytes, cluster.seconds("exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)) + copied + cluster.skew
+    return nbytes, cluster.seconds(
+        "exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)
+    ) + copied + cluster.skew
 
 
 def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
-    """Seconds for the copies of an exchange of ``nbytes``: of all of the result by the formulas. What was measured has new memory for what arrives, so there
-    it is what more memory costs, and what isn't straight on either side."""
+    """Seconds for the copies of an exchange of ``nbytes``: of all of the result by the formulas.
+    What was measured has new memory for what arrives, so there it is what more memory costs, and
+    what isn't straight on either side."""
     whole = cluster.seconds("copy", 2 * src.dtype.itemsize * dst.local_numel(), 1)
     if not cluster.measured:
         return whole
     arrived = cluster.seconds("copy", 2 * nbytes, 1)
-    arriving, leaving = (any(e.kind == "split" and not _first(e.dim, at) for e in other.layout) for other, at in ((src, dst), (dst, src)))
+    arriving, leaving = (
+        any(e.kind == "split" and not _first(e.dim, at) for e in other.layout)
+        for other, at in ((src, dst), (dst, src))
+    )
     return (whole if arriving else max(0.0, whole - arrived)) + (arrived if leaving else 0.0)
 
 
@@ -145,8 +177,9 @@ def _first(dim: int, spec: Spec) -> bool:
 
 
 class _BoxTable(NamedTuple):
-    """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once, [boxes, dims]. ``first``, ``last``: of each dim the
-    different intervals of it that some rank has; the boxes are all combinations of one of each dim."""
+    """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once,
+    [boxes, dims]. ``first``, ``last``: of each dim the different intervals of it that some rank
+    has; the boxes are all combinations of one of each dim."""
 
     low: Table
     high: Table
@@ -180,28 +213,40 @@ def _meeting(there: _BoxTable, low: Table, high: Table) -> Table:
     """How many different boxes of a layout each of these, none empty, meets."""
     counts = np.ones(len(low), dtype=np.int64)
     for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
-        counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(last, low[:, d], "right")
+        counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(
+            last, low[:, d], "right"
+        )
     return counts
 
 
 def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int, int] | None]:
-    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if any do) of an exchange without partials.
+    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if
+    any do) of an exchange without partials.
 
-    Every element lies on as many ranks of a placement as every other, so that sums tell what pairs of boxes would.
+    Every element lies on as many ranks of a placement as every other, so that sums tell what pairs
+    of boxes would.
     """
     number, holders, _ = box_owners(src)
     here, there, wanted = _lie(src), _lie(dst), dst.placement.flat
     own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
     both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
-    at, of = (np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ())))
-    own[at] = _sizes(np.maximum(here.once_low[of], there.low[at]), np.minimum(here.once_high[of], there.high[at]))
+    at, of = (
+        np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ()))
+    )
+    own[at] = _sizes(
+        np.maximum(here.once_low[of], there.low[at]), np.minimum(here.once_high[of], there.high[at])
+    )
     received, filled = there.sizes - own, there.sizes > 0
     if not received.any():
         return 0, 0, None
     copies, takers, meets = len(holders[0]), len(box_owners(dst)[1][0]), np.minimum(own, 1)
-    sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(of, own[at], len(holders)).astype(np.int64)
+    sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(
+        of, own[at], len(holders)
+    ).astype(np.int64)
     givers = _meeting(here, there.low[filled], there.high[filled]) - meets[filled]
-    takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(of, meets[at], len(holders)).astype(np.int64)
+    takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(
+        of, meets[at], len(holders)
+    ).astype(np.int64)
     peers = max(int(givers.max()), -(-int(takes.max()) // copies))
     pair = _far_pair(src, dst, node_size) if node_size else None
     return max(int(received.max()), -(-int(sent.max()) // copies)) * src.dtype.itemsize, peers, pair
@@ -213,7 +258,9 @@ def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
         return None
     here, there = _lie(src), _lie(dst)
     for number, (low, high) in enumerate(zip(here.once_low, here.once_high, strict=True)):
-        for turn in np.flatnonzero((np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)).tolist():
+        for turn in np.flatnonzero(
+            (np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)
+        ).tolist():
             other = source_rank(src, number, wanted[turn], turn)
             if other // node_size != wanted[turn] // node_size:
                 return wanted[turn], other

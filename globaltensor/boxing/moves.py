@@ -1,9 +1,12 @@
-"""Moves: the steps boxing is made of, and which of them lead on from a layout. Pure; a move says what, `execute` knows how.
+"""Moves: the steps boxing is made of, and which of them lead on from a layout. Pure; a move says
+what, `execute` knows how.
 
-A move changes the entries of one placement axis, or of several flattened into one. Axis 0 is outermost: later axes split the pieces of earlier ones,
-and reduce first. So a move may touch a split of dim d only where no later axis splits d too, and reduce a partial only where no later axis is partial
-in another way (a max of sums is no sum of maxima). `exchange` has no such condition: it takes any split or broadcast layout on any
-placement to any other, each rank fetching the boxes it needs from ranks that hold them.
+A move changes the entries of one placement axis, or of several flattened into one. Axis 0 is
+outermost: later axes split the pieces of earlier ones, and reduce first. So a move may touch a
+split of dim d only where no later axis splits d too, and reduce a partial only where no later axis
+is partial in another way (a max of sums is no sum of maxima). `exchange` has no such condition: it
+takes any split or broadcast layout on any placement to any other, each rank fetching the boxes it
+needs from ranks that hold them.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ _FUSED_AXES: Final = 4  # more partial axes than this are fused all together or 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """One step. ``axes`` are those of the placement, outermost first; none for exchange and copy. ``bytes``: traffic of the busiest rank; 0: none at all."""
+    """One step. ``axes`` are those of the placement, outermost first; none for exchange and copy.
+    ``bytes``: traffic of the busiest rank; 0: none at all."""
 
     kind: str
     src: Spec
@@ -72,9 +76,15 @@ class Move:
         before = ",".join(self.src.layout[a].short for a in axes)
         after = ",".join(self.dst.layout[a].short for a in self.axes or range(len(self.dst.layout)))
         if self.src.placement is not self.dst.placement:
-            before, after = (f"{text} on {show_placement(s.placement)}" for text, s in ((before, self.src), (after, self.dst)))
+            before, after = (
+                f"{text} on {show_placement(s.placement)}"
+                for text, s in ((before, self.src), (after, self.dst))
+            )
         where = "@" + "+".join(f"axis{a}" for a in self.axes) if self.axes else ""
-        return f"{before}->{after}{where}  {self.kind}  {show_bytes(self.bytes)}  {self.seconds * 1e3:.3g} ms"
+        return (
+            f"{before}->{after}{where}  {self.kind}  {show_bytes(self.bytes)}  "
+            f"{self.seconds * 1e3:.3g} ms"
+        )
 
 
 def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
@@ -109,12 +119,21 @@ def show_placement(placement: Placement) -> str:
     """``cpu[0, 1]``; of many ranks the first, the last and the shape: ``cuda[0 ... 511] 64x8``."""
     if placement.size <= _SHOWN_RANKS:
         return f"{placement.type}{placement.ranks.tolist()}"
-    return f"{placement.type}[{placement.flat[0]} ... {placement.flat[-1]}] {'x'.join(map(str, placement.shape))}"
+    return (
+        f"{placement.type}[{placement.flat[0]} ... {placement.flat[-1]}] "
+        f"{'x'.join(map(str, placement.shape))}"
+    )
 
 
 def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
-    """Whether a split of ``dim`` on these axes may be made or undone: no later axis, outside them, splits it."""
-    return not any(e.kind == "split" and e.dim == dim for a in range(min(axes) + 1, len(layout)) if a not in axes for e in (layout[a],))
+    """Whether a split of ``dim`` on these axes may be made or undone: no later axis, outside them,
+    splits it."""
+    return not any(
+        e.kind == "split" and e.dim == dim
+        for a in range(min(axes) + 1, len(layout))
+        if a not in axes
+        for e in (layout[a],)
+    )
 
 
 def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
@@ -123,14 +142,19 @@ def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
         return False
     if entry.kind == "split" and not _free(layout, axes, entry.dim):
         return False
-    if now.kind == "partial" and any(e.kind == "partial" and e.reduce != now.reduce for e in layout[min(axes) + 1 :]):
+    if now.kind == "partial" and any(
+        e.kind == "partial" and e.reduce != now.reduce for e in layout[min(axes) + 1 :]
+    ):
         return False
     # A block of zeros is the identity of a sum (and norm), not of a max or min.
     return not (now.kind == "split" and entry.kind == "partial" and entry.reduce in ("max", "min"))
 
 
-def legal_moves(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
-    """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of interest for each axis."""
+def legal_moves(
+    layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]
+) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
+    """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of
+    interest for each axis."""
     sizes = tuple(sizes)
     for axis in range(len(layout)):
         for entry in menu[axis]:
@@ -148,7 +172,9 @@ def legal_moves(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sb
 
 
 @lru_cache(maxsize=1 << 13)
-def _step(layout: Layout, axis: int, entry: Sbp, alone: bool) -> tuple[str, tuple[int, ...], Layout] | None:
+def _step(
+    layout: Layout, axis: int, entry: Sbp, alone: bool
+) -> tuple[str, tuple[int, ...], Layout] | None:
     """The move of one axis to an entry, if there is one; ``alone``: the axis has one rank."""
     now = layout[axis]
     if entry is now:
@@ -161,7 +187,8 @@ def _step(layout: Layout, axis: int, entry: Sbp, alone: bool) -> tuple[str, tupl
 
 
 def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
-    """The entry of another axis' menu that a fused move may set there: the same one, or a split of that dim with another unit."""
+    """The entry of another axis' menu that a fused move may set there: the same one, or a split of
+    that dim with another unit."""
     if entry in menu:
         return entry
     return next((e for e in menu if e.kind == entry.kind == "split" and e.dim == entry.dim), None)
@@ -169,7 +196,8 @@ def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
 
 @lru_cache(maxsize=1 << 12)
 def _fusible(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Sets of axes that lie alike: partials of one reduction, or the innermost splits of one dim."""
+    """Sets of axes that lie alike: partials of one reduction, or the innermost splits of one
+    dim."""
     out: list[tuple[int, ...]] = []
     wide = [a for a in range(len(layout)) if sizes[a] > 1]
     for reduce in sorted({layout[a].reduce for a in wide if layout[a].kind == "partial"}):
@@ -192,7 +220,8 @@ def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
 
 @lru_cache(maxsize=256)
 def box_owners(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
-    """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without elements are left out."""
+    """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without
+    elements are left out."""
     numbers: dict[Box, int] = {}
     holders: list[list[int]] = []
     ranks: dict[int, int] = {}
@@ -208,27 +237,40 @@ def box_owners(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
 
 
 def source_rank(src: Spec, number: int, rank: int, turn: int) -> int:
-    """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if it has it; else the holders take turns."""
+    """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if
+    it has it; else the holders take turns."""
     own, holders, _ = box_owners(src)
-    return rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
+    return (
+        rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
+    )
 
 
 def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
-    """(first, last + 1) in each dim of what two boxes have in common; None where they have nothing."""
+    """(first, last + 1) in each dim of what two boxes have in common; None where they have
+    nothing."""
     low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
     high = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
     return (low, high) if all(x < y for x, y in zip(low, high, strict=True)) else None
 
 
-def recv_slices(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
-    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here). Itself first where it has some."""
+def recv_slices(
+    src: Spec, dst: Spec, rank: int
+) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here).
+    Itself first where it has some."""
     if rank not in dst.placement._coordinates:
         return []
     mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
     for number, there in enumerate(box_owners(src)[2]):
         common = _overlap(mine, there)
         if common is not None:
-            out.append((source_rank(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
+            out.append(
+                (
+                    source_rank(src, number, rank, turn),
+                    _slices(*common, there[0]),
+                    _slices(*common, mine[0]),
+                )
+            )
     return sorted(out, key=lambda piece: piece[0] != rank)
 
 

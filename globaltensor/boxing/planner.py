@@ -1,7 +1,9 @@
-"""The planner: the cheapest moves from one spec to another. Pure, memoised, and the same on every rank.
+"""The planner: the cheapest moves from one spec to another. Pure, memoised, and the same on every
+rank.
 
-A shortest-path search over layouts, first on the source's placement, then on the destination's: partials are reduced in the source, `exchange`
-carries the pieces over, and what remains (gather, mask) happens in the destination.
+A shortest-path search over layouts, first on the source's placement, then on the destination's:
+partials are reduced in the source, `exchange` carries the pieces over, and what remains (gather,
+mask) happens in the destination.
 """
 
 from __future__ import annotations
@@ -21,31 +23,55 @@ from .moves import Layout, Move, legal_moves, show_bytes, split_everywhere, with
 
 __all__ = ["BoxingPlan", "plan_boxing"]
 
-_STATES = 4096  # beyond this many layouts the search no longer looks at dims that neither side mentions
+_STATES = (
+    4096  # beyond this many layouts the search no longer looks at dims that neither side mentions
+)
 
-_State = tuple[bool, Layout]  # on the destination's placement, where that is another one; how it lies there
-_Hop = tuple[_State, _State, str, tuple[int, ...], int, float]  # from, to, kind, axes, traffic, seconds
+_State = tuple[
+    bool, Layout
+]  # on the destination's placement, where that is another one; how it lies there
+_Hop = tuple[
+    _State, _State, str, tuple[int, ...], int, float
+]  # from, to, kind, axes, traffic, seconds
 
 
 class BoxingPlan:
-    """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for each move."""
+    """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for
+    each move."""
 
-    __slots__ = ("bytes", "cached_digest", "dst", "moves", "on_meta", "places", "programs", "seconds", "src")
+    __slots__ = (
+        "bytes",
+        "cached_digest",
+        "dst",
+        "moves",
+        "on_meta",
+        "places",
+        "programs",
+        "seconds",
+        "src",
+    )
 
     def __init__(self, src: Spec, dst: Spec, moves: tuple[Move, ...]) -> None:
         self.src, self.dst, self.moves = src, dst, moves
         self.bytes: int = sum(m.bytes for m in moves)
         self.seconds: float = sum(m.seconds for m in moves)
-        self.places = (src.placement,) if src.placement is dst.placement else (src.placement, dst.placement)
+        self.places = (
+            (src.placement,) if src.placement is dst.placement else (src.placement, dst.placement)
+        )
         self.on_meta = src.placement.type == "meta"
         self.cached_digest = b""
-        self.programs: dict[int, object] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
+        self.programs: dict[
+            int, object
+        ] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
 
     @property
     def digest(self) -> bytes:
         """What ranks record of it, and compare."""
         if not self.cached_digest:
-            self.cached_digest = digest_of(f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on {self.dst.placement!r}")
+            self.cached_digest = digest_of(
+                f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on "
+                f"{self.dst.placement!r}"
+            )
         return self.cached_digest
 
     @property
@@ -57,11 +83,15 @@ class BoxingPlan:
         return "\n".join(map(str, self.moves)) or "nothing moves"
 
     def __repr__(self) -> str:
-        return f"<plan {self.src!r} -> {self.dst!r}: {', '.join(m.kind for m in self.moves) or 'nothing'}, {show_bytes(self.bytes)}>"
+        return (
+            f"<plan {self.src!r} -> {self.dst!r}: "
+            f"{', '.join(m.kind for m in self.moves) or 'nothing'}, {show_bytes(self.bytes)}>"
+        )
 
 
 def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
-    """Return the cheapest route under the current cluster. Raises BoxingError where shape or dtype differ, or no route exists.
+    """Return the cheapest route under the current cluster. Raises BoxingError where shape or dtype
+    differ, or no route exists.
 
     >>> from globaltensor.sharding.placement import placement
     >>> from globaltensor.sbp import split, broadcast
@@ -69,7 +99,7 @@ def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
     >>> p = placement("cpu", [0, 1])
     >>> [m.kind for m in plan_boxing(Spec.make((4, 4), torch.float32, p, split(0)), Spec.make((4, 4), torch.float32, p, broadcast)).moves]
     ['all_gather']
-    """
+    """  # noqa: E501
     return _plan(src, dst, current_cluster())
 
 
@@ -78,29 +108,47 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> BoxingPlan:
     if src is dst:
         return BoxingPlan(src, dst, ())
     if src.shape != dst.shape or src.dtype != dst.dtype:
-        raise BoxingError(f"boxing keeps shape and dtype, but goes from {src!r} to {dst!r}: convert (to, reshape) before or after it")
+        raise BoxingError(
+            f"boxing keeps shape and dtype, but goes from {src!r} to {dst!r}: convert (to, "
+            f"reshape) before or after it"
+        )
     if not src.numel:
         return BoxingPlan(src, dst, (Move("slice", src, dst, (), 0, 0.0),))
     return BoxingPlan(src, dst, _Search(src.plain, dst.plain, cluster).run())
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
-    """Return the entries worth trying on each axis of a placement: broadcast, and those of source and destination on any axis. These include partials of
-    another axis: a small tensor that is split on one axis and partial on the other is padded, then reduced over both axes at once."""
+    """Return the entries worth trying on each axis of a placement: broadcast, and those of source
+    and destination on any axis. These include partials of another axis: a small tensor that is
+    split on one axis and partial on the other is padded, then reduced over both axes at once."""
     same = len(other) == len(spec.layout)
     return [
-        list(dict.fromkeys((entry, *((other[a],) if same else ()), broadcast, *spec.layout, *other, *more))) for a, entry in enumerate(spec.layout)
+        list(
+            dict.fromkeys(
+                (entry, *((other[a],) if same else ()), broadcast, *spec.layout, *other, *more)
+            )
+        )
+        for a, entry in enumerate(spec.layout)
     ]
 
 
 def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
-    """The menu of each side, False being the source's. Reducing goes best through a scatter, so dims that nobody mentions may help there; on one placement
-    only where moves were measured: by the formulas an all-reduce takes as long as its halves."""
+    """The menu of each side, False being the source's. Reducing goes best through a scatter, so
+    dims that nobody mentions may help there; on one placement only where moves were measured: by
+    the formulas an all-reduce takes as long as its halves."""
     out = {}
     for there, spec, other in ((False, src, dst), (True, dst, src)):
-        partial = any(e.kind == "partial" for e in (*spec.layout, *(other.layout if measured else ())))
-        more = split_everywhere(spec.ndim) if partial or spec.placement is not other.placement else []
-        layout = other.layout if other.placement is spec.placement else tuple(e for e in other.layout if e.kind == "split")
+        partial = any(
+            e.kind == "partial" for e in (*spec.layout, *(other.layout if measured else ()))
+        )
+        more = (
+            split_everywhere(spec.ndim) if partial or spec.placement is not other.placement else []
+        )
+        layout = (
+            other.layout
+            if other.placement is spec.placement
+            else tuple(e for e in other.layout if e.kind == "split")
+        )
         found = _menu(spec, layout, more)
         states = 1
         for m in found:
@@ -110,8 +158,8 @@ def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
 
 
 def _landings(src: Spec, dst: Spec) -> list[Layout]:
-    """Layouts of the destination's placement that an exchange may go to: the one asked for, partials as broadcast; and on other placements, pieces
-    that are gathered there."""
+    """Layouts of the destination's placement that an exchange may go to: the one asked for,
+    partials as broadcast; and on other placements, pieces that are gathered there."""
     core = without_partials(dst.layout)
     out = [core]
     if dst.ndim and src.placement is not dst.placement:
@@ -126,7 +174,9 @@ class _Search:
 
     def __init__(self, src: Spec, dst: Spec, cluster: Cluster) -> None:
         self.src, self.dst = src, dst
-        self.here, self.there = (move_costs(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst))
+        self.here, self.there = (
+            move_costs(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst)
+        )
         self.one_place = src.placement is dst.placement
         self.menus, self.landings = _menus(src, dst, bool(cluster.measured)), _landings(src, dst)
         a, b = src.placement, dst.placement
@@ -149,18 +199,31 @@ class _Search:
                 return self._trace(came)
             for hop in self._hops(at, seconds, length):
                 to, found, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
-                # Ties go to the fewest moves, then to what was found first: the order of search is fixed.
-                if to not in done and (found is None or reached < found[:2]) and (reached < self.best or to == end):
+                # Ties go to the fewest moves, then to what was found first: the order of search is
+                # fixed.
+                if (
+                    to not in done
+                    and (found is None or reached < found[:2])
+                    and (reached < self.best or to == end)
+                ):
                     came[to] = *reached, (at, *hop)
                     heapq.heappush(queue, (*reached, next(order), to))
         src, dst = self.src, self.dst
-        raise BoxingError(f"no way to box {src!r} on {src.placement} into {dst!r} on {dst.placement}: go through broadcast")
+        raise BoxingError(
+            f"no way to box {src!r} on {src.placement} into {dst!r} on {dst.placement}: go "
+            f"through broadcast"
+        )
 
-    def _hops(self, at: _State, seconds: float, length: int) -> list[tuple[_State, str, tuple[int, ...], int, float]]:
-        """(whereto, kind, axes, traffic, seconds) of the moves that lead on from ``at`` and may be part of the cheapest route."""
+    def _hops(
+        self, at: _State, seconds: float, length: int
+    ) -> list[tuple[_State, str, tuple[int, ...], int, float]]:
+        """(whereto, kind, axes, traffic, seconds) of the moves that lead on from ``at`` and may be
+        part of the cheapest route."""
         there, layout = at
         prices, end, out = self.there if there else self.here, self.end, []
-        for kind, axes, after in legal_moves(layout, prices.placement.shape, self.menus[there or self.one_place]):
+        for kind, axes, after in legal_moves(
+            layout, prices.placement.shape, self.menus[there or self.one_place]
+        ):
             after, nbytes, cost = prices.move(kind, axes, layout, after)
             if seconds + cost <= self.best[0]:
                 to = there, after
@@ -174,9 +237,18 @@ class _Search:
         if not any(e.kind == "partial" for e in layout):
             for landing in self.landings:
                 to = not self.one_place, landing
-                if to != at and (seconds + prices.exchange_at_least(layout, self.there, landing), length + 1) <= self.best:
+                if (
+                    to != at
+                    and (
+                        seconds + prices.exchange_at_least(layout, self.there, landing),
+                        length + 1,
+                    )
+                    <= self.best
+                ):
                     nbytes, cost = prices.exchange(layout, self.there, landing)
-                    out.append((to, "exchange" if nbytes else "slice", (), nbytes, cost))  # a slice where every rank has what it needs
+                    out.append(
+                        (to, "exchange" if nbytes else "slice", (), nbytes, cost)
+                    )  # a slice where every rank has what it needs
         return out
 
     def _trace(self, came: dict[_State, tuple[float, int, _Hop | None]]) -> tuple[Move, ...]:
@@ -184,7 +256,9 @@ class _Search:
         hop = came[self.end][2]
         while hop is not None:
             at, to, kind, axes, nbytes, seconds = hop
-            before, after = ((self.there if there else self.here).spec(layout) for there, layout in (at, to))
+            before, after = (
+                (self.there if there else self.here).spec(layout) for there, layout in (at, to)
+            )
             moves.append(Move(kind, before, after, axes, nbytes, seconds))
             hop = came[at][2]
         return tuple(reversed(moves))

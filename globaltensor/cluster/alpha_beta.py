@@ -1,7 +1,9 @@
 """What moves cost by latency and bandwidth, within a node and between nodes. Pure.
 
-A ring of p ranks sends (p - 1) / p of the bytes in p - 1 steps (Patarasuk & Yuan 2009); by trees and halving it is as much in log2 p steps (Thakur,
-Rabenseifner & Gropp 2005). A group on several nodes runs one ring through all of them, or goes in phases, within the nodes and across: what is cheaper.
+A ring of p ranks sends (p - 1) / p of the bytes in p - 1 steps (Patarasuk & Yuan 2009); by trees
+and halving it is as much in log2 p steps (Thakur, Rabenseifner & Gropp 2005). A group on several
+nodes runs one ring through all of them, or goes in phases, within the nodes and across: what is
+cheaper.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LOCAL: Final = {"slice": "copy", "pad": "copy", "mask": "copy", "copy": "copy"}
 
 
 class Group(NamedTuple):
-    """``ranks`` of them on ``nodes`` machines, at least ``local`` and at most ``most`` on each (0 where there is one machine)."""
+    """``ranks`` of them on ``nodes`` machines, at least ``local`` and at most ``most`` on each (0
+    where there is one machine)."""
 
     ranks: int
     nodes: int
@@ -48,20 +51,23 @@ def _steps(cluster: Cluster, p: int) -> int:
 
 
 def _outwards(cluster: Cluster, group: Group, together: int) -> float:
-    """Bytes per second that leave a node for this group: its share of the node's links, and no more than its ranks there can send."""
+    """Bytes per second that leave a node for this group: its share of the node's links, and no more
+    than its ranks there can send."""
     if not together:
         return group.local * cluster.node_bandwidth
     alone = group.local * max(cluster.node_bandwidth, cluster.node_stream)
     return min(alone, cluster.node_size * cluster.node_bandwidth / together)
 
 
-# ---------------------------------------------------------------------------------------------------------------- within a node
+# ------------------------------------------------------------------------------------ within a node
 
 Parts = tuple[float, float]  # (before the first byte moves, moving the bytes)
 
 
 def _ring(cluster: Cluster, nbytes: float, p: int) -> Parts:
-    return cluster.launch + _steps(cluster, p) * cluster.latency, nbytes * (p - 1) / p / cluster.bandwidth
+    return cluster.launch + _steps(cluster, p) * cluster.latency, nbytes * (
+        p - 1
+    ) / p / cluster.bandwidth
 
 
 def _double_ring(cluster: Cluster, nbytes: float, p: int) -> Parts:
@@ -80,7 +86,9 @@ def _exchange(cluster: Cluster, nbytes: float, p: int) -> Parts:
 
 
 def _broadcast(cluster: Cluster, nbytes: float, p: int) -> Parts:
-    return cluster.launch + _steps(cluster, p) * cluster.latency, nbytes / cluster.bandwidth if p > 1 else 0.0
+    return cluster.launch + _steps(
+        cluster, p
+    ) * cluster.latency, nbytes / cluster.bandwidth if p > 1 else 0.0
 
 
 def _send(cluster: Cluster, nbytes: float, p: int) -> Parts:
@@ -97,18 +105,25 @@ WITHIN: Final[dict[str, Callable[[Cluster, float, int], Parts]]] = {
     "send": _send,
 }
 
-# ---------------------------------------------------------------------------------------------------------------- between nodes
+# ------------------------------------------------------------------------------------ between nodes
 
 
 def _far_ring(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
     p, nodes, local, most = group
     outwards = _outwards(cluster, group, together)
-    through_all = cluster.launch + _steps(cluster, p) * cluster.node_latency + nbytes * (p - 1) / p / min(cluster.bandwidth, outwards)
+    through_all = (
+        cluster.launch
+        + _steps(cluster, p) * cluster.node_latency
+        + nbytes * (p - 1) / p / min(cluster.bandwidth, outwards)
+    )
     if most == 1:
         return through_all
-    # Within the nodes on all bytes, then across on what each rank has of them, all local ranks beside each other (or the other way round). The longest
-    # inside is where most ranks are, across where fewest are: they want the most from others, by the fewest links.
-    inside = _steps(cluster, most) * cluster.latency + nbytes * (most - 1) / most / cluster.bandwidth
+    # Within the nodes on all bytes, then across on what each rank has of them, all local ranks
+    # beside each other (or the other way round). The longest inside is where most ranks are, across
+    # where fewest are: they want the most from others, by the fewest links.
+    inside = (
+        _steps(cluster, most) * cluster.latency + nbytes * (most - 1) / most / cluster.bandwidth
+    )
     across = _steps(cluster, nodes) * cluster.node_latency + nbytes * (p - local) / p / outwards
     return min(through_all, cluster.launch + inside + across)
 
@@ -124,7 +139,9 @@ def _far_all_to_all(cluster: Cluster, nbytes: float, group: Group, together: int
     if not cluster.tree:
         fixed = cluster.launch + (p - 1) * cluster.node_latency
     else:
-        fixed = cluster.launch + _steps(cluster, p) * cluster.node_latency + (p - 1) * cluster.message
+        fixed = (
+            cluster.launch + _steps(cluster, p) * cluster.node_latency + (p - 1) * cluster.message
+        )
     return fixed + max(leaving, nbytes * (p - 1) / p / cluster.bandwidth)
 
 
@@ -134,11 +151,19 @@ def _stream(cluster: Cluster, group: Group, together: int) -> float:
 
 
 def _far_exchange(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
-    return cluster.launch + (_steps(cluster, group.ranks) + 1) * cluster.node_latency + nbytes / _stream(cluster, group, together)
+    return (
+        cluster.launch
+        + (_steps(cluster, group.ranks) + 1) * cluster.node_latency
+        + nbytes / _stream(cluster, group, together)
+    )
 
 
 def _far_broadcast(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
-    return cluster.launch + _steps(cluster, group.ranks) * cluster.node_latency + nbytes / min(cluster.bandwidth, _outwards(cluster, group, together))
+    return (
+        cluster.launch
+        + _steps(cluster, group.ranks) * cluster.node_latency
+        + nbytes / min(cluster.bandwidth, _outwards(cluster, group, together))
+    )
 
 
 def _far_send(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:

@@ -1,4 +1,5 @@
-"""Frozen: a read-only mapping that can be hashed, so that a cluster that holds one can be part of a key."""
+"""Frozen: a read-only mapping that can be hashed, so that a cluster that holds one can be part of a
+key."""
 
 from __future__ import annotations
 

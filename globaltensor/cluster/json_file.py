@@ -1,4 +1,5 @@
-"""A cluster as a JSON file that people can read and write. Fields that are left out are those of the generic machine (model.py)."""
+"""A cluster as a JSON file that people can read and write. Fields that are left out are those of
+the generic machine (model.py)."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ log = logging.getLogger("globaltensor")
 def as_json(cluster: Cluster) -> dict[str, Any]:
     """What `save` writes."""
     found: dict[str, Any] = {_KEY: VERSION}
-    found |= {name: getattr(cluster, name) for name in ("name", "device", *(n for n in _NUMBERS if n not in ("name", "device")))}
+    found |= {
+        name: getattr(cluster, name)
+        for name in ("name", "device", *(n for n in _NUMBERS if n not in ("name", "device")))
+    }
     found |= {"flops": dict(cluster.flops), "saturation": dict(cluster.saturation)}
-    found["measured"] = [{"kind": c.kind, "ranks": c.ranks, "nodes": c.nodes, "points": [list(p) for p in c.points]} for c in cluster.measured]
+    found["measured"] = [
+        {"kind": c.kind, "ranks": c.ranks, "nodes": c.nodes, "points": [list(p) for p in c.points]}
+        for c in cluster.measured
+    ]
     found["ops"] = {key: list(seconds) for key, seconds in cluster.ops.items()}
     return found
 
@@ -44,7 +51,10 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
-        raise ClusterError(f"{path}: cannot be read: {error.strerror}; `globaltensor profile --out {path}` writes such a file") from error
+        raise ClusterError(
+            f"{path}: cannot be read: {error.strerror}; `globaltensor profile --out {path}` "
+            f"writes such a file"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{path}: is no JSON: {error}") from error
     try:
@@ -57,31 +67,52 @@ def load(path: str | os.PathLike[str]) -> Cluster:
         lawful = curve.lawful()
         if lawful != curve:
             changed = sum(a != b for a, b in zip(curve.points, lawful.points, strict=True))
-            text = "%s: %s among %d ranks on %d nodes: more bytes took less time at %d of %d sizes; planners see the nearest rising curve"
-            log.warning(text, path, curve.kind, curve.ranks, curve.nodes, changed, len(curve.points))
+            text = (
+                "%s: %s among %d ranks on %d nodes: more bytes took less time at %d of %d "
+                "sizes; planners see the nearest rising curve"
+            )
+            log.warning(
+                text, path, curve.kind, curve.ranks, curve.nodes, changed, len(curve.points)
+            )
     return cluster
 
 
 def from_json(found: object) -> Cluster:
-    """The cluster that `as_json` describes. Raises ValueError naming the field that cannot be understood."""
+    """The cluster that `as_json` describes. Raises ValueError naming the field that cannot be
+    understood."""
     if not isinstance(found, dict) or _KEY not in found:
         raise ValueError(f'describes no cluster: it has no "{_KEY}": {VERSION}')
     if found[_KEY] != VERSION:
-        raise ValueError(f"is of version {found[_KEY]}, but this library reads version {VERSION}: profile again, or use the library that wrote it")
+        raise ValueError(
+            f"is of version {found[_KEY]}, but this library reads version {VERSION}: profile "
+            f"again, or use the library that wrote it"
+        )
     known = {f.name for f in fields(Cluster)}
     unknown = sorted(found.keys() - known - {_KEY})
     if unknown:
-        raise ValueError(f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    values: dict[str, Any] = {name: _scalar(name, value) for name, value in found.items() if name in _NUMBERS}
+        raise ValueError(
+            f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; there are "
+            f"{', '.join(sorted(known))}"
+        )
+    values: dict[str, Any] = {
+        name: _scalar(name, value) for name, value in found.items() if name in _NUMBERS
+    }
     for name in ("flops", "saturation"):
         if name in found:
-            values[name] = {key: _number(f"{name}[{key}]", value) for key, value in _object(name, found[name]).items()}
+            values[name] = {
+                key: _number(f"{name}[{key}]", value)
+                for key, value in _object(name, found[name]).items()
+            }
     if "ops" in found:
-        values["ops"] = {key: _pair(f"ops[{key}]", value) for key, value in _object("ops", found["ops"]).items()}
+        values["ops"] = {
+            key: _pair(f"ops[{key}]", value) for key, value in _object("ops", found["ops"]).items()
+        }
     if "measured" in found:
         if not isinstance(found["measured"], list):
             raise ValueError("measured: must be a list of curves")
-        values["measured"] = tuple(_curve(f"measured[{i}]", value) for i, value in enumerate(found["measured"]))
+        values["measured"] = tuple(
+            _curve(f"measured[{i}]", value) for i, value in enumerate(found["measured"])
+        )
     return Cluster(**values)
 
 
@@ -89,7 +120,10 @@ def _scalar(name: str, value: object) -> object:
     default = _NUMBERS[name].default
     if isinstance(default, bool | str):
         if not isinstance(value, type(default)):
-            raise ValueError(f"{name}={value!r}: must be {'true or false' if isinstance(default, bool) else 'text'}")
+            raise ValueError(
+                f"{name}={value!r}: must be "
+                f"{'true or false' if isinstance(default, bool) else 'text'}"
+            )
         return value
     return _whole(name, value) if isinstance(default, int) else _number(name, value)
 
@@ -100,14 +134,18 @@ def _number(where: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{where}={str(value)[:20]}... ({len(str(value))} digits): must be a number that a float can hold") from None
+        raise ValueError(
+            f"{where}={str(value)[:20]}... ({len(str(value))} digits): must be a number that a "
+            f"float can hold"
+        ) from None
 
 
 def _whole(where: str, value: object) -> int:
     number = _number(where, value)
     if not number.is_integer():
         raise ValueError(f"{where}={value!r}: must be a whole number")
-    return int(value)  # type: ignore[call-overload, no-any-return]  # of an int all digits, of which a float holds 15
+    # of an int all digits, of which a float holds 15
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _object(where: str, value: object) -> Mapping[str, Any]:
@@ -128,7 +166,10 @@ def _curve(where: str, value: object) -> Curve:
     if missing or not isinstance(found["points"], list):
         raise ValueError(f"{where}: needs kind, ranks and a list of points (bytes, seconds)")
     ranks, nodes = (_whole(f"{where}.{name}", found.get(name, 1)) for name in ("ranks", "nodes"))
-    points = tuple((_whole(f"{where}.points", n), s) for n, s in (_pair(f"{where}.points", p) for p in found["points"]))
+    points = tuple(
+        (_whole(f"{where}.points", n), s)
+        for n, s in (_pair(f"{where}.points", p) for p in found["points"])
+    )
     try:
         return Curve(str(found["kind"]), ranks, nodes, points)
     except ValueError as error:

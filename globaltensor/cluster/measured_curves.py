@@ -1,7 +1,9 @@
-"""Measured times of moves: curves over sizes for some group sizes, and what they say of sizes and groups that were not measured. Pure.
+"""Measured times of moves: curves over sizes for some group sizes, and what they say of sizes and
+groups that were not measured. Pure.
 
-Timings are noisy, and planners need laws: more bytes or more ranks never take less, an all-reduce takes no less than either of its halves. So where
-measurements contradict a law they are pooled (isotonic regression of their logarithms): the least change that makes it hold.
+Timings are noisy, and planners need laws: more bytes or more ranks never take less, an all-reduce
+takes no less than either of its halves. So where measurements contradict a law they are pooled
+(isotonic regression of their logarithms): the least change that makes it hold.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ __all__ = ["Curve", "Curves", "pooled"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of one kind of move among ``ranks`` on ``nodes`` machines: ``points`` are (bytes, seconds), by rising bytes.
+    """Seconds of one kind of move among ``ranks`` on ``nodes`` machines: ``points`` are (bytes,
+    seconds), by rising bytes.
 
-    Bytes are counted as `Cluster.seconds` does. Raises ValueError where a point is not positive, or a size stands there twice.
+    Bytes are counted as `Cluster.seconds` does. Raises ValueError where a point is not positive, or
+    a size stands there twice.
     """
 
     kind: str
@@ -28,22 +32,34 @@ class Curve:
     points: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "points", tuple(sorted((int(n), float(s)) for n, s in self.points)))
+        object.__setattr__(
+            self, "points", tuple(sorted((int(n), float(s)) for n, s in self.points))
+        )
         what = f"the curve of {self.kind} among {self.ranks} ranks on {self.nodes} nodes"
         if not 1 <= self.nodes <= self.ranks:
             raise ValueError(f"{what}: there must be a rank on each node")
         if not self.points or any(n < 1 or not 0 < s < math.inf for n, s in self.points):
-            raise ValueError(f"{what} needs at least one point (bytes, seconds), all of them positive and finite")
+            raise ValueError(
+                f"{what} needs at least one point (bytes, seconds), all of them positive and finite"
+            )
         if len({n for n, _ in self.points}) < len(self.points):
             raise ValueError(f"{what} has two points of the same size")
 
     def lawful(self) -> Curve:
         """The nearest curve on which more bytes never take less."""
-        return Curve(self.kind, self.ranks, self.nodes, tuple(zip([n for n, _ in self.points], pooled([s for _, s in self.points]), strict=True)))
+        return Curve(
+            self.kind,
+            self.ranks,
+            self.nodes,
+            tuple(
+                zip([n for n, _ in self.points], pooled([s for _, s in self.points]), strict=True)
+            ),
+        )
 
 
 def pooled(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence to positive values, by their logarithms (pool adjacent violators; Ayer et al. 1955).
+    """The nearest non-decreasing sequence to positive values, by their logarithms (pool adjacent
+    violators; Ayer et al. 1955).
 
     >>> pooled([1.0, 4.0, 1.0, 8.0])
     [1.0, 2.0, 2.0, 8.0]
@@ -71,7 +87,8 @@ class _Sampled:
         self.logs = [(math.log(n), math.log(s)) for n, s in self.points]
 
     def seconds(self, nbytes: float) -> float:
-        """Between two points by a power law, below the first one as much as there, behind the last one by its bandwidth."""
+        """Between two points by a power law, below the first one as much as there, behind the last
+        one by its bandwidth."""
         at = bisect_right(self.sizes, nbytes)
         if at == 0:
             return self.points[0][1]
@@ -81,37 +98,53 @@ class _Sampled:
         if at == len(self.points):
             return s * nbytes / n
         (x0, y0), (x1, y1) = self.logs[at - 1], self.logs[at]
-        return min(max(s, math.exp(y0 + (y1 - y0) * (math.log(nbytes) - x0) / (x1 - x0))), self.points[at][1])
+        return min(
+            max(s, math.exp(y0 + (y1 - y0) * (math.log(nbytes) - x0) / (x1 - x0))),
+            self.points[at][1],
+        )
 
 
-#: (kind, bytes, ranks on one node) -> (what it costs before its first byte moves, what its bytes cost), of the ring formulas.
+#: (kind, bytes, ranks on one node) -> (what it costs before its first byte moves, what its bytes
+#: cost), of the ring formulas.
 Parts = Callable[[str, float, int], tuple[float, float]]
 
 
 class Curves:
-    """All curves of a cluster, by kind and by how many of a group's ranks lie on one node (0: all of them)."""
+    """All curves of a cluster, by kind and by how many of a group's ranks lie on one node (0: all
+    of them)."""
 
     def __init__(self, curves: Iterable[Curve]) -> None:
         found: dict[str, dict[int, dict[int, _Sampled]]] = {}
         for curve in sorted(curves, key=lambda c: (c.kind, c.ranks, c.nodes)):
             local = 0 if curve.nodes == 1 else max(1, curve.ranks // curve.nodes)
             found.setdefault(curve.kind, {}).setdefault(local, {})[curve.ranks] = _Sampled(curve)
-        self._families = {kind: {local: list(by_size.values()) for local, by_size in families.items()} for kind, families in found.items()}
+        self._families = {
+            kind: {local: list(by_size.values()) for local, by_size in families.items()}
+            for kind, families in found.items()
+        }
 
     def __contains__(self, kind: str) -> bool:
         return kind in self._families
 
-    def seconds(self, kind: str, nbytes: float, ranks: int, local: int, parts: Parts) -> float | None:
-        """Of a group with ``local`` ranks on each of several nodes, or 0 for all ranks on one; None where nothing like it was measured."""
+    def seconds(
+        self, kind: str, nbytes: float, ranks: int, local: int, parts: Parts
+    ) -> float | None:
+        """Of a group with ``local`` ranks on each of several nodes, or 0 for all ranks on one; None
+        where nothing like it was measured."""
         families = self._families.get(kind, {})
         if local and local not in families:
-            local = min((have for have in families if have), key=lambda have: (abs(math.log(have / local)), have), default=local)
+            local = min(
+                (have for have in families if have),
+                key=lambda have: (abs(math.log(have / local)), have),
+                default=local,
+            )
         family = families.get(local)
         return None if family is None else _among(family, kind, nbytes, ranks, parts)
 
 
 def _among(family: list[_Sampled], kind: str, nbytes: float, ranks: int, parts: Parts) -> float:
-    """Between two measured group sizes by a power law; beyond them by how the ring formula grows from the nearest, its steps and its bytes each."""
+    """Between two measured group sizes by a power law; beyond them by how the ring formula grows
+    from the nearest, its steps and its bytes each."""
     raw = [curve.seconds(nbytes) for curve in family]
     seconds = pooled(raw)
     sizes = [curve.ranks for curve in family]
@@ -124,6 +157,11 @@ def _among(family: list[_Sampled], kind: str, nbytes: float, ranks: int, parts: 
     nearest = family[-1] if at else family[0]
     total = seconds[-1] if at else seconds[0]
     first = min(total, pooled([curve.points[0][1] for curve in family])[-1 if at else 0])
-    (steps, moved), (steps_here, moved_here) = parts(kind, nbytes or 1, nearest.ranks), parts(kind, nbytes or 1, ranks)
+    (steps, moved), (steps_here, moved_here) = (
+        parts(kind, nbytes or 1, nearest.ranks),
+        parts(kind, nbytes or 1, ranks),
+    )
     # Where the formula says that steps, or bytes, cost nothing it does not say how they grow.
-    return first * (steps_here / steps if steps else 1.0) + (total - first) * (moved_here / moved if moved else 1.0)
+    return first * (steps_here / steps if steps else 1.0) + (total - first) * (
+        moved_here / moved if moved else 1.0
+    )

@@ -1,6 +1,8 @@
-"""Known machines, to plan for where none is at hand. Each number has its source; none replaces `globaltensor profile` on the machine itself.
+"""Known machines, to plan for where none is at hand. Each number has its source; none replaces
+`globaltensor profile` on the machine itself.
 
-Peak rates are what large matmuls and copies reach, not the data sheets': 70 % of these where nothing was measured, as AutoParallel (meta-pytorch) assumes.
+Peak rates are what large matmuls and copies reach, not the data sheets': 70 % of these where
+nothing was measured, as AutoParallel (meta-pytorch) assumes.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ _SIZES: Final = tuple(1 << k for k in range(10, 33, 2))
 
 
 def _fitted(kind: str, table: Mapping[int, tuple[float, float]]) -> list[Curve]:
-    """Curves of latency (us) and bandwidth (GB/s of the bytes `seconds` counts) by ranks, for one node."""
-    return [Curve(kind, p, 1, tuple((n, us * 1e-6 + n / (rate * 1e9)) for n in _SIZES)) for p, (us, rate) in table.items()]
+    """Curves of latency (us) and bandwidth (GB/s of the bytes `seconds` counts) by ranks, for one
+    node."""
+    return [
+        Curve(kind, p, 1, tuple((n, us * 1e-6 + n / (rate * 1e9)) for n in _SIZES))
+        for p, (us, rate) in table.items()
+    ]
 
 
-# Eight GPUs on NVSwitch. The table that AutoParallel fitted to NCCL on H100: latencies and algorithm bandwidths of all-gather and reduce-scatter, all-reduce
-# (NVLS at 8; NVIDIA tells of ~480 GB/s bus bandwidth there, 475 measured on H200: nccl-tests issues 212, 272), all-to-all (380 GB/s at 8).
+# Eight GPUs on NVSwitch. The table that AutoParallel fitted to NCCL on H100: latencies and
+# algorithm bandwidths of all-gather and reduce-scatter, all-reduce (NVLS at 8; NVIDIA tells of ~480
+# GB/s bus bandwidth there, 475 measured on H200: nccl-tests issues 212, 272), all-to-all (380 GB/s
+# at 8).
 _GATHERS: Final = {2: (8, 537), 4: (17, 434), 8: (30, 394)}
 _NVSWITCH_H100: Final = (
     *_fitted("all_gather", _GATHERS),
@@ -39,9 +47,11 @@ _NVLINK_H100: Final[dict[str, Any]] = {
     "node_size": 8,
     "launch": 2e-6,
     "latency": 8e-6,  # of a step of a tree: 8, 17, 30 us for 2, 4, 8 ranks (the same table)
-    "bandwidth": 345e9,  # bus bandwidth of all-gather among 8; the line has 450 (nccl-tests issue 212)
+    # bus bandwidth of all-gather among 8; the line has 450 (nccl-tests issue 212)
+    "bandwidth": 345e9,
     "tree": True,
-    # Eight 400 Gb/s adapters, one for each GPU: 50 GB/s on the line; 32 nodes gather 2 GB at ~340 GB/s a node (nccl issue 1218).
+    # Eight 400 Gb/s adapters, one for each GPU: 50 GB/s on the line; 32 nodes gather 2 GB at ~340
+    # GB/s a node (nccl issue 1218).
     "node_bandwidth": 42e9,
     "node_latency": 14e-6,  # torch's estimate of NCCL's Simple protocol between nodes
     "message": 1e-6,  # all-to-all of 2 to 32 nodes: 37 to 290 us (AutoParallel)
@@ -53,9 +63,20 @@ _NVLINK_H100: Final[dict[str, Any]] = {
 
 
 def _dgx_h100(**more: Any) -> Cluster:
-    # NVIDIA H100 SXM data sheet: bf16 989, tf32 495, fp64 67 TFLOP/s dense; fp32 without tensor cores 67; 3.35 TB/s; 80 GB.
+    # NVIDIA H100 SXM data sheet: bf16 989, tf32 495, fp64 67 TFLOP/s dense; fp32 without tensor
+    # cores 67; 3.35 TB/s; 80 GB.
     flops = {"bfloat16": 692e12, "float16": 692e12, "float32": 47e12, "float64": 47e12}
-    return Cluster(**_NVLINK_H100 | {"flops": flops, "saturation": _TENSOR_CORES, "memory_bandwidth": 2.35e12, "memory": 79 * _GIB, "size": 8} | more)
+    return Cluster(
+        **_NVLINK_H100
+        | {
+            "flops": flops,
+            "saturation": _TENSOR_CORES,
+            "memory_bandwidth": 2.35e12,
+            "memory": 79 * _GIB,
+            "size": 8,
+        }
+        | more
+    )
 
 
 def _dgx_h200(**more: Any) -> Cluster:
@@ -64,8 +85,9 @@ def _dgx_h200(**more: Any) -> Cluster:
 
 
 def _dgx_a100(**more: Any) -> Cluster:
-    # NVIDIA A100 SXM data sheet: bf16 312, fp32 19.5, fp64 19.5 (tensor cores) TFLOP/s; 2.0 TB/s; 80 GB. NVLink 3: 300 GB/s each way, 12 links of
-    # which NCCL's model counts 20 GB/s each. Eight 200 Gb/s adapters; three nodes with 4 HDR each reach 96 GB/s (nccl-tests issue 119).
+    # NVIDIA A100 SXM data sheet: bf16 312, fp32 19.5, fp64 19.5 (tensor cores) TFLOP/s; 2.0 TB/s;
+    # 80 GB. NVLink 3: 300 GB/s each way, 12 links of which NCCL's model counts 20 GB/s each. Eight
+    # 200 Gb/s adapters; three nodes with 4 HDR each reach 96 GB/s (nccl-tests issue 119).
     found: dict[str, Any] = {
         "device": "cuda",
         "node_size": 8,
@@ -89,27 +111,63 @@ def _dgx_a100(**more: Any) -> Cluster:
 
 
 def _pcie_a100(**more: Any) -> Cluster:
-    # A100 PCIe (data sheet: 300 W, 1.94 TB/s). All eight through host bridges: 14 GB/s a pair with 19-23 us (ColossalAI's alpha_beta_profiler);
-    # one 200 Gb/s adapter for all. UCL notes 14-15 times less than NVLink.
-    pcie = {"bandwidth": 14e9, "latency": 10e-6, "launch": 10e-6, "node_bandwidth": 22e9 / 8, "node_stream": 13e9, "memory_bandwidth": 1.35e12}
+    # A100 PCIe (data sheet: 300 W, 1.94 TB/s). All eight through host bridges: 14 GB/s a pair with
+    # 19-23 us (ColossalAI's alpha_beta_profiler); one 200 Gb/s adapter for all. UCL notes 14-15
+    # times less than NVLink.
+    pcie = {
+        "bandwidth": 14e9,
+        "latency": 10e-6,
+        "launch": 10e-6,
+        "node_bandwidth": 22e9 / 8,
+        "node_stream": 13e9,
+        "memory_bandwidth": 1.35e12,
+    }
     return _dgx_a100(**pcie | {"tree": False, "node_latency": 20e-6} | more)
 
 
 def _pcie_gen5(**more: Any) -> Cluster:
-    # GPUs on PCIe Gen5 x16: 53-56 GB/s between two of one NUMA node, 39-51 across (RTX PRO 6000); arithmetic as H100 PCIe: 756 bf16, 51 fp32, 2.0 TB/s.
-    pcie: dict[str, Any] = {"bandwidth": 39e9, "latency": 10e-6, "launch": 10e-6, "tree": False, "node_bandwidth": 42e9 / 8, "node_stream": 39e9}
+    # GPUs on PCIe Gen5 x16: 53-56 GB/s between two of one NUMA node, 39-51 across (RTX PRO 6000);
+    # arithmetic as H100 PCIe: 756 bf16, 51 fp32, 2.0 TB/s.
+    pcie: dict[str, Any] = {
+        "bandwidth": 39e9,
+        "latency": 10e-6,
+        "launch": 10e-6,
+        "tree": False,
+        "node_bandwidth": 42e9 / 8,
+        "node_stream": 39e9,
+    }
     flops = {"bfloat16": 529e12, "float16": 529e12, "float32": 36e12, "float64": 36e12}
-    return _dgx_h100(**pcie | {"node_latency": 20e-6, "flops": flops, "memory_bandwidth": 1.4e12, "measured": ()} | more)
+    return _dgx_h100(
+        **pcie
+        | {"node_latency": 20e-6, "flops": flops, "memory_bandwidth": 1.4e12, "measured": ()}
+        | more
+    )
 
 
-# A cube-shaped matmul of side 1024 reaches about half the rate on H100's tensor cores, of side 700 on A100's.
-_TENSOR_CORES: Final = Frozen({"bfloat16": 2.0 * 1024**3, "float16": 2.0 * 1024**3, "float32": 2.0 * 384**3, "float64": 2.0 * 384**3})
-_TENSOR_CORES_A100: Final = Frozen({"bfloat16": 2.0 * 700**3, "float16": 2.0 * 700**3, "float32": 2.0 * 256**3, "float64": 2.0 * 256**3})
+# A cube-shaped matmul of side 1024 reaches about half the rate on H100's tensor cores, of side 700
+# on A100's.
+_TENSOR_CORES: Final = Frozen(
+    {
+        "bfloat16": 2.0 * 1024**3,
+        "float16": 2.0 * 1024**3,
+        "float32": 2.0 * 384**3,
+        "float64": 2.0 * 384**3,
+    }
+)
+_TENSOR_CORES_A100: Final = Frozen(
+    {
+        "bfloat16": 2.0 * 700**3,
+        "float16": 2.0 * 700**3,
+        "float32": 2.0 * 256**3,
+        "float64": 2.0 * 256**3,
+    }
+)
 
 
 def _cpu(**more: Any) -> Cluster:
-    # Ranks of one thread on one host, over gloo. Measured on two cores of a small server: all-reduce of 4 KB 1.2 ms, of 105 MB 62 ms between two ranks;
-    # computing and moving share the cores.
+    # Ranks of one thread on one host, over gloo. Measured on two cores of a small server:
+    # all-reduce of 4 KB 1.2 ms, of 105 MB 62 ms between two ranks; computing and moving share the
+    # cores.
     found: dict[str, Any] = {
         "device": "cpu",
         "size": 2,
@@ -120,29 +178,44 @@ def _cpu(**more: Any) -> Cluster:
         "memory_bandwidth": 8e9,
         "kernel": 4e-6,
         "flops": {"float64": 30e9, "float32": 60e9, "bfloat16": 60e9, "float16": 15e9},
-        "saturation": {"float64": 2.0 * 24**3, "float32": 2.0 * 32**3, "bfloat16": 2.0 * 48**3, "float16": 2.0 * 32**3},
+        "saturation": {
+            "float64": 2.0 * 24**3,
+            "float32": 2.0 * 32**3,
+            "bfloat16": 2.0 * 48**3,
+            "float16": 2.0 * 32**3,
+        },
         "overlap": 1.6,
     }
     return Cluster(**found | more)
 
 
 def _ethernet(rate: float, **more: Any) -> Cluster:
-    # Gloo between hosts: 0.11 GB/s over 1 GbE (gloo issue 21), ~1.1 GB/s over 40 GbE in two ranks (gloo issue 248), so no more than 10 GbE carries.
+    # Gloo between hosts: 0.11 GB/s over 1 GbE (gloo issue 21), ~1.1 GB/s over 40 GbE in two ranks
+    # (gloo issue 248), so no more than 10 GbE carries.
     wire = {"node_size": 1, "node_latency": 5e-4, "node_bandwidth": rate, "overlap": 1.3}
     return _cpu(**wire | more)
 
 
 PRESETS: Final[dict[str, tuple[str, Callable[..., Cluster]]]] = {
-    "generic": ("the machine that plans are made for unless told otherwise: no links slower than others", Cluster),
+    "generic": (
+        "the machine that plans are made for unless told otherwise: no links slower than others",
+        Cluster,
+    ),
     "dgx-a100": ("8 x A100 SXM 80 GB on NVSwitch, a 200 Gb/s adapter each", _dgx_a100),
     "dgx-h100": ("8 x H100 SXM 80 GB on NVSwitch, a 400 Gb/s adapter each", _dgx_h100),
     "dgx-h200": ("8 x H200 SXM 141 GB on NVSwitch, a 400 Gb/s adapter each", _dgx_h200),
     "pcie-a100": ("8 x A100 PCIe 80 GB through the host, one 200 Gb/s adapter for all", _pcie_a100),
     "pcie-gen5": ("8 x H100 PCIe on Gen5 x16, one 400 Gb/s adapter for all", _pcie_gen5),
     "cpu": ("2 ranks of one thread on one host, over gloo", _cpu),
-    "ethernet-1g": ("hosts with one such rank each, over gloo on 1 GbE", lambda **more: _ethernet(0.11e9, **more)),
+    "ethernet-1g": (
+        "hosts with one such rank each, over gloo on 1 GbE",
+        lambda **more: _ethernet(0.11e9, **more),
+    ),
     "ethernet-10g": ("the same on 10 GbE", lambda **more: _ethernet(1.0e9, **more)),
-    "ethernet-40g": ("the same on 40 GbE, of which gloo fills a quarter", lambda **more: _ethernet(1.1e9, **more)),
+    "ethernet-40g": (
+        "the same on 40 GbE, of which gloo fills a quarter",
+        lambda **more: _ethernet(1.1e9, **more),
+    ),
 }
 
 
@@ -156,7 +229,10 @@ def preset(name: str, nodes: int = 1, **changes: object) -> Cluster:
     if found.node_size:
         found = replace(found, size=nodes * found.node_size)
     elif nodes > 1:
-        raise ValueError(f"the preset {name!r} has no links between nodes: nodes={nodes} is not possible; size= says how many devices there are")
+        raise ValueError(
+            f"the preset {name!r} has no links between nodes: nodes={nodes} is not possible; "
+            f"size= says how many devices there are"
+        )
     if name != "generic":
         found = replace(found, source="a preset, from data sheets and what others have measured")
     others = sorted(changes.keys() - {"size", "name", "memory", "source"})

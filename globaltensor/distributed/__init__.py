@@ -1,4 +1,5 @@
-"""``globaltensor.distributed``: torch.distributed on a world that starts by itself. Names not defined here are torch's."""
+"""``globaltensor.distributed``: torch.distributed on a world that starts by itself. Names not
+defined here are torch's."""
 
 import torch.distributed as _dist
 

@@ -1,8 +1,11 @@
-"""Do the ranks of a group call the same collective? Gloo does not ask: it ends the process whose tensor is shorter, or leaves part of a longer one unwritten.
+"""Do the ranks of a group call the same collective? Gloo does not ask: it ends the process whose
+tensor is shorter, or leaves part of a longer one unwritten.
 
-Before a collective each rank tells every other what it is about to call, 48 bytes each, and compares what it hears: an all-to-all, which costs about as much
-as the smallest all-reduce (two ranks of one host: 0.2 ms; messages take 0.1 while both cores are idle, but up to 4 when they are not). What an asynchronous
-call hears is compared by the next call that blocks. ``GLOBALTENSOR_CHECK_COLLECTIVES=0`` turns it off.
+Before a collective each rank tells every other what it is about to call, 48 bytes each, and
+compares what it hears: an all-to-all, which costs about as much as the smallest all-reduce (two
+ranks of one host: 0.2 ms; messages take 0.1 while both cores are idle, but up to 4 when they are
+not). What an asynchronous call hears is compared by the next call that blocks.
+``GLOBALTENSOR_CHECK_COLLECTIVES=0`` turns it off.
 """
 
 from __future__ import annotations
@@ -27,16 +30,30 @@ VARIABLE: Final = "GLOBALTENSOR_CHECK_COLLECTIVES"
 _MOST_WAITING: Final = 256
 _NUMEL: Final = 3  # where a header says how many
 _NAMES: Final = (
-    "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
+    "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+    "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
     "all_to_all", "all_to_all_single",
 )  # fmt: skip
 _DTYPES: Final = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_OPS: Final = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "other")
+_OPS: Final = (
+    "",
+    "SUM",
+    "AVG",
+    "PRODUCT",
+    "MIN",
+    "MAX",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "PREMUL_SUM",
+    "other",
+)
 
 
 @dataclass(frozen=True)
 class CallHeader:
-    """A collective as one rank calls it: of ``numel`` elements; ``parts`` is a number made of the sizes where there are several; -1: has none."""
+    """A collective as one rank calls it: of ``numel`` elements; ``parts`` is a number made of the
+    sizes where there are several; -1: has none."""
 
     name: str
     op: str = ""
@@ -47,7 +64,14 @@ class CallHeader:
 
     def header(self) -> list[int]:
         kind = -1 if self.dtype is None else _DTYPES.index(self.dtype)
-        return [_NAMES.index(self.name), _OPS.index(self.op), kind, self.numel, self.root, self.parts]
+        return [
+            _NAMES.index(self.name),
+            _OPS.index(self.op),
+            kind,
+            self.numel,
+            self.root,
+            self.parts,
+        ]
 
     @staticmethod
     def read(header: Tensor) -> CallHeader:
@@ -55,8 +79,12 @@ class CallHeader:
         return CallHeader(_NAMES[name], _OPS[op], None if dtype < 0 else _DTYPES[dtype], *numbers)
 
     def __str__(self) -> str:
-        of = "" if self.dtype is None else f" of {self.numel} {str(self.dtype).removeprefix('torch.')}"
-        return f"{self.name}{of}{f' ({self.op})' if self.op else ''}{f', root {self.root}' if self.root >= 0 else ''}"
+        of = (
+            ""
+            if self.dtype is None
+            else f" of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+        )
+        return f"{self.name}{of}{f' ({self.op})' if self.op else ''}{f', root {self.root}' if self.root >= 0 else ''}"  # noqa: E501
 
 
 @dataclass
@@ -70,7 +98,9 @@ class PeerHeaders:
     me: int
 
 
-_WAITING: weakref.WeakKeyDictionary[World, dict[str, list[PeerHeaders]]] = weakref.WeakKeyDictionary()
+_WAITING: weakref.WeakKeyDictionary[World, dict[str, list[PeerHeaders]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def enabled() -> bool:
@@ -78,8 +108,14 @@ def enabled() -> bool:
     return os.environ.get(VARIABLE, "1") != "0"
 
 
-def check_collective(group: dist.ProcessGroup, call: CallHeader, block: bool, pairs: Sequence[tuple[int, int]] | None = None) -> None:
-    """Tell the others of ``group`` and hear from them. ``pairs``, of an all-to-all: for each rank of the group how many elements it gets and gives.
+def check_collective(
+    group: dist.ProcessGroup,
+    call: CallHeader,
+    block: bool,
+    pairs: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Tell the others of ``group`` and hear from them. ``pairs``, of an all-to-all: for each rank
+    of the group how many elements it gets and gives.
 
     Raises WorldError naming two ranks and what each calls, or those that did not come.
     """
@@ -93,7 +129,9 @@ def check_collective(group: dist.ProcessGroup, call: CallHeader, block: bool, pa
     headers = torch.empty_like(said)
     work = dist.all_to_all_single(headers, said, group=group, async_op=True)
     waiting = _WAITING.setdefault(world(), {}).setdefault(group.group_name, [])
-    waiting.append(PeerHeaders(work, headers, expected, dist.get_process_group_ranks(group), group.rank()))
+    waiting.append(
+        PeerHeaders(work, headers, expected, dist.get_process_group_ranks(group), group.rank())
+    )
     if block or len(waiting) > _MOST_WAITING:
         heard, waiting[:] = waiting[:], []
         for one in heard:
@@ -113,11 +151,24 @@ def _compare(one: PeerHeaders) -> None:
     except RuntimeError as error:
         others = ", ".join(str(r) for r in one.ranks if r != me)
         who = f"rank {others}" if len(one.ranks) == 2 else f"one of ranks {others}"
-        raise WorldError(f"rank {me} calls {mine}, but {who} did not come: {error}; it has died, hangs, or does something else") from error
+        raise WorldError(
+            f"rank {me} calls {mine}, but {who} did not come: {error}; it has died, hangs, or "
+            f"does something else"
+        ) from error
     if torch.equal(one.headers, one.expected):
         return
     at = int((one.headers != one.expected).any(1).nonzero()[0])
-    heard, mine, other = CallHeader.read(one.headers[at]), CallHeader.read(one.expected[at]), one.ranks[at]
+    heard, mine, other = (
+        CallHeader.read(one.headers[at]),
+        CallHeader.read(one.expected[at]),
+        one.ranks[at],
+    )
     if (heard.name, heard.dtype) == (mine.name, mine.dtype) and mine.name.startswith("all_to_all"):
-        raise WorldError(f"{mine.name}: rank {other} sends {heard.numel} elements to rank {me}, which expects {mine.numel}; make the sizes agree")
-    raise WorldError(f"rank {me} calls {mine}, but rank {other} calls {heard}: all ranks of a group must call the same, with tensors that match")
+        raise WorldError(
+            f"{mine.name}: rank {other} sends {heard.numel} elements to rank {me}, which expects "
+            f"{mine.numel}; make the sizes agree"
+        )
+    raise WorldError(
+        f"rank {me} calls {mine}, but rank {other} calls {heard}: all ranks of a group must call "
+        f"the same, with tensors that match"
+    )

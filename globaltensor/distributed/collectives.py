@@ -1,8 +1,10 @@
-"""torch.distributed's collectives and messages: its own functions with its own signatures, safe to call on any tensor.
+"""torch.distributed's collectives and messages: its own functions with its own signatures, safe to
+call on any tensor.
 
-They start the world where nobody has. On gloo, which reads and writes storages as they lie, a tensor that is not contiguous, or of a dtype it does not know,
-travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (distributed/collective_check.py). Other backends get what
-is given.
+They start the world where nobody has. On gloo, which reads and writes storages as they lie, a
+tensor that is not contiguous, or of a dtype it does not know, travels as a contiguous copy of one
+it does; and the ranks first compare what they are about to call (distributed/collective_check.py).
+Other backends get what is given.
 """
 
 from __future__ import annotations
@@ -24,21 +26,34 @@ from .process_groups import start
 from .replicated_values import ADDING, refuse_replicated
 
 __all__ = [
-    "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "init_device_mesh", "irecv", "isend", "monitored_barrier", "new_subgroups",
-    "new_subgroups_by_enumeration", "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "init_device_mesh", "irecv",
+    "isend", "monitored_barrier", "new_subgroups",
+    "new_subgroups_by_enumeration", "recv", "recv_object_list", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
     "send_object_list",
 ]  # fmt: skip
 
 Function = Callable[..., Any]
 
 _GLOO: Final = {
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8,
+    torch.int32, torch.int64, torch.bool
 }  # fmt: skip
-#: Of dtypes that gloo cannot reduce: one that it can, which holds their values and wraps round as they do.
-_WIDER: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.complex32: torch.complex64}
+#: Of dtypes that gloo cannot reduce: one that it can, which holds their values and wraps round as
+#: they do.
+_WIDER: Final = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.complex32: torch.complex64,
+}
 #: torch renamed these in 2.13 and warns at the older names.
-_RENAMED: Final = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+_RENAMED: Final = {
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+}
 
 
 def refuse_global(name: str, values: Iterable[Any]) -> None:
@@ -47,7 +62,8 @@ def refuse_global(name: str, values: Iterable[Any]) -> None:
         if isinstance(value, torch.Tensor) and value.is_global:  # type: ignore[attr-defined]
             spec = value.spec  # type: ignore[attr-defined]
             raise GlobalTensorError(
-                f"{name} got a global tensor, {spec!r}: collectives move local tensors. x.to_global(sbp=...) moves a global one between ranks, "
+                f"{name} got a global tensor, {spec!r}: collectives move local tensors. "
+                f"x.to_global(sbp=...) moves a global one between ranks, "
                 "with its gradient; x.to_local() gives this rank's part of it"
             )
         if isinstance(value, (list, tuple)):
@@ -64,7 +80,13 @@ class _Staged(dist.Work):
 
     def __init__(self, work: Any, deliver: Callable[[], None], results: list[Tensor]) -> None:
         super().__init__()
-        self.work, self._deliver, self._results, self._lock, self._delivered = work, deliver, results, threading.Lock(), False
+        self.work, self._deliver, self._results, self._lock, self._delivered = (
+            work,
+            deliver,
+            results,
+            threading.Lock(),
+            False,
+        )
 
     def _finish(self, *_: object) -> list[Tensor]:
         with self._lock:
@@ -103,14 +125,27 @@ def _carrier(t: Tensor, reduces: bool) -> Tensor:
     plain = t.contiguous()
     if plain.dtype in _GLOO:
         return plain
-    return plain.to(_WIDER.get(plain.dtype, plain.dtype)) if reduces else plain.unsqueeze(-1).view(torch.uint8)
+    return (
+        plain.to(_WIDER.get(plain.dtype, plain.dtype))
+        if reduces
+        else plain.unsqueeze(-1).view(torch.uint8)
+    )
 
 
 class _Collective:
-    """One of torch's functions: which arguments are read and written, and how to tell what it is about to do."""
+    """One of torch's functions: which arguments are read and written, and how to tell what it is
+    about to do."""
 
-    def __init__(self, name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = "") -> None:
-        self.name, self.reads, self.writes, self.reduces, self.root = name, reads, writes, reduces, root
+    def __init__(
+        self, name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = ""
+    ) -> None:
+        self.name, self.reads, self.writes, self.reduces, self.root = (
+            name,
+            reads,
+            writes,
+            reduces,
+            root,
+        )
         self.original: Function = getattr(dist, name)
         self.function: Function = getattr(dist, _RENAMED.get(name, name), self.original)
         self.names = list(inspect.signature(self.original).parameters)
@@ -121,18 +156,36 @@ class _Collective:
         refuse_global(self.name, args)
         if kwargs:
             refuse_global(self.name, kwargs.values())
-        group = kwargs["group"] if "group" in kwargs else args[self.position] if len(args) > self.position else None
+        group = (
+            kwargs["group"]
+            if "group" in kwargs
+            else args[self.position]
+            if len(args) > self.position
+            else None
+        )
         if self.name in ADDING:
             bound = dict(zip(self.names, args, strict=False)) | kwargs
             refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
-        config = here.backend if group is None else str(dist.get_backend_config(group)) if isinstance(group, dist.ProcessGroup) else ""
+        config = (
+            here.backend
+            if group is None
+            else str(dist.get_backend_config(group))
+            if isinstance(group, dist.ProcessGroup)
+            else ""
+        )
         if "gloo" not in config or len(args) > len(self.names):
             return self.function(*args, **kwargs)
         group = dist.group.WORLD if group is None else group
         assert group is not None  # start() has seen to it
-        given = dict(zip(self.names, args, strict=False)) | kwargs  # (a signature's bind would take ten times as long)
+        given = (
+            dict(zip(self.names, args, strict=False)) | kwargs
+        )  # (a signature's bind would take ten times as long)
         some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
-        if dist.get_rank(group) < 0 or not all(isinstance(t, Tensor) for t in some) or not _on_gloo(config, some[0].device if some else None):
+        if (
+            dist.get_rank(group) < 0
+            or not all(isinstance(t, Tensor) for t in some)
+            or not _on_gloo(config, some[0].device if some else None)
+        ):
             return self.function(**given)
         return self._on_gloo(given, group)
 
@@ -145,13 +198,19 @@ class _Collective:
         if self.name in _DESCRIBED and enabled():
             call, pairs = self._describe(given, group)
             check_collective(group, call, not given.get("async_op", False), pairs)
-        if self.name == "all_gather" and len({t.numel() for t in self._tensors(given, self.writes)}) > 1:
+        if (
+            self.name == "all_gather"
+            and len({t.numel() for t in self._tensors(given, self.writes)}) > 1
+        ):
             return _all_gather_unevenly(given, group)
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
         if any(t.layout is not torch.strided for t in tensors):
             return self.function(**given)  # gloo has sums of sparse tensors of its own
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
-        straight = all(swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype for t in tensors)
+        straight = all(
+            swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype
+            for t in tensors
+        )
         try:
             return self.function(**given) if straight else self._staged(given, swapped)
         except RuntimeError as error:
@@ -161,7 +220,11 @@ class _Collective:
 
     def _staged(self, given: dict[str, Any], swapped: dict[int, Tensor]) -> Any:
         def carried(value: Any) -> Any:
-            return [swapped[id(t)] for t in value] if isinstance(value, (list, tuple)) else swapped[id(value)]
+            return (
+                [swapped[id(t)] for t in value]
+                if isinstance(value, (list, tuple))
+                else swapped[id(value)]
+            )
 
         names = [n for n in {self.reads, self.writes} if given.get(n) is not None]
         result = self.function(**{**given, **{n: carried(given[n]) for n in names}})
@@ -172,25 +235,49 @@ class _Collective:
                 for t in outs:
                     carrier = swapped[id(t)]
                     if carrier.data_ptr() != t.data_ptr():
-                        t.copy_(carrier.view(t.dtype).view(t.shape) if carrier.dtype == torch.uint8 != t.dtype else carrier)
+                        t.copy_(
+                            carrier.view(t.dtype).view(t.shape)
+                            if carrier.dtype == torch.uint8 != t.dtype
+                            else carrier
+                        )
 
         if isinstance(result, dist.Work):
             return _Staged(result, deliver, outs)
         deliver()
         return result
 
-    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[CallHeader, list[tuple[int, int]] | None]:
+    def _describe(
+        self, given: dict[str, Any], group: dist.ProcessGroup
+    ) -> tuple[CallHeader, list[tuple[int, int]] | None]:
         reads, writes = self._tensors(given, self.reads), self._tensors(given, self.writes)
         some = (reads or writes or [None])[0]
         if self.name.startswith("all_to_all"):
-            gets, gives = _shares(reads, given.get("input_split_sizes"), group), _shares(writes, given.get("output_split_sizes"), group)
+            gets, gives = (
+                _shares(reads, given.get("input_split_sizes"), group),
+                _shares(writes, given.get("output_split_sizes"), group),
+            )
             return CallHeader(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
         op = getattr(given.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
         lists = next((v for v in (reads, writes) if len(v) > 1), [])
-        measured = lists if self.name in ("all_gather", "reduce_scatter") else (writes if self.name == "scatter" else reads)
+        measured = (
+            lists
+            if self.name in ("all_gather", "reduce_scatter")
+            else (writes if self.name == "scatter" else reads)
+        )
         numel = sum(t.numel() for t in measured) if measured else -1
-        parts = zlib.crc32(str([t.numel() for t in lists]).encode()) if self.name in ("all_gather", "reduce_scatter") else -1
-        return CallHeader(self.name, op, None if some is None else some.dtype, numel, self._root(given, group), parts), None
+        parts = (
+            zlib.crc32(str([t.numel() for t in lists]).encode())
+            if self.name in ("all_gather", "reduce_scatter")
+            else -1
+        )
+        return CallHeader(
+            self.name,
+            op,
+            None if some is None else some.dtype,
+            numel,
+            self._root(given, group),
+            parts,
+        ), None
 
     def _root(self, given: dict[str, Any], group: dist.ProcessGroup) -> int:
         if not self.root:
@@ -203,12 +290,15 @@ class _Collective:
 
 
 _DESCRIBED: Final = {
-    "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
+    "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+    "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
     "all_to_all", "all_to_all_single",
 }  # fmt: skip
 
 
-def _shares(tensors: Sequence[Tensor], rows: Sequence[int] | None, group: dist.ProcessGroup) -> list[int]:
+def _shares(
+    tensors: Sequence[Tensor], rows: Sequence[int] | None, group: dist.ProcessGroup
+) -> list[int]:
     """Elements for each rank of the group."""
     if len(tensors) == group.size() > 1:
         return [t.numel() for t in tensors]
@@ -226,7 +316,9 @@ def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any
     source = mine.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).repeat(size, 1)
     target = source.new_empty(sum(numels), mine.itemsize)
     late = bool(given.get("async_op", False))
-    work = dist.all_to_all_single(target, source, numels, [mine.numel()] * size, group=group, async_op=late)
+    work = dist.all_to_all_single(
+        target, source, numels, [mine.numel()] * size, group=group, async_op=late
+    )
 
     def deliver() -> None:
         with torch.no_grad():
@@ -240,12 +332,18 @@ def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any
 
 
 def _all_to_all_joined(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
-    """Gloo in older torch has the all-to-all of one tensor only: those of a list go one after the other in it."""
+    """Gloo in older torch has the all-to-all of one tensor only: those of a list go one after the
+    other in it."""
     outs, late = list(given["output_tensor_list"]), bool(given.get("async_op", False))
-    ins = [t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in given["input_tensor_list"]]
+    ins = [
+        t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for t in given["input_tensor_list"]
+    ]
     source, received = torch.cat(ins), [t.nbytes for t in outs]
     target = source.new_empty(sum(received))
-    work = dist.all_to_all_single(target, source, received, [t.numel() for t in ins], group=group, async_op=late)
+    work = dist.all_to_all_single(
+        target, source, received, [t.numel() for t in ins], group=group, async_op=late
+    )
 
     def deliver() -> None:
         with torch.no_grad():
@@ -258,7 +356,9 @@ def _all_to_all_joined(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
     return None
 
 
-def _made(name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = "") -> Function:
+def _made(
+    name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = ""
+) -> Function:
     collective = _Collective(name, reads, writes, reduces, root)
 
     @functools.wraps(collective.original)
@@ -300,10 +400,16 @@ def _begun(name: str) -> Function:
 
 
 all_gather_object, gather_object = _begun("all_gather_object"), _begun("gather_object")
-broadcast_object_list, scatter_object_list = _begun("broadcast_object_list"), _begun("scatter_object_list")
+broadcast_object_list, scatter_object_list = (
+    _begun("broadcast_object_list"),
+    _begun("scatter_object_list"),
+)
 send_object_list, recv_object_list = _begun("send_object_list"), _begun("recv_object_list")
 monitored_barrier, init_device_mesh = _begun("monitored_barrier"), _begun("init_device_mesh")
-new_subgroups, new_subgroups_by_enumeration = _begun("new_subgroups"), _begun("new_subgroups_by_enumeration")
+new_subgroups, new_subgroups_by_enumeration = (
+    _begun("new_subgroups"),
+    _begun("new_subgroups_by_enumeration"),
+)
 
 
 class P2POp(dist.P2POp):

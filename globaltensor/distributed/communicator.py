@@ -1,7 +1,9 @@
-"""Comm: collectives among an ordered set of ranks, on ordinary tensors of any dtype, size and stride.
+"""Comm: collectives among an ordered set of ranks, on ordinary tensors of any dtype, size and
+stride.
 
-Every collective is made of one primitive, `_swap` (each rank hands flat bytes to some others); a backend overrides what it does better natively.
-Results are fresh tensors: inputs are never modified, save by `all_reduce_async`, which says so. Data travels as bytes, so every dtype moves;
+Every collective is made of one primitive, `_swap` (each rank hands flat bytes to some others); a
+backend overrides what it does better natively. Results are fresh tensors: inputs are never
+modified, save by `all_reduce_async`, which says so. Data travels as bytes, so every dtype moves;
 reductions happen locally, in rank order, so every rank gets the same bits.
 """
 
@@ -41,7 +43,8 @@ __all__ = [
     "record_collectives",
 ]
 
-#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
+#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two.
+#: Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
 
 #: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
@@ -55,11 +58,16 @@ _WIDER: Final = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-_FOLD: Final[dict[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_FOLD: Final[dict[str, Callable[..., Tensor]]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Traffic(NamedTuple):
-    """One collective this rank took part in; ``bytes`` is what a rank sends (the larger share where it is uneven)."""
+    """One collective this rank took part in; ``bytes`` is what a rank sends (the larger share where
+    it is uneven)."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -74,9 +82,15 @@ class Handle(Protocol):
 
 
 class ReduceScatterHandle:
-    """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned. ``finish`` makes it of what ``work`` brings."""
+    """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned.
+    ``finish`` makes it of what ``work`` brings."""
 
-    def __init__(self, work: Handle | None = None, finish: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        work: Handle | None = None,
+        finish: Callable[[], Tensor] | None = None,
+        value: Tensor | None = None,
+    ) -> None:
         self._work, self._finish, self._value = work, finish, value
 
     def wait(self) -> None:
@@ -101,7 +115,8 @@ class ExchangeHandle:
         self._work, self._parts, self._kept = work, parts, kept
 
     def wait(self) -> dict[int, Tensor]:
-        """Block until all is here and what was sent may be written again -> what came, flat, by index. Raises WorldError where it cannot come."""
+        """Block until all is here and what was sent may be written again -> what came, flat, by
+        index. Raises WorldError where it cannot come."""
         self._work.wait()
         self._kept = None
         return self._parts
@@ -134,7 +149,8 @@ def record_collectives() -> Iterator[list[Traffic]]:
 
 
 def flatten(t: Tensor) -> Tensor:
-    """The elements of ``t`` in row-major order, contiguous, 1-D, without gradient; shares memory with ``t`` where it can."""
+    """The elements of ``t`` in row-major order, contiguous, 1-D, without gradient; shares memory
+    with ``t`` where it can."""
     t = t.detach()
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
@@ -144,15 +160,20 @@ def flatten(t: Tensor) -> Tensor:
 
 def as_bytes(flat: Tensor) -> Tensor:
     """The same memory as bytes."""
-    # One element may carry any stride and still count as contiguous; a view of another type wants 1.
+    # One element may carry any stride and still count as contiguous; a view of another type wants
+    # 1.
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def combine(parts: Sequence[Tensor], op: str, spare: int | None = None, out: Tensor | None = None) -> Tensor:
-    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor; or, where that saves one, ``out`` (which may be one
-    of the first two) or, of two tensors, that at index ``spare``, overwritten.
+def combine(
+    parts: Sequence[Tensor], op: str, spare: int | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh
+    tensor; or, where that saves one, ``out`` (which may be one of the first two) or, of two
+    tensors, that at index ``spare``, overwritten.
 
-    Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises RuntimeError for the max or min of complex numbers.
+    Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises
+    RuntimeError for the max or min of complex numbers.
     """
     dtype = parts[0].dtype
     if len(parts) == 1:
@@ -164,19 +185,27 @@ def combine(parts: Sequence[Tensor], op: str, spare: int | None = None, out: Ten
         top = -(1 << 63) if op != "sum" else 0
         return (combine([p.view(torch.int64) ^ top for p in parts], op) ^ top).view(torch.uint64)
     wider = _WIDER.get(dtype)
-    if wider is None and op == "sum" and len(parts) > 2 and dtype in (torch.float16, torch.bfloat16):
+    if (
+        wider is None
+        and op == "sum"
+        and len(parts) > 2
+        and dtype in (torch.float16, torch.bfloat16)
+    ):
         wider = torch.float32
     if wider is not None:
         return combine([p.to(wider) for p in parts], op).to(dtype)
     fold = _FOLD[op]
-    total = fold(parts[0], parts[1], out=parts[spare] if spare is not None and len(parts) == 2 else out)
+    total = fold(
+        parts[0], parts[1], out=parts[spare] if spare is not None and len(parts) == 2 else out
+    )
     for part in parts[2:]:
         fold(total, part, out=total)
     return total
 
 
 class Communicator(ABC):
-    """Collectives among ``ranks``, in the order given. All of them must call the same ones in the same order."""
+    """Collectives among ``ranks``, in the order given. All of them must call the same ones in the
+    same order."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world, self.ranks, self.size = world, ranks, len(ranks)
@@ -185,17 +214,25 @@ class Communicator(ABC):
 
     def begin_digests(self) -> None:
         """Forget what was compared up to now."""
-        self._log = hashlib.blake2b(digest_size=8)  # of the collectives, each with what was run before it
+        self._log = hashlib.blake2b(
+            digest_size=8
+        )  # of the collectives, each with what was run before it
         self._histories: list[History] = []
-        self._own: History | None = None  # the history of exactly these ranks, if they share no other
+        self._own: History | None = (
+            None  # the history of exactly these ranks, if they share no other
+        )
         self._known_histories = self._collectives = 0
         self._digest = b""  # of the last one
 
     @abstractmethod
-    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
-        """Send each flat byte tensor to its peer and fill the others from theirs. Keys are indexes into ``ranks``, never the own one; none is empty.
+    def _swap(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
+        """Send each flat byte tensor to its peer and fill the others from theirs. Keys are indexes
+        into ``ranks``, never the own one; none is empty.
 
-        Every member calls it, with nothing to send or receive too: NCCL starts a communicator with all members only.
+        Every member calls it, with nothing to send or receive too: NCCL starts a communicator with
+        all members only.
         """
 
     def all_gather_object(self, value: object) -> list[Any]:
@@ -208,8 +245,12 @@ class Communicator(ABC):
     def all_gather_unchecked(self, value: object) -> list[Any]:
         """The same, while what the ranks do is being compared: without comparing it again."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        numels = [int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)]
-        return [pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)]
+        numels = [
+            int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)
+        ]
+        return [
+            pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)
+        ]
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -217,10 +258,13 @@ class Communicator(ABC):
             self._enter("barrier", torch.uint8, _CPU)
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
-    def compare_plain(self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None) -> None:
+    def compare_plain(
+        self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None
+    ) -> None:
         """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike.
 
-        ``odd``: of what kind this rank's tensor is, if it is no ordinary one. Raises DivergenceError, on every rank, if digests differ; KindError if kinds do.
+        ``odd``: of what kind this rank's tensor is, if it is no ordinary one. Raises
+        DivergenceError, on every rank, if digests differ; KindError if kinds do.
         """
         self.world.plain, self.world.purpose, self.world.odd = text, purpose, odd
         self._enter("comparison of a plain tensor", torch.int64, _CPU)
@@ -229,7 +273,9 @@ class Communicator(ABC):
             raise self._diverged(self.all_gather_unchecked)
         self.world.plain, self.world.purpose, self.world.odd = "", "", None
 
-    def _note(self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
+    def _note(
+        self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = ""
+    ) -> None:
         self._enter(kind, dtype, device, op)
         trace = self.world.trace
         if trace is not None:
@@ -237,8 +283,11 @@ class Communicator(ABC):
 
     # Comparing what ranks do
 
-    def _enter(self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
-        """A collective begins: let its digest be compared, and under flow.check_ranks its operations too. Raises DivergenceError."""
+    def _enter(
+        self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = ""
+    ) -> None:
+        """A collective begins: let its digest be compared, and under flow.check_ranks its
+        operations too. Raises DivergenceError."""
         world = self.world
         if world.pace is not None:
             world.pace.meet(self, kind)
@@ -260,16 +309,23 @@ class Communicator(ABC):
         ranks = frozenset(self.ranks)
         self._histories = [h for h in self.world.histories.values() if ranks <= h.ranks]
         self._known_histories = len(self.world.histories)
-        self._own = self._histories[0] if len(self._histories) == 1 and self._histories[0].ranks == ranks else None
+        self._own = (
+            self._histories[0]
+            if len(self._histories) == 1 and self._histories[0].ranks == ranks
+            else None
+        )
 
     def _compare(self, device: torch.device) -> None:
         """Compare the digest with that of the other ranks, where the data does not carry it."""
         return None
 
     def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> GlobalTensorError:
-        """Return the error of ranks whose digests differ, or of kinds of tensors that do. ``exchange``: gives every rank's object to all."""
+        """Return the error of ranks whose digests differ, or of kinds of tensors that do.
+        ``exchange``: gives every rank's object to all."""
         world = self.world
-        report = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd)
+        report = Report.here(
+            world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd
+        )
         reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
         world.forget()
         reports.sort(key=lambda r: r.rank)
@@ -281,17 +337,27 @@ class Communicator(ABC):
     # Reductions
 
     def all_reduce(self, t: Tensor, op: str = "sum") -> Tensor:
-        """Elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors (of one shape) -> on each rank, the same bits."""
+        """Elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors (of one shape) -> on each
+        rank, the same bits."""
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         flat = flatten(t)
-        self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
+        self._note(
+            "all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op
+        )
         return self._all_reduce(flat, op).view(t.shape)
 
     def all_reduce_async(self, flat: Tensor, op: str = "sum") -> Handle:
-        """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of the handle returns."""
+        """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of
+        the handle returns."""
         if self.size > 1 and flat.numel():
-            self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
+            self._note(
+                "all_reduce",
+                2 * (flat.nbytes - flat.nbytes // self.size),
+                flat.dtype,
+                flat.device,
+                op,
+            )
             return self._all_reduce_async(flat, op)
         return CompletedHandle()
 
@@ -305,13 +371,17 @@ class Communicator(ABC):
         self._note("reduce_scatter", total - total // self.size, mine.dtype, mine.device, op)
         return self._reduce_scatter(sends, op).view(mine.shape)
 
-    def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> ReduceScatterHandle:
-        """The same beside the computation, of 1-D contiguous chunks, which must be left alone until ``wait()`` of the handle returns. Then it has the
-        ``value``."""
+    def reduce_scatter_async(
+        self, chunks: Sequence[Tensor], op: str = "sum"
+    ) -> ReduceScatterHandle:
+        """The same beside the computation, of 1-D contiguous chunks, which must be left alone until
+        ``wait()`` of the handle returns. Then it has the ``value``."""
         if self.size == 1:
             return ReduceScatterHandle(value=chunks[0].detach().clone())
         total = sum(c.nbytes for c in chunks)
-        self._note("reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op)
+        self._note(
+            "reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op
+        )
         return self._reduce_scatter_async([c.detach() for c in chunks], op)
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
@@ -335,7 +405,9 @@ class Communicator(ABC):
             parts = self._all_gather_parts(flat, [flat.numel()] * self.size)
             flat.copy_(combine(parts, op, spare=self.index - 1))
             return
-        slots = flat.split_with_sizes([length for _, length in balanced_split(flat.numel(), self.size)])
+        slots = flat.split_with_sizes(
+            [length for _, length in balanced_split(flat.numel(), self.size)]
+        )
         mine = slots[self.index]
         mine.copy_(self._reduce_scatter(slots, op))
         others = [i for i in range(self.size) if i != self.index]
@@ -343,12 +415,17 @@ class Communicator(ABC):
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         longest = max(self.size * max(s.numel() for s in sends), sum(s.numel() for s in sends))
-        return combine(self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest), op, spare=self.index - 1)
+        return combine(
+            self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest),
+            op,
+            spare=self.index - 1,
+        )
 
     # Moves
 
     def all_gather(self, t: Tensor, numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
-        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. Not ``fresh``: the own part may share memory with ``t``."""
+        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. Not ``fresh``: the own
+        part may share memory with ``t``."""
         flat = flatten(t)
         if self.size == 1:
             return [flat.clone() if fresh else flat]
@@ -360,13 +437,17 @@ class Communicator(ABC):
         return parts
 
     def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        parts = [flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device) for i, n in enumerate(numels)]
+        parts = [
+            flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device)
+            for i, n in enumerate(numels)
+        ]
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat(dict.fromkeys(others, flat), {i: parts[i] for i in others}, flat.device)
         return parts
 
     def all_gather_into(self, t: Tensor, numels: Sequence[int], out: Tensor) -> None:
-        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of
+        ``ranks``."""
         flat = flatten(t)
         if self.size == 1:
             out.copy_(flat)
@@ -375,7 +456,8 @@ class Communicator(ABC):
         self._all_gather(flat, numels, out)
 
     def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
-        """The same beside the computation; ``t`` and ``out`` must be left alone until ``wait()`` of the handle returns."""
+        """The same beside the computation; ``t`` and ``out`` must be left alone until ``wait()`` of
+        the handle returns."""
         flat = flatten(t)
         if self.size == 1:
             out.copy_(flat)
@@ -390,31 +472,58 @@ class Communicator(ABC):
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         slots = out.split_with_sizes(list(numels))
         others = [i for i in range(self.size) if i != self.index]
-        self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
+        self._swap_flat(
+            dict.fromkeys(others, flat),
+            {i: slots[i] for i in others},
+            out.device,
+            (slots[self.index], flat),
+        )
 
-    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], fresh: bool = True, longest: int | None = None) -> list[Tensor]:
-        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not ``fresh``: the own part may share memory with its input.
+    def all_to_all(
+        self,
+        sends: Sequence[Tensor],
+        numels: Sequence[int],
+        fresh: bool = True,
+        longest: int | None = None,
+    ) -> list[Tensor]:
+        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not
+        ``fresh``: the own part may share memory with its input.
 
-        ``longest``: the most elements any rank sends or receives, where that is known; it may open a quicker way.
+        ``longest``: the most elements any rank sends or receives, where that is known; it may open
+        a quicker way.
         """
         flats = [flatten(s) for s in sends]
         own = flats[self.index]
         if self.size > 1:
-            self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device)
+            self._note(
+                "all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device
+            )
         parts = self._all_to_all_parts(flats, numels, longest)
         if fresh:
             parts[self.index] = own.clone()
         return parts
 
-    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+    def _all_to_all_parts(
+        self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None
+    ) -> list[Tensor]:
         own = sends[self.index]
-        parts = [own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device) for i, n in enumerate(numels)]
+        parts = [
+            own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device)
+            for i, n in enumerate(numels)
+        ]
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat({i: sends[i] for i in others}, {i: parts[i] for i in others}, own.device)
         return parts
 
-    def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None = None) -> None:
-        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+    def all_to_all_into(
+        self,
+        sends: Sequence[Tensor],
+        numels: Sequence[int],
+        out: Tensor,
+        longest: int | None = None,
+    ) -> None:
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of
+        ``ranks``."""
         flats = [flatten(s) for s in sends]
         if self.size == 1:
             out.copy_(flats[0])
@@ -423,28 +532,45 @@ class Communicator(ABC):
         self._note("all_to_all", total - flats[self.index].nbytes, out.dtype, out.device)
         self._all_to_all(flats, numels, out, longest)
 
-    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+    def _all_to_all(
+        self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None
+    ) -> None:
         slots = out.split_with_sizes(list(numels))
         others = [i for i in range(self.size) if i != self.index]
-        self._swap_flat({i: sends[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], sends[self.index]))
+        self._swap_flat(
+            {i: sends[i] for i in others},
+            {i: slots[i] for i in others},
+            out.device,
+            (slots[self.index], sends[self.index]),
+        )
 
     def broadcast(self, t: Tensor, src: int) -> Tensor:
-        """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and dtype."""
+        """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and
+        dtype."""
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         self._note("broadcast", t.nbytes, t.dtype, t.device)
-        flat = flatten(t).clone() if self.index == src else torch.empty(t.numel(), dtype=t.dtype, device=t.device)
+        flat = (
+            flatten(t).clone()
+            if self.index == src
+            else torch.empty(t.numel(), dtype=t.dtype, device=t.device)
+        )
         self._broadcast(flat, src)
         return flat.view(t.shape)
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         if self.index == src:
-            self._swap_flat(dict.fromkeys((i for i in range(self.size) if i != src), flat), {}, flat.device)
+            self._swap_flat(
+                dict.fromkeys((i for i in range(self.size) if i != src), flat), {}, flat.device
+            )
         else:
             self._swap_flat({}, {src: flat}, flat.device)
 
-    def exchange(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> dict[int, Tensor]:
-        """Sparse point to point: give ``sends[i]`` to the rank at index i, get ``numels[j]`` elements from that at j -> flat tensors.
+    def exchange(
+        self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor
+    ) -> dict[int, Tensor]:
+        """Sparse point to point: give ``sends[i]`` to the rank at index i, get ``numels[j]``
+        elements from that at j -> flat tensors.
 
         Dtype and device are those of ``like``. What a rank sends to itself comes back as a copy.
         """
@@ -452,30 +578,58 @@ class Communicator(ABC):
         self.exchange_into(sends, recvs, like.device)
         return recvs
 
-    def exchange_async(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> ExchangeHandle:
-        """The same beside the computation, with other ranks only; what is sent must be left alone until ``wait()`` of the handle returns the parts."""
+    def exchange_async(
+        self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor
+    ) -> ExchangeHandle:
+        """The same beside the computation, with other ranks only; what is sent must be left alone
+        until ``wait()`` of the handle returns the parts."""
         flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
         self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
         if self.size == 1:
             return ExchangeHandle(CompletedHandle(), recvs)
         into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
-        return ExchangeHandle(self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device), recvs, flats)
+        return ExchangeHandle(
+            self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device),
+            recvs,
+            flats,
+        )
 
-    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+    def _swap_async(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> Handle:
         self._swap(sends, recvs, device)
         return CompletedHandle()
 
-    def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+    def exchange_into(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         """The same, into the given flat contiguous tensors."""
         flats = {i: flatten(s) for i, s in sends.items()}
-        self._note("exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device)
+        self._note(
+            "exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device
+        )
         local = (recvs[self.index], flats[self.index]) if self.index in recvs else None
-        self._swap_flat({i: f for i, f in flats.items() if i != self.index}, {i: r for i, r in recvs.items() if i != self.index}, device, local)
+        self._swap_flat(
+            {i: f for i, f in flats.items() if i != self.index},
+            {i: r for i, r in recvs.items() if i != self.index},
+            device,
+            local,
+        )
 
-    def _swap_flat(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device, local: tuple[Tensor, Tensor] | None = None) -> None:
+    def _swap_flat(
+        self,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Tensor],
+        device: torch.device,
+        local: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         if self.size > 1:
-            self._swap({i: as_bytes(s) for i, s in sends.items() if s.numel()}, {i: as_bytes(r) for i, r in recvs.items() if r.numel()}, device)
+            self._swap(
+                {i: as_bytes(s) for i, s in sends.items() if s.numel()},
+                {i: as_bytes(r) for i, r in recvs.items() if r.numel()},
+                device,
+            )
         if local is not None:
             local[0].copy_(local[1])
 
@@ -493,21 +647,26 @@ class Message(Protocol):
     """One message on its way through a channel."""
 
     def over(self) -> bool:
-        """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises, at once."""
+        """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises,
+        at once."""
 
     def arrive(self) -> None:
-        """Block as `wait` does, but only for others: what this rank itself has to do then, such as a copy to where it belongs, is left to `wait`."""
+        """Block as `wait` does, but only for others: what this rank itself has to do then, such as
+        a copy to where it belongs, is left to `wait`."""
         self.wait()
 
     def wait(self) -> None:
-        """Block until it is through, as long as the world waits at most. Raises WorldError where it cannot get there."""
+        """Block until it is through, as long as the world waits at most. Raises WorldError where it
+        cannot get there."""
 
 
 class Channel(ABC):
-    """Messages from rank ``source`` to rank ``target`` that go beside the computation; this rank is one of the two.
+    """Messages from rank ``source`` to rank ``target`` that go beside the computation; this rank is
+    one of the two.
 
-    They have no names: the n-th receive gets the n-th that was sent, so both sides must know their order, and their sizes. Other channels, the one in the
-    opposite direction too, are independent of it.
+    They have no names: the n-th receive gets the n-th that was sent, so both sides must know their
+    order, and their sizes. Other channels, the one in the opposite direction too, are independent
+    of it.
     """
 
     def __init__(self, world: World, source: int, target: int) -> None:
@@ -522,7 +681,8 @@ class Channel(ABC):
         """Start receiving into flat bytes, at least one."""
 
     def connect(self) -> None:
-        """Make ready. Both ranks call it before the first message, and each rank for all its channels sorted by (source, target): it may wait for the other."""
+        """Make ready. Both ranks call it before the first message, and each rank for all its
+        channels sorted by (source, target): it may wait for the other."""
         return None
 
     def close(self) -> None:
@@ -530,7 +690,8 @@ class Channel(ABC):
         return None
 
     def send(self, t: Tensor) -> Message:
-        """Start sending the elements of ``t``, in row-major order; never waits. They must be left alone until the message is over."""
+        """Start sending the elements of ``t``, in row-major order; never waits. They must be left
+        alone until the message is over."""
         flat = flatten(t)
         trace = self.world.trace
         if trace is not None:

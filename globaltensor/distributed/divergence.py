@@ -1,9 +1,13 @@
-"""Detect ranks that diverge: every rank keeps a rolling digest of what it has run on global tensors, and each collective compares it.
+"""Detect ranks that diverge: every rank keeps a rolling digest of what it has run on global
+tensors, and each collective compares it.
 
-Global tensors need every rank to run the same operations in the same order. A `History` is the digest of one set of ranks: dispatch, boxing, optimizers and
-graphs record there what they run. A communicator adds the collective itself and compares the result with the other ranks: shared memory carries it in the
-note that announces the data; other transports compare it in a message of its own, before the data moves (`CompareRule`). Where digests differ, ranks exchange
-a `Report` each and raise the same error. So a program whose ranks diverged does not end with exit code 0; `flow.check_ranks` adds which operation it was.
+Global tensors need every rank to run the same operations in the same order. A `History` is the
+digest of one set of ranks: dispatch, boxing, optimizers and graphs record there what they run. A
+communicator adds the collective itself and compares the result with the other ranks: shared memory
+carries it in the note that announces the data; other transports compare it in a message of its own,
+before the data moves (`CompareRule`). Where digests differ, ranks exchange a `Report` each and
+raise the same error. So a program whose ranks diverged does not end with exit code 0;
+`flow.check_ranks` adds which operation it was.
 """
 
 from __future__ import annotations
@@ -20,32 +24,40 @@ from .._base.user_code import user_line
 from ..sharding.tensor_kinds import Kind
 
 __all__ = [
-    "ALWAYS_COMPARED", "COMPARED_EVERY", "READING", "READING_ADVICE", "History", "Purpose", "Report", "describe", "differs_at_end", "due", "end_record",
+    "ALWAYS_COMPARED", "COMPARED_EVERY", "READING", "READING_ADVICE", "History", "Purpose",
+    "Report", "describe", "differs_at_end", "due", "end_record",
     "spelled",
 ]  # fmt: skip
 
-#: The first collectives of a communicator are all compared before data moves, later ones at intervals: most programs that diverge do so in their first steps,
-#: and a message takes 0.15 ms on gloo, 1 ms where all cores compute: one in 8 took 2 to 3 % of a tensor-parallel step of a GPT 4 x 128.
+#: The first collectives of a communicator are all compared before data moves, later ones at
+#: intervals: most programs that diverge do so in their first steps, and a message takes 0.15 ms on
+#: gloo, 1 ms where all cores compute: one in 8 took 2 to 3 % of a tensor-parallel step of a GPT 4 x
+#: 128.
 ALWAYS_COMPARED: Final = 64
 COMPARED_EVERY: Final = 8
 OFTEN_COMPARED: Final = 1024  # collectives, after which the interval is eight times as long
 #: What a boxing is for that brings a value to Python: print, item(), numpy(), float().
 READING: Final = "reading a value"
 READING_ADVICE: Final = (
-    "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or box to broadcast first (x.to_global(sbp=broadcast) on every "
+    "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or "
+    "box to broadcast first (x.to_global(sbp=broadcast) on every "
     "rank), so that each rank has the whole value"
 )
 _ADVICE: Final = (
-    "Find the branch, number or random seed that differs between ranks. What one rank is to do alone needs plain tensors: take x.numpy() or "
+    "Find the branch, number or random seed that differs between ranks. What one rank is to do "
+    "alone needs plain tensors: take x.numpy() or "
     "x.to_global(sbp=broadcast).to_local() on every rank first"
 )
 _MAX_OPERATIONS: Final = 2048  # kept by their text, for reports
 _SHOWN: Final = 160  # characters of an operation in an error
-_ignore: Callable[[bytes], None] = deque[bytes](maxlen=0).append  # a function that does nothing, as quickly as one can
+_ignore: Callable[[bytes], None] = deque[bytes](
+    maxlen=0
+).append  # a function that does nothing, as quickly as one can
 
 
 class History:
-    """A rolling digest of what this rank has run on global tensors of some ranks. ``record`` adds to it, and costs some 20 ns."""
+    """A rolling digest of what this rank has run on global tensors of some ranks. ``record`` adds
+    to it, and costs some 20 ns."""
 
     __slots__ = ("digest", "operations", "ranks", "record")
 
@@ -55,7 +67,8 @@ class History:
         self.record: Callable[[bytes], None] = rolling.update if len(self.ranks) > 1 else _ignore
         #: Returns the digest of all that was recorded up to now.
         self.digest: Callable[[], bytes] = rolling.digest
-        #: The operations that were planned, each once, in the order of their first use: digest -> text.
+        #: The operations that were planned, each once, in the order of their first use: digest ->
+        #: text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
 
     @staticmethod
@@ -64,7 +77,8 @@ class History:
         return History(())
 
     def learn(self, text: str) -> bytes:
-        """Return the digest by which to record an operation of this text; the text is kept for reports."""
+        """Return the digest by which to record an operation of this text; the text is kept for
+        reports."""
         digest = digest_of(text)
         if len(self.ranks) > 1:
             self.operations[digest] = text
@@ -78,18 +92,27 @@ def digest_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-#: What a collective is for: a text; or the text of what needs a boxing, and its plan, which has ``src`` and ``dst``.
+#: What a collective is for: a text; or the text of what needs a boxing, and its plan, which has
+#: ``src`` and ``dst``.
 Purpose = str | tuple[str, Any]
 
 
 def spelled(purpose: Purpose) -> str:
     """Return a purpose as errors show it."""
-    return purpose if isinstance(purpose, str) else f"{purpose[0] or 'to_global'}: {purpose[1].src!r} -> {purpose[1].dst!r}"
+    return (
+        purpose
+        if isinstance(purpose, str)
+        else f"{purpose[0] or 'to_global'}: {purpose[1].src!r} -> {purpose[1].dst!r}"
+    )
 
 
 def due(count: int) -> bool:
-    """Return True if collective number ``count`` (from 1) of a communicator is compared in a message of its own."""
-    return count <= ALWAYS_COMPARED or count % (COMPARED_EVERY if count <= OFTEN_COMPARED else 8 * COMPARED_EVERY) == 0
+    """Return True if collective number ``count`` (from 1) of a communicator is compared in a
+    message of its own."""
+    return (
+        count <= ALWAYS_COMPARED
+        or count % (COMPARED_EVERY if count <= OFTEN_COMPARED else 8 * COMPARED_EVERY) == 0
+    )
 
 
 @dataclass
@@ -100,19 +123,30 @@ class Report:
     kind: str = ""  # of the collective: all_reduce, ...
     purpose: str = ""  # the operation that needs it
     line: str = ""  # of the user's program
-    plain: str = ""  # the plain tensor that is being compared, if that is what the collective is for
+    plain: str = (
+        ""  # the plain tensor that is being compared, if that is what the collective is for
+    )
     operations: list[tuple[bytes, str]] = field(default_factory=list)
     odd: Kind | None = None  # of what kind that tensor is, if it is no ordinary one
 
     @staticmethod
-    def here(rank: int, kind: str, purpose: Purpose, plain: str, histories: Sequence[History], odd: Kind | None = None) -> Report:
+    def here(
+        rank: int,
+        kind: str,
+        purpose: Purpose,
+        plain: str,
+        histories: Sequence[History],
+        odd: Kind | None = None,
+    ) -> Report:
         """Return the report of this rank, now."""
         operations = [item for history in histories for item in history.operations.items()]
         return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd)
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return pickle.dumps((self.rank, self.kind, self.purpose, self.line, self.plain, self.operations, self.odd))
+        return pickle.dumps(
+            (self.rank, self.kind, self.purpose, self.line, self.plain, self.operations, self.odd)
+        )
 
     @staticmethod
     def unpacked(data: bytes) -> Report:
@@ -127,41 +161,68 @@ class Report:
 
 
 def describe(reports: Sequence[Report]) -> str:
-    """Return the error of ranks that diverged, the same on every rank. ``reports``: of the ranks that answered, in the order of ranks."""
+    """Return the error of ranks that diverged, the same on every rank. ``reports``: of the ranks
+    that answered, in the order of ranks."""
     first = reports[0]
-    other = next((r for r in reports[1:] if (r.kind, r.purpose, r.plain, r.line) != (first.kind, first.purpose, first.plain, first.line)), reports[-1])
+    other = next(
+        (
+            r
+            for r in reports[1:]
+            if (r.kind, r.purpose, r.plain, r.line)
+            != (first.kind, first.purpose, first.plain, first.line)
+        ),
+        reports[-1],
+    )
     if all(r.plain for r in reports):
         return _plain_differs(reports)
     reading = next((r for r in (first, other) if r.purpose.startswith(READING)), None)
     elsewhere = other if reading is first else first
     if reading is not None and reading.line != elsewhere.line:
-        what = f"rank {reading.rank} reads the value of a global tensor here, while rank {elsewhere.rank} is at {elsewhere.place}"
+        what = (
+            f"rank {reading.rank} reads the value of a global tensor here, while rank "
+            f"{elsewhere.rank} is at {elsewhere.place}"
+        )
         return f"{_at(reading)}{what}. {READING_ADVICE}"
-    lines = [f"{_at(first)}the ranks have diverged: all must run the same operations on global tensors, in the same order"]
+    lines = [
+        (
+            f"{_at(first)}the ranks have diverged: all must run the same operations on global "
+            f"tensors, in the same order"
+        )
+    ]
     lines += [f"  rank {r.rank} is at {r.place}" for r in (first, other)]
     lines += _only_there(first, other) or [
-        "  they have run the same operations, but with other numbers, other values of arguments, or in another order: flow.check_ranks() shows which"
+        (
+            "  they have run the same operations, but with other numbers, other values of "
+            "arguments, "
+            "or in another order: flow.check_ranks() shows which"
+        )
     ]
     lines.append(_ADVICE)
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the end of a program
+# ----------------------------------------------------------------------------- the end of a program
 
 _NOTHING_RUN: Final = hashlib.blake2b(digest_size=8).hexdigest()
 _LAST_OPERATIONS: Final = 256  # that a rank tells of at its end
 
 
 def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> bytes:
-    """Return what a rank leaves for the others when its program ends: by their ranks, the digest of each history and the operations that it has seen last."""
+    """Return what a rank leaves for the others when its program ends: by their ranks, the digest of
+    each history and the operations that it has seen last."""
     record = {
-        ",".join(map(str, ranks)): [h.digest().hex(), list(h.operations.values())[-_LAST_OPERATIONS:]] for ranks, h in histories.items()
+        ",".join(map(str, ranks)): [
+            h.digest().hex(),
+            list(h.operations.values())[-_LAST_OPERATIONS:],
+        ]
+        for ranks, h in histories.items()
     }
     return json.dumps({"failed": failed, "histories": record}).encode()
 
 
 def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
-    """Return the error of ranks that have diverged, by the records of those that have ended; nothing where they have not, or where one has failed anyhow."""
+    """Return the error of ranks that have diverged, by the records of those that have ended;
+    nothing where they have not, or where one has failed anyhow."""
     ended = {r: json.loads(data) for r, data in records.items()}
     if any(record["failed"] for record in ended.values()):
         return ""
@@ -170,25 +231,41 @@ def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
         theirs = record["histories"]
         for key in sorted({*mine, *theirs}):
             if {rank, other} <= set(map(int, key.split(","))):
-                (digest, operations), (other_digest, other_operations) = (h.get(key, (_NOTHING_RUN, [])) for h in (mine, theirs))
+                (digest, operations), (other_digest, other_operations) = (
+                    h.get(key, (_NOTHING_RUN, [])) for h in (mine, theirs)
+                )
                 if digest != other_digest:
                     return _at_end(rank, operations, other, other_operations)
     return ""
 
 
 def _at_end(rank: int, operations: list[str], other: int, other_operations: list[str]) -> str:
-    lines = [f"the ranks have diverged: rank {rank} and rank {other} have not run the same operations on global tensors. This was found when the program ended"]
-    for me, mine, theirs in ((rank, operations, other_operations), (other, other_operations, operations)):
+    lines = [
+        (
+            f"the ranks have diverged: rank {rank} and rank {other} have not run the same "
+            f"operations "
+            f"on global tensors. This was found when the program ended"
+        )
+    ]
+    for me, mine, theirs in (
+        (rank, operations, other_operations),
+        (other, other_operations, operations),
+    ):
         text = next((text for text in mine if text not in theirs), None)
         if text is not None:
-            lines.append(f"  rank {me} has run {text[:_SHOWN]}, which rank {rank + other - me} has not")
+            lines.append(
+                f"  rank {me} has run {text[:_SHOWN]}, which rank {rank + other - me} has not"
+            )
     if len(lines) == 1:
-        lines.append("  they differ in numbers, in values of arguments or in the order of operations: flow.check_ranks() shows where")
+        lines.append(
+            "  they differ in numbers, in values of arguments or in the order of operations: "
+            "flow.check_ranks() shows where"
+        )
     lines.append(_ADVICE)
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------- texts
+# -------------------------------------------------------------------------------------------- texts
 
 
 def _at(report: Report) -> str:
@@ -201,7 +278,9 @@ def _only_there(first: Report, other: Report) -> list[str]:
         known = {digest for digest, _ in theirs.operations}
         text = next((text for digest, text in mine.operations if digest not in known), None)
         if text is not None:
-            lines.append(f"  rank {mine.rank} has run {text[:_SHOWN]}, which rank {theirs.rank} has not")
+            lines.append(
+                f"  rank {mine.rank} has run {text[:_SHOWN]}, which rank {theirs.rank} has not"
+            )
     return lines
 
 
@@ -210,11 +289,17 @@ def _plain_differs(reports: Sequence[Report]) -> str:
     kinds: dict[str, list[int]] = {}
     for r in reports:
         kinds.setdefault(r.plain, []).append(r.rank)
-    held = "".join(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}: {text}\n" for text, ranks in list(kinds.items())[:8])
+    held = "".join(
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}: {text}\n"
+        for text, ranks in list(kinds.items())[:8]
+    )
     return (
-        f"{_at(first)}a plain tensor that is used together with global tensors counts as the same value on every rank, but ranks hold different ones for "
+        f"{_at(first)}a plain tensor that is used together with global tensors counts as the same "
+        f"value on every rank, but ranks hold different ones for "
         f"{first.purpose}:\n{held}"
-        "If each rank has its own rows, make it one global tensor first: x.to_global(placement, sbp=flow.sbp.split(0)), or of a whole loader "
-        "flow.utils.data.GlobalBatches(loader, placement). If all ranks should hold the same, make them so: x.to_global(placement, sbp=flow.sbp.broadcast) "
+        "If each rank has its own rows, make it one global tensor first: x.to_global(placement, "
+        "sbp=flow.sbp.split(0)), or of a whole loader "
+        "flow.utils.data.GlobalBatches(loader, placement). If all ranks should hold the same, "
+        "make them so: x.to_global(placement, sbp=flow.sbp.broadcast) "
         "takes the first rank's, and torch.manual_seed with one number on every rank draws alike"
     )

@@ -1,4 +1,5 @@
-"""env: who is this process among the ranks. The first question starts the world (from the environment) if it isn't started yet."""
+"""env: who is this process among the ranks. The first question starts the world (from the
+environment) if it isn't started yet."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from .rdma import destroy_rdma, init_rdma, rdma_is_initialized
 from .world import world
 
 __all__ = [
-    "all_device_placement", "destory_rdma", "destroy_rdma", "get_local_rank", "get_node_size", "get_rank", "get_world_size", "init_rdma", "rdma_is_initialized",
+    "all_device_placement", "destory_rdma", "destroy_rdma", "get_local_rank", "get_node_size",
+    "get_rank", "get_world_size", "init_rdma", "rdma_is_initialized",
 ]  # fmt: skip
 
 destory_rdma = destroy_rdma  # as OneFlow spells it
@@ -34,7 +36,8 @@ def get_node_size() -> int:
 
 
 def all_device_placement(type: str) -> Placement:
-    """All ranks of this job on one axis, on devices of ``type``. Raises PlacementError for an unknown device type."""
+    """All ranks of this job on one axis, on devices of ``type``. Raises PlacementError for an
+    unknown device type."""
     return Placement.all(type)
 
 

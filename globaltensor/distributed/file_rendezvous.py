@@ -1,6 +1,8 @@
-"""Ranks of one node meet by their job's name: rank 0 serves a store at a free port and says in a file which.
+"""Ranks of one node meet by their job's name: rank 0 serves a store at a free port and says in a
+file which.
 
-A port worked out of the name alone would be alike on all ranks too, but two jobs on one machine can get the same.
+A port worked out of the name alone would be alike on all ranks too, but two jobs on one machine can
+get the same.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from .cluster_env import Detected
 __all__ = ["rendezvous"]
 
 _LOOK_SECONDS = 0.01
-_TAKE_SECONDS = 5.0  # how long rank 0 tries to put its file where an old one is, which others of its job hold for a moment as they look
+# how long rank 0 tries to put its file where an old one is, which others of its job hold for a
+# moment as they look
+_TAKE_SECONDS = 5.0
 
-_met: dict[str, int] = {}  # how often this process has met under each name: each time is a file of its own
+_met: dict[
+    str, int
+] = {}  # how often this process has met under each name: each time is a file of its own
 
 
 def rendezvous(place: Detected, timeout: timedelta) -> Store:
     """A store of this job's ranks, once all of them are there.
 
-    Raises WorldError where a rank has not come within ``timeout``, or another job of that name is meeting.
+    Raises WorldError where a rank has not come within ``timeout``, or another job of that name is
+    meeting.
     """
     number = _met[place.job] = _met.get(place.job, -1) + 1
     path = _path(place.job, number)
@@ -48,8 +55,14 @@ def _store(place: Detected, port: int, timeout: timedelta) -> TCPStore:
     try:
         return TCPStore(place.addr, port, place.world_size, place.rank == 0, timeout, False)
     except (DistStoreError, DistNetworkError) as error:
-        told = f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{port}: {error}"
-        raise WorldError(f"{told}; are all ranks on this machine and in one network namespace? Else set MASTER_ADDR and MASTER_PORT on all ranks") from error
+        told = (
+            f"rank {place.rank} of {place.world_size} (started by {place.source}) could not "
+            f"join the others at {place.addr}:{port}: {error}"
+        )
+        raise WorldError(
+            f"{told}; are all ranks on this machine and in one network namespace? Else set "
+            f"MASTER_ADDR and MASTER_PORT on all ranks"
+        ) from error
 
 
 def _path(job: str, number: int) -> Path:
@@ -61,7 +74,8 @@ def _path(job: str, number: int) -> Path:
 def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
     """The file says this port while the block runs.
 
-    It comes whole and locked, and is good only while its maker holds it: what a job that died has left behind misleads nobody.
+    It comes whole and locked, and is good only while its maker holds it: what a job that died has
+    left behind misleads nobody.
     """
     import fcntl  # not on every system, and only these ranks need it
 
@@ -72,7 +86,10 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
         deadline = time.monotonic() + _TAKE_SECONDS
         while not _put(name, path):
             if time.monotonic() > deadline:
-                told = f"another job that {place.source} calls {place.job!r} is starting on this machine ({path} is held)"
+                told = (
+                    f"another job that {place.source} calls {place.job!r} is starting on this "
+                    f"machine ({path} is held)"
+                )
                 raise WorldError(f"{told}: set MASTER_PORT to a free port on all ranks of this one")
             time.sleep(_LOOK_SECONDS)
         try:
@@ -97,7 +114,9 @@ def _put(name: str, path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(old, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, as those who look: to them it must not seem to be held
+        fcntl.flock(
+            old, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared, as those who look: to them it must not seem to be held
         if not os.path.samestat(os.fstat(old), path.stat()):
             return False
         os.replace(name, path)
@@ -123,7 +142,10 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
             finally:
                 os.close(file)
         time.sleep(_LOOK_SECONDS)
-    told = f"rank {place.rank} of {place.world_size}: rank 0 has not said within {timeout.total_seconds():g} s where to meet ({path})"
+    told = (
+        f"rank {place.rank} of {place.world_size}: rank 0 has not said within "
+        f"{timeout.total_seconds():g} s where to meet ({path})"
+    )
     raise WorldError(f"{told}; {_mend(path)}")
 
 
@@ -131,9 +153,14 @@ def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedel
     deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(1, place.world_size):
         try:
-            store.wait([f"rank {rank} is here"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            store.wait(
+                [f"rank {rank} is here"], timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            )
         except (DistStoreError, DistNetworkError) as error:
-            told = f"rank {rank} of {place.world_size} has not come within {timeout.total_seconds():g} s to where {path} says"
+            told = (
+                f"rank {rank} of {place.world_size} has not come within "
+                f"{timeout.total_seconds():g} s to where {path} says"
+            )
             raise WorldError(f"{told}; {_mend(path)}") from error
 
 
@@ -145,12 +172,20 @@ def _opened(path: Path) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise WorldError(f"ranks of one node meet through {path}, which cannot be opened ({error.strerror}): {mend}") from error
+        raise WorldError(
+            f"ranks of one node meet through {path}, which cannot be opened ({error.strerror}): "
+            f"{mend}"
+        ) from error
     if os.fstat(file).st_uid != os.getuid():
         os.close(file)
-        raise WorldError(f"ranks of one node meet through {path}, which belongs to another user: {mend}")
+        raise WorldError(
+            f"ranks of one node meet through {path}, which belongs to another user: {mend}"
+        )
     return file
 
 
 def _mend(path: Path) -> str:
-    return f"are all ranks started, and do they share {path.parent}? Else set MASTER_PORT to a free port on all ranks"
+    return (
+        f"are all ranks started, and do they share {path.parent}? Else set MASTER_PORT to a "
+        f"free port on all ranks"
+    )

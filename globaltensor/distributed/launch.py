@@ -1,9 +1,10 @@
 """The launcher: starts this node's ranks, watches over them, and leaves nothing behind.
 
-``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch ...``. It is torch's elastic agent
-(distributed/launcher/elastic_agent.py) over processes of its own (distributed/launcher/workers.py): each rank is a process in a group of its own, told who it
-is by the variables that torchrun sets too. When one fails the others end, and the launcher says which rank it was, how it ended and what it said last. Docs:
-docs/environment.md.
+``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch
+...``. It is torch's elastic agent (distributed/launcher/elastic_agent.py) over processes of its own
+(distributed/launcher/workers.py): each rank is a process in a group of its own, told who it is by
+the variables that torchrun sets too. When one fails the others end, and the launcher says which
+rank it was, how it ended and what it said last. Docs: docs/environment.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from collections.abc import Iterator, Sequence
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+)
 
 from ..errors import WorldError
 from .launcher.elastic_agent import NodeAgent, Signals
@@ -33,15 +38,20 @@ __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 
 
 def launch(job: Job) -> int:
-    """Run the job's ranks on this node to their end -> the exit code: 0, that of the first rank that failed, or 128 + n where signal n ended it.
+    """Run the job's ranks on this node to their end -> the exit code: 0, that of the first rank
+    that failed, or 128 + n where signal n ended it.
 
-    Raises WorldError where the ranks cannot be started (the port is taken, the other nodes do not come or were started otherwise, ...).
+    Raises WorldError where the ranks cannot be started (the port is taken, the other nodes do not
+    come or were started otherwise, ...).
     """
     with Signals() as signals, Pump() as pump, OrphanReaper() as keeper:
         try:
             return _run(job, signals, pump, keeper)
         except SignalException as ended:
-            say(f"{signal_name(ended.sigval)} received: ended {job.nproc_per_node} rank{'s' if job.nproc_per_node > 1 else ''}")
+            say(
+                f"{signal_name(ended.sigval)} received: ended {job.nproc_per_node} "
+                f"rank{'s' if job.nproc_per_node > 1 else ''}"
+            )
             return 128 + int(ended.sigval)
 
 
@@ -56,12 +66,22 @@ def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
         max_restarts=job.max_restarts,
         monitor_interval=job.monitor_interval,
     )
-    template = string.Template(os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "[${role_name}${local_rank}]:")
+    template = string.Template(
+        os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "[${role_name}${local_rank}]:"
+    )
 
     def prefix(rank: int, local_rank: int) -> str:
         return template.safe_substitute(role_name=job.role, rank=rank, local_rank=local_rank)
 
-    own = (list(job.command), job.environment(), job.output.specs(), prefix, job.backend == "mpi", job.shutdown_timeout, job.beat())
+    own = (
+        list(job.command),
+        job.environment(),
+        job.output.specs(),
+        prefix,
+        job.backend == "mpi",
+        job.shutdown_timeout,
+        job.beat(),
+    )
     agent = NodeAgent(spec, *own, pump, keeper, signals)
     try:
         if agent.run() is None:
@@ -70,7 +90,10 @@ def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
     except RendezvousGracefulExitError:
         return 0
     except (RendezvousError, DistError) as error:
-        raise WorldError(f"the meeting of the nodes at {job.rdzv_endpoint or job.addr} failed: {in_one_line(error)}") from error
+        raise WorldError(
+            f"the meeting of the nodes at {job.rdzv_endpoint or job.addr} failed: "
+            f"{in_one_line(error)}"
+        ) from error
     finally:
         if not signals.received:  # an elastic job goes on with the other nodes
             with contextlib.suppress(RendezvousConnectionError):
@@ -79,18 +102,24 @@ def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
 
 @contextlib.contextmanager
 def reserved_port(port: int = 0) -> Iterator[int]:
-    """A port kept for rank 0 to listen on: no other launcher gets it meanwhile. 0: any that is free. Raises WorldError where it is in use."""
+    """A port kept for rank 0 to listen on: no other launcher gets it meanwhile. 0: any that is
+    free. Raises WorldError where it is in use."""
     with bound(port) as held:
         number = int(held.getsockname()[1])
         if sys.platform != "linux":
-            held.close()  # elsewhere a bound socket keeps rank 0 from listening, even with SO_REUSEADDR
+            # elsewhere a bound socket keeps rank 0 from listening, even with SO_REUSEADDR
+            held.close()
         yield number
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m globaltensor.distributed.launch") -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m globaltensor.distributed.launch"
+) -> int:
     """The launcher as a command -> its exit code."""
     if "LOGLEVEL" not in os.environ:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it warns of, the launcher says
+        logging.getLogger("torch.distributed.elastic").setLevel(
+            logging.CRITICAL
+        )  # what it warns of, the launcher says
     options = parser(prog).parse_args(arguments)
     try:
         return launch(job_of(options))

@@ -1,4 +1,5 @@
-"""Process groups with torch's own signatures, beside a world that starts by itself: whichever of the two comes first, the other gets on with it."""
+"""Process groups with torch's own signatures, beside a world that starts by itself: whichever of
+the two comes first, the other gets on with it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from .world import ProcessWorld, meeting, reset_world, running, world
 from .world import timeout as default_timeout
 
 __all__ = [
-    "destroy_process_group", "get_backend", "get_local_rank", "get_rank", "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group",
+    "destroy_process_group", "get_backend", "get_local_rank", "get_rank", "get_world_size",
+    "init_process_group", "is_available", "is_initialized", "new_group",
     "start",
 ]  # fmt: skip
 
@@ -31,10 +33,14 @@ _HashStore: Any = vars(dist).get("HashStore")
 
 
 def start() -> ProcessWorld:
-    """The world with a process group, begun where nobody has: a script needs no ``init_process_group``. Raises WorldError in simulated ranks."""
+    """The world with a process group, begun where nobody has: a script needs no
+    ``init_process_group``. Raises WorldError in simulated ranks."""
     here = world()
     if not isinstance(here, ProcessWorld):
-        raise WorldError("simulated ranks have no process group: call flow.distributed from processes (the launcher, flow.run), or use global tensors here")
+        raise WorldError(
+            "simulated ranks have no process group: call flow.distributed from processes (the "
+            "launcher, flow.run), or use global tensors here"
+        )
     if not dist.is_initialized() or (here.size == 1 < dist.get_world_size()):
         reset_world()  # the group was made or destroyed behind its back
         here = world()
@@ -57,13 +63,21 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     **more: Any,
 ) -> None:
-    """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"`` (as None) or ``"mpi"``; who this process is may come from any
-    launcher that ``flow.env`` knows, and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says (seconds).
+    """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"``
+    (as None) or ``"mpi"``; who this process is may come from any launcher that ``flow.env`` knows,
+    and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says
+    (seconds).
 
-    Where the world has started by itself, the call must agree with it. Raises WorldError where it does not, or where the others cannot be joined.
+    Where the world has started by itself, the call must agree with it. Raises WorldError where it
+    does not, or where the others cannot be joined.
     """
     here = running()
-    if isinstance(here, ProcessWorld) and here.owned and dist.is_initialized() and (here.size > 1 or max(world_size, rank + 1) <= 1):
+    if (
+        isinstance(here, ProcessWorld)
+        and here.owned
+        and dist.is_initialized()
+        and (here.size > 1 or max(world_size, rank + 1) <= 1)
+    ):
         return _agree(here, backend, world_size, rank, timeout)
     if not dist.is_initialized() or (here is not None and here.size == 1):
         reset_world()
@@ -71,10 +85,17 @@ def init_process_group(
     chosen = select_backend(backend, place)
     register_backend(chosen)
     waits = timeout or default_timeout()
-    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place, waits)
+    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(
+        init_method, store, rank, world_size, place, waits
+    )
     master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
     choose_gloo_interface(master, place.nodes if place else 1)
-    options = {"timeout": waits, "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
+    options = {
+        "timeout": waits,
+        "group_name": group_name,
+        "pg_options": pg_options,
+        "device_id": device_id,
+    } | more
     try:
         with _serving(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
@@ -82,19 +103,28 @@ def init_process_group(
         if isinstance(error, ValueError) and not missing_requirement(chosen):
             raise  # torch's own word on its arguments
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
-        mend = missing_requirement(chosen) or gloo_hint(error, master) or "are all ranks started, and can they reach each other?"
-        raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
+        mend = (
+            missing_requirement(chosen)
+            or gloo_hint(error, master)
+            or "are all ranks started, and can they reach each other?"
+        )
+        raise WorldError(
+            f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}"
+        ) from error
     started = world()
     if isinstance(started, ProcessWorld):
         started.owned = True  # so that nothing of it is left when the interpreter ends
-        if started.size > 1 and (place is None or (place.rank, place.world_size) != (started.rank, started.size)):
+        if started.size > 1 and (
+            place is None or (place.rank, place.world_size) != (started.rank, started.size)
+        ):
             _find_nodes(started)
     return None
 
 
 @contextlib.contextmanager
 def _serving(url: str | None) -> Iterator[None]:
-    """Under a launcher torch takes it that every address is served already. That is so for the launcher's own alone: at another, rank 0 must serve."""
+    """Under a launcher torch takes it that every address is served already. That is so for the
+    launcher's own alone: at another, rank 0 must serve."""
     asked, variable = urlsplit(url or ""), "TORCHELASTIC_USE_AGENT_STORE"
     before = os.environ.get(variable)
     elsewhere = asked.scheme == "tcp" and str(asked.port) != os.environ.get("MASTER_PORT")
@@ -122,11 +152,22 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None, timeout: timedelta) -> dict[str, Any]:
+def _meeting(
+    init_method: str | None,
+    store: Any,
+    rank: int,
+    size: int,
+    place: Detected | None,
+    timeout: timedelta,
+) -> dict[str, Any]:
     """How torch shall find the others, from what the caller and the environment say."""
     if store is not None:
         return {"store": store}
-    who = {} if place is None or rank >= 0 or size >= 0 else {"rank": place.rank, "world_size": place.world_size}
+    who = (
+        {}
+        if place is None or rank >= 0 or size >= 0
+        else {"rank": place.rank, "world_size": place.world_size}
+    )
     if init_method not in (None, "env://"):
         return {"init_method": init_method} | ({} if "rank=" in str(init_method) else who)
     if place is None and rank < 0 and size < 0:
@@ -138,21 +179,32 @@ def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: D
     return {"init_method": "env://"}
 
 
-def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None) -> None:
-    asked = [f"{what} {value}" for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank)) if value not in (-1, have)]
-    if backend not in (None, "auto") and not backend_names(select_backend(backend)) <= backend_names(here.backend):
+def _agree(
+    here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None
+) -> None:
+    asked = [
+        f"{what} {value}"
+        for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank))
+        if value not in (-1, have)
+    ]
+    if backend not in (None, "auto") and not backend_names(
+        select_backend(backend)
+    ) <= backend_names(here.backend):
         asked.append(f"backend {backend!r}")
     if asked:
         raise WorldError(
-            f"init_process_group asks for {', '.join(asked)}, but this process already is rank {here.rank} of {here.size} with backend {here.backend!r}, "
-            "since it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
+            f"init_process_group asks for {', '.join(asked)}, but this process already is rank "
+            f"{here.rank} of {here.size} with backend {here.backend!r}, "
+            "since it was first asked for its rank or for a placement: call init_process_group "
+            "before that, or destroy_process_group() first"
         )
     if timeout is not None and "mpi" not in backend_names(here.backend):
         torch_private.set_timeout(dist.group.WORLD, timeout)
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """torch's. Without ``group`` the world ends with it; whatever next asks for ranks starts afresh."""
+    """torch's. Without ``group`` the world ends with it; whatever next asks for ranks starts
+    afresh."""
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
         return
@@ -176,7 +228,16 @@ def new_group(
     if backend is not None:
         backend = select_backend(backend)
         register_backend(backend)
-    return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, **options)
+    return dist.new_group(
+        ranks,
+        timeout,
+        backend,
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+        **options,
+    )
 
 
 def is_available() -> bool:
@@ -185,7 +246,8 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group: made by ``init_process_group``, or by itself when a rank was first asked for."""
+    """Whether there is a process group: made by ``init_process_group``, or by itself when a rank
+    was first asked for."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -1,4 +1,5 @@
-"""RDMA: the backends' own. NCCL and MPI's UCX send through InfiniBand or RoCE devices by themselves; here is whether they can, and why not."""
+"""RDMA: the backends' own. NCCL and MPI's UCX send through InfiniBand or RoCE devices by
+themselves; here is whether they can, and why not."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _STARTED: weakref.WeakSet[World] = weakref.WeakSet()
 
 
 def devices(folder: Path = _DEVICES) -> list[str]:
-    """The InfiniBand and RoCE devices of this machine that have an active port, as ``mlx5_0:1 (InfiniBand)``."""
+    """The InfiniBand and RoCE devices of this machine that have an active port, as ``mlx5_0:1
+    (InfiniBand)``."""
     found = []
     for port in sorted(folder.glob("*/ports/*")):
         if "ACTIVE" in _text(port / "state"):
@@ -43,17 +45,24 @@ def _missing(backend: str, folder: Path) -> str:
     """What this rank lacks; "" where nothing."""
     if not devices(folder):
         seen = ", ".join(sorted(p.name for p in folder.glob("*"))) or "none"
-        return f"an InfiniBand or RoCE device with an active port (looked in {folder}; devices there: {seen})"
+        return (
+            f"an InfiniBand or RoCE device with an active port (looked in {folder}; devices "
+            f"there: {seen})"
+        )
     if not backend_names(backend) & {"nccl", "mpi", "ucc"}:
         nccl = "is" if dist.is_nccl_available() and torch.cuda.is_available() else "is not"
-        return f"a backend that uses RDMA: this world's is {backend or 'gloo'}, which speaks TCP; NCCL {nccl} available here, mpi needs an MPI built with UCX"
+        return (
+            f"a backend that uses RDMA: this world's is {backend or 'gloo'}, which speaks TCP; "
+            f"NCCL {nccl} available here, mpi needs an MPI built with UCX"
+        )
     if "nccl" in backend_names(backend) and os.environ.get(_OFF, "0") != "0":
         return f"NCCL's leave to use it: {_OFF} is set; unset it"
     return ""
 
 
 def init_rdma(folder: Path = _DEVICES) -> None:
-    """Make sure that data between nodes goes by RDMA. Collective: all ranks must call it, before they first communicate on devices.
+    """Make sure that data between nodes goes by RDMA. Collective: all ranks must call it, before
+    they first communicate on devices.
 
     Raises WorldError, on every rank, that says what was looked for on which rank and is not there.
     """
@@ -61,7 +70,10 @@ def init_rdma(folder: Path = _DEVICES) -> None:
     told = here.comm(tuple(range(here.size))).all_gather_object(_missing(here.backend, folder))
     lacking = {f"rank {rank} lacks {what}" for rank, what in enumerate(told) if what}
     if lacking:
-        raise WorldError(f"init_rdma: {'; '.join(sorted(lacking))}. Without RDMA data goes over TCP, and nothing else changes")
+        raise WorldError(
+            f"init_rdma: {'; '.join(sorted(lacking))}. Without RDMA data goes over TCP, and "
+            f"nothing else changes"
+        )
     _STARTED.add(here)
 
 
@@ -72,7 +84,8 @@ def rdma_is_initialized() -> bool:
 
 
 def destroy_rdma() -> None:
-    """Communicators made from now on use no RDMA (NCCL; of an MPI, UCX_TLS chooses before it starts)."""
+    """Communicators made from now on use no RDMA (NCCL; of an MPI, UCX_TLS chooses before it
+    starts)."""
     here = running()
     if here is not None and here in _STARTED:
         _STARTED.discard(here)

@@ -1,6 +1,8 @@
-"""Plain tensors that global ones were written into: every rank holds the whole result, and a sum over ranks would count it once for each of them.
+"""Plain tensors that global ones were written into: every rank holds the whole result, and a sum
+over ranks would count it once for each of them.
 
-The functions that write into plain tensors note them here (_ops/dispatch.py, _ops/custom_ops.py); the collectives of torch.distributed ask before they begin.
+The functions that write into plain tensors note them here (_ops/dispatch.py, _ops/custom_ops.py);
+the collectives of torch.distributed ask before they begin.
 """
 
 from __future__ import annotations
@@ -17,35 +19,56 @@ from ..errors import ReplicatedError
 
 __all__ = ["ADDING", "install", "note_replicated", "refuse_replicated"]
 
-_noted: Final = WeakIdKeyDictionary()  # plain tensor -> the version that it had when a global value was written into it
+_noted: Final = (
+    WeakIdKeyDictionary()
+)  # plain tensor -> the version that it had when a global value was written into it
 
-#: The collectives that add up what ranks hold, or gather it for that: name -> the argument that they read.
+#: The collectives that add up what ranks hold, or gather it for that: name -> the argument that
+#: they read.
 ADDING: Final = {
-    "all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "input_list", "reduce_scatter_tensor": "input",
+    "all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "input_list",
+    "reduce_scatter_tensor": "input",
     "all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "gather": "tensor",
 }  # fmt: skip
-_HARMLESS: Final = ("AVG", "MIN", "MAX", "BAND", "BOR")  # of equal values they make the same value again
+_HARMLESS: Final = (
+    "AVG",
+    "MIN",
+    "MAX",
+    "BAND",
+    "BOR",
+)  # of equal values they make the same value again
 
 
 def note_replicated(plain: torch.Tensor) -> None:
     """Note that a plain tensor now holds a value that all ranks have computed together."""
-    if not plain.is_inference():  # such a tensor has no version that would tell when it is written into again
+    if (
+        not plain.is_inference()
+    ):  # such a tensor has no version that would tell when it is written into again
         _noted[plain] = plain._version
 
 
 def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
     for t in tensors:
-        if isinstance(t, torch.Tensor) and t in _noted and not t.is_inference() and _noted[t] == t._version:
+        if (
+            isinstance(t, torch.Tensor)
+            and t in _noted
+            and not t.is_inference()
+            and _noted[t] == t._version
+        ):
             raise ReplicatedError(
-                f"torch.distributed.{name}: this tensor of shape {list(t.shape)} was written by operations on global tensors, so each rank already holds the "
-                f"result for the whole batch, and adding it up over {size} ranks would count it {size} times. Use the value as it is. If a metric "
-                "sums over ranks, switch that off when you feed it global tensors (torchmetrics: sync_on_compute=False). To sum the copies of the "
+                f"torch.distributed.{name}: this tensor of shape {list(t.shape)} was written by "
+                f"operations on global tensors, so each rank already holds the "
+                f"result for the whole batch, and adding it up over {size} ranks would count it "
+                f"{size} times. Use the value as it is. If a metric "
+                "sums over ranks, switch that off when you feed it global tensors (torchmetrics: "
+                "sync_on_compute=False). To sum the copies of the "
                 "ranks on purpose, pass tensor.clone()"
             )
 
 
 def refuse_replicated(name: str, read: Any, op: Any, group: Any) -> None:
-    """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the tensor, or list of tensors, that it reads."""
+    """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the
+    tensor, or list of tensors, that it reads."""
     if not _noted.data or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
         return
     size = dist.get_world_size(group)

@@ -1,6 +1,8 @@
-"""A simulated world: n ranks as threads of one process, with real values, local autograd and collectives. For tests and for trying things out.
+"""A simulated world: n ranks as threads of one process, with real values, local autograd and
+collectives. For tests and for trying things out.
 
-It has the interface of the world of processes and the same arithmetic, so what holds here holds there; it is no faster than one process.
+It has the interface of the world of processes and the same arithmetic, so what holds here holds
+there; it is no faster than one process.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _TIMEOUT_SECONDS: Final = 60.0
 class _Meeting:
     """Where the ranks of one communicator meet: each brings a value, all leave with all values.
 
-    Two sets of slots, used in turn, make one wait per meeting enough: a slot is written again only after everyone has come to the next meeting,
-    and so has read this one.
+    Two sets of slots, used in turn, make one wait per meeting enough: a slot is written again only
+    after everyone has come to the next meeting, and so has read this one.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,7 +38,8 @@ class _Meeting:
         self._changed = threading.Condition()
 
     def wait(self, timeout: float) -> bool:
-        """Return True when all have come; False where they will not, or not in time. A rank that leaves afterwards does no harm (as in threading.Barrier)."""
+        """Return True when all have come; False where they will not, or not in time. A rank that
+        leaves afterwards does no harm (as in threading.Barrier)."""
         with self._changed:
             turn = self._turn
             self._here += 1
@@ -116,7 +119,8 @@ class _Hall:
             return found
 
     def leave(self, rank: int, how: str) -> None:
-        """A rank that has ended will meet nobody again: let those who wait for it, or will, know."""
+        """A rank that has ended will meet nobody again: let those who wait for it, or will,
+        know."""
         with self.lock:
             self.gone[rank] = how
             for ranks, meeting in self.meetings.items():
@@ -153,11 +157,19 @@ class _SimulatedComm(Communicator):
         slots[self.index] = value
         if not meeting.wait(self.world.hall.timeout):
             gone = {r: how for r, how in self.world.hall.gone.items() if r in self.ranks}
-            why = ", ".join(f"rank {r} has {how}" for r, how in gone.items()) or f"one of them did not come within {self.world.hall.timeout:g} s"
-            raise WorldError(f"rank {self.world.rank} waited in a collective among ranks {list(self.ranks)}, but {why}")
+            why = (
+                ", ".join(f"rank {r} has {how}" for r, how in gone.items())
+                or f"one of them did not come within {self.world.hall.timeout:g} s"
+            )
+            raise WorldError(
+                f"rank {self.world.rank} waited in a collective among ranks {list(self.ranks)}, "
+                f"but {why}"
+            )
         return list(slots)
 
-    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+    def _swap(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         copies: dict[int, Tensor] = {}
         given = {i: copies.setdefault(id(s), s.clone()) for i, s in sends.items()}
         everyone = self._meet(given)
@@ -186,7 +198,11 @@ class _Asked(Message):
         self._number, self._through = channel.mailbox.ask(), False
 
     def over(self) -> bool:
-        return self._through or self._number in self._channel.mailbox.letters or self._channel.mailbox.closed
+        return (
+            self._through
+            or self._number in self._channel.mailbox.letters
+            or self._channel.mailbox.closed
+        )
 
     def wait(self) -> None:
         if self._through:
@@ -194,10 +210,19 @@ class _Asked(Message):
         source, hall = self._channel.source, self._channel.world.hall
         letter = self._channel.mailbox.take(self._number, hall.timeout)
         if letter is None:
-            why = f"it has {hall.gone[source]}" if source in hall.gone else f"nothing came within {hall.timeout:g} s"
-            raise WorldError(f"rank {self._channel.target} waited for a message from rank {source}, but {why}")
+            why = (
+                f"it has {hall.gone[source]}"
+                if source in hall.gone
+                else f"nothing came within {hall.timeout:g} s"
+            )
+            raise WorldError(
+                f"rank {self._channel.target} waited for a message from rank {source}, but {why}"
+            )
         if letter.numel() != self._data.numel():
-            raise WorldError(f"rank {source} sent {letter.numel()} bytes where rank {self._channel.target} expects {self._data.numel()}")
+            raise WorldError(
+                f"rank {source} sent {letter.numel()} bytes where rank {self._channel.target} "
+                f"expects {self._data.numel()}"
+            )
         self._data.copy_(letter)
         self._through = True
 
@@ -218,7 +243,8 @@ class _SimulatedChannel(Channel):
 
 
 class SimulatedWorld(World):
-    """One rank of a simulation. ``devices`` gives a stand-in for device types this machine lacks: ``{"cuda": "cpu"}``."""
+    """One rank of a simulation. ``devices`` gives a stand-in for device types this machine lacks:
+    ``{"cuda": "cpu"}``."""
 
     def __init__(self, rank: int, hall: _Hall, devices: Mapping[str, str]) -> None:
         super().__init__(rank, hall.size, rank, 1)
@@ -236,11 +262,18 @@ class SimulatedWorld(World):
         return _SimulatedChannel(self, source, target)
 
 
-def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT_SECONDS, devices: Mapping[str, str] | None = None) -> list[Any]:
+def simulate(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = _TIMEOUT_SECONDS,
+    devices: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run ``fn(*args)`` on ``n`` simulated ranks -> each rank's result, in order.
 
-    The first rank to fail ends the others; its error is raised, a note naming the rank. A collective that some rank never comes to, and a rank
-    that never ends, raise WorldError after ``timeout`` seconds.
+    The first rank to fail ends the others; its error is raised, a note naming the rank. A
+    collective that some rank never comes to, and a rank that never ends, raise WorldError after
+    ``timeout`` seconds.
 
     >>> from globaltensor.distributed.world import world
     >>> simulate(2, lambda: world().rank)
@@ -254,7 +287,9 @@ def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEO
     def run(rank: int) -> None:
         set_world(SimulatedWorld(rank, hall, devices or {}))
         torch.set_grad_enabled(grad)
-        torch.autograd.set_multithreading_enabled(False)  # on a GPU all ranks' backward passes would run in one thread, which is no rank's
+        torch.autograd.set_multithreading_enabled(
+            False
+        )  # on a GPU all ranks' backward passes would run in one thread, which is no rank's
         how = "ended"
         try:
             results[rank] = fn(*args)
@@ -263,7 +298,12 @@ def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEO
             how = f"failed with {type(error).__name__}"
         hall.leave(rank, how)
 
-    threads = [threading.Thread(target=context.copy().run, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    threads = [
+        threading.Thread(
+            target=context.copy().run, args=(run, rank), name=f"rank {rank}", daemon=True
+        )
+        for rank in range(n)
+    ]
     for thread in threads:
         thread.start()
     end = time.monotonic() + 10 * timeout

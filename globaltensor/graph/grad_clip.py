@@ -1,4 +1,5 @@
-"""Clipping as parameter groups ask for it (OneFlow's names), once the gradients of a step are complete."""
+"""Clipping as parameter groups ask for it (OneFlow's names), once the gradients of a step are
+complete."""
 
 from __future__ import annotations
 
@@ -11,9 +12,14 @@ __all__ = ["clip"]
 
 
 def clip(optimizer: Optimizer, scaler: Any = None) -> None:
-    """Clip the gradients of each group with ``clip_grad_max_norm`` to that norm, of order ``clip_grad_norm_type``. ``scaler``: what they are multiplied by."""
-    asking = [group for group in optimizer.param_groups if group.get("clip_grad_max_norm") is not None]
+    """Clip the gradients of each group with ``clip_grad_max_norm`` to that norm, of order
+    ``clip_grad_norm_type``. ``scaler``: what they are multiplied by."""
+    asking = [
+        group for group in optimizer.param_groups if group.get("clip_grad_max_norm") is not None
+    ]
     if asking and scaler is not None:
         scaler.unscale_(optimizer)
     for group in asking:
-        torch.nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0))
+        torch.nn.utils.clip_grad_norm_(
+            group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0)
+        )

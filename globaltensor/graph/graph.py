@@ -1,4 +1,5 @@
-"""``nn.Graph``: a function of modules and tensors, captured once for each shape of its inputs, then run as a program without any dispatch."""
+"""``nn.Graph``: a function of modules and tensors, captured once for each shape of its inputs, then
+run as a program without any dispatch."""
 
 from __future__ import annotations
 
@@ -47,13 +48,24 @@ from .pipeline.timeline import Timeline
 from .program.program import Program, reader
 from .rank_agreement import Text, agree, agreed, seed_of, settings
 from .sharding_plan import PlanFollower, ShardingPlan, following_plan, plan_of
-from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
+from .validation import (
+    apply_settings,
+    attributes,
+    check_captured,
+    check_optimizer,
+    check_scaler,
+    modules_of,
+    rebound,
+)
 
 __all__ = ["Graph"]
 
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of the graphs of each class
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(
+    itertools.count
+)  # of the graphs of each class
 
-#: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by globaltensor.auto.
+#: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by
+#: globaltensor.auto.
 AUTO_PLANNERS: list[Callable[..., PlanFollower]] = []
 
 
@@ -67,7 +79,9 @@ class _Optimizer:
 class CompiledShape:
     """What the graph knows for one shape of its inputs."""
 
-    def __init__(self, captured: CaptureResult, program: Program | None, staged: PipelinedGraph | None) -> None:
+    def __init__(
+        self, captured: CaptureResult, program: Program | None, staged: PipelinedGraph | None
+    ) -> None:
         self.captured, self.program, self.staged = captured, program, staged
         self.digest = b""  # by which ranks compare that they call it
         self.searched: Any = None  # the plan that a search has found for it
@@ -80,7 +94,11 @@ class CompiledShape:
         else:
             outs, here = [], reducer()
             for i, inputs in enumerate(micros):
-                with here.deferring() if training and i < len(micros) - 1 else contextlib.nullcontext():
+                with (
+                    here.deferring()
+                    if training and i < len(micros) - 1
+                    else contextlib.nullcontext()
+                ):
                     outs.append(self.program(inputs, scale))  # type: ignore[misc]
         return [_filled(self.captured.structure, iter(out)) for out in outs]
 
@@ -91,11 +109,13 @@ class CompiledShape:
 
 
 class Graph:
-    """A static graph (OneFlow's ``nn.Graph``). Derive from it: set modules as attributes in ``__init__``, write the computation in ``build``.
+    """A static graph (OneFlow's ``nn.Graph``). Derive from it: set modules as attributes in
+    ``__init__``, write the computation in ``build``.
 
-    A graph with an optimizer (`add_optimizer`) trains: ``build`` calls ``loss.backward()``, and each call of the graph is one step of the optimizers.
-    Inputs and outputs are nests of tuples, lists and dicts of tensors and plain values. Each new shape, dtype, placement or sbp of the inputs is captured once;
-    the programs of the last ``dynamic_sizes`` shapes are kept.
+    A graph with an optimizer (`add_optimizer`) trains: ``build`` calls ``loss.backward()``, and
+    each call of the graph is one step of the optimizers. Inputs and outputs are nests of tuples,
+    lists and dicts of tensors and plain values. Each new shape, dtype, placement or sbp of the
+    inputs is captured once; the programs of the last ``dynamic_sizes`` shapes are kept.
     """
 
     def __init__(
@@ -122,7 +142,13 @@ class Graph:
             _grads=Grads(),
             _shared=(None, None),  # ZeRO: its settings, and what carries them out
             _last=None,
-            _debug=printing.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
+            _debug=printing.Debug(
+                debug_v_level,
+                debug_ranks,
+                debug_max_py_stack_depth,
+                debug_only_user_py_stack,
+                debug_op_repr_with_py_stack,
+            ),
             _captures=0,
             _plan=None,
             _arranged=None,  # the plan that a search has found for the shape being built
@@ -133,16 +159,25 @@ class Graph:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_modules" not in self.__dict__:
-            raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__() before it sets attributes")
+            raise GraphError(
+                f"{type(self).__name__}.__init__ must call super().__init__() before it sets "
+                f"attributes"
+            )
         value = bare(value)
         if isinstance(value, torch.nn.Module):
             self._modules[name] = value
             self.__dict__.pop(name, None)
             return
         if isinstance(value, Graph):
-            raise GraphError(f"{type(self).__name__}.{name}: a graph cannot hold another graph; give both the modules that they share")
+            raise GraphError(
+                f"{type(self).__name__}.{name}: a graph cannot hold another graph; give both the "
+                f"modules that they share"
+            )
         if isinstance(value, Optimizer):
-            raise GraphError(f"{type(self).__name__}.{name}: hand optimizers over with self.add_optimizer(optimizer)")
+            raise GraphError(
+                f"{type(self).__name__}.{name}: hand optimizers over with "
+                f"self.add_optimizer(optimizer)"
+            )
         self._modules.pop(name, None)
         self.__dict__[name] = value
 
@@ -162,30 +197,46 @@ class Graph:
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The computation. Write it in the derived class."""
-        raise GraphError(f"{type(self).__name__} has no build(): write the computation there, as a module's forward")
+        raise GraphError(
+            f"{type(self).__name__} has no build(): write the computation there, as a module's "
+            f"forward"
+        )
 
-    def add_optimizer(self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
-        """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list
-        of schedulers) that steps after it. A parameter group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) has the gradients of
-        all its micro-batches and stages clipped to that norm before the step. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no
-        optimizer, or a scheduler that wants a metric.
+    def add_optimizer(
+        self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False
+    ) -> None:
+        """Train with this optimizer: one step at each call. Several may be added, for different
+        parameters. ``lr_sch``: a scheduler of torch (or a list of schedulers) that steps after it.
+        A parameter group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default)
+        has the gradients of all its micro-batches and stages clipped to that norm before the step.
+        ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or
+        a scheduler that wants a metric.
         """
         check_optimizer(optim, lr_sch, [entry.optimizer for entry in self._optimizers])
         self._optimizers.append(_Optimizer(optim, lr_sch))
         self.config.training = True
 
     def set_grad_scaler(self, grad_scaler: Any = None) -> None:
-        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``), and skip the step where a gradient is no number.
-        Raises GraphError for what is no scaler."""
+        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``),
+        and skip the step where a gradient is no number. Raises GraphError for what is no scaler."""
         check_scaler(grad_scaler)
         self.__dict__["_scaler"] = grad_scaler
 
     def debug(
-        self, v_level: int = 0, *, ranks: Any = None, max_py_stack_depth: int = 2, only_user_py_stack: bool = True, op_repr_with_py_stack: bool = False
+        self,
+        v_level: int = 0,
+        *,
+        ranks: Any = None,
+        max_py_stack_depth: int = 2,
+        only_user_py_stack: bool = True,
+        op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also each op, 3 also the programs. ``ranks``: which ranks log
-        (None: rank 0; -1: all). ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
-        self.__dict__["_debug"] = printing.Debug(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
+        """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also
+        each op, 3 also the programs. ``ranks``: which ranks log (None: rank 0; -1: all).
+        ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
+        self.__dict__["_debug"] = printing.Debug(
+            v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack
+        )
 
     # State
 
@@ -199,11 +250,13 @@ class Graph:
         return bool(self.config.training)
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Modules, optimizers, schedulers, the number of steps and the state of the random numbers; before or after the first call."""
+        """Modules, optimizers, schedulers, the number of steps and the state of the random numbers;
+        before or after the first call."""
         return state.state_dict(self, destination)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Take what `state_dict` gave; before or after the first call. Raises as torch's load_state_dict does."""
+        """Take what `state_dict` gave; before or after the first call. Raises as torch's
+        load_state_dict does."""
         state.load_state_dict(self, state_dict, strict)
 
     def runtime_state_dict(self, destination: Any = None) -> Any:
@@ -225,17 +278,24 @@ class Graph:
         tensor([2., 2., 2.])
         """
         if not callable(func):
-            raise GraphError(f"Graph.trace: a function or a module that takes and gives tensors, got {func!r}")
+            raise GraphError(
+                f"Graph.trace: a function or a module that takes and gives tensors, got {func!r}"
+            )
         graph = cls()
         graph._modules.update((f"module_{i}", module) for i, module in enumerate(modules_of(func)))
         graph.__dict__["build"] = func
         return graph
 
     @classmethod
-    def with_dynamic_input_shape(cls, *, size: int = 10, enable_shared: bool = True) -> Callable[[Any], Any]:
-        """Decorator of a graph's ``__init__`` (or of its class): keep the programs of the last ``size`` shapes of the inputs (every graph takes any shape)."""
+    def with_dynamic_input_shape(
+        cls, *, size: int = 10, enable_shared: bool = True
+    ) -> Callable[[Any], Any]:
+        """Decorator of a graph's ``__init__`` (or of its class): keep the programs of the last
+        ``size`` shapes of the inputs (every graph takes any shape)."""
         if not isinstance(size, int) or size < 1:
-            raise GraphError(f"with_dynamic_input_shape: size is a number of shapes, at least 1, got {size!r}")
+            raise GraphError(
+                f"with_dynamic_input_shape: size is a number of shapes, at least 1, got {size!r}"
+            )
 
         def decorated(target: Any) -> Any:
             original = target.__init__ if isinstance(target, type) else target
@@ -261,7 +321,10 @@ class Graph:
         if "_modules" not in self.__dict__:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
         if isinstance(world(), DryWorld):
-            raise GraphError(f"{self.name} is called in the build() of another graph: call the modules that it holds")
+            raise GraphError(
+                f"{self.name} is called in the build() of another graph: call the modules that it "
+                f"holds"
+            )
         if not self._built:
             agree(self.name, Text(settings(self, ())))  # before anything is done by them
         self._attach()
@@ -274,17 +337,28 @@ class Graph:
         if built.staged is not None:
             built.staged.pipeline.trace = self.config.timeline
         with torch.set_grad_enabled(self.training):
-            outs = self._step(built, micros) if self.training else built.run(list(map(_inputs, micros)), 1.0, False)
+            outs = (
+                self._step(built, micros)
+                if self.training
+                else built.run(list(map(_inputs, micros)), 1.0, False)
+            )
         return cutting.join(outs)
 
     def _check_inputs(self, args: Any, kwargs: Any) -> None:
         """Plain inputs of a graph of global tensors count as the same on every rank."""
         given = object_tensors(kwargs, object_tensors(args, []))
         here = world()
-        if here.compares and any(isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)):
+        if here.compares and any(
+            isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)
+        ):
             for i, t in enumerate(given):
                 if not isinstance(t, GlobalTensor):
-                    check_replicated(t, tuple(range(here.size)), f"input {i} of {self.name}", place=(self.name, i))
+                    check_replicated(
+                        t,
+                        tuple(range(here.size)),
+                        f"input {i} of {self.name}",
+                        place=(self.name, i),
+                    )
 
     def _step(self, built: CompiledShape, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""
@@ -308,7 +382,13 @@ class Graph:
         if self._scaler is not None:
             self._scaler.update()
         for entry in self._optimizers:
-            for schedule in entry.schedule if isinstance(entry.schedule, (list, tuple)) else [entry.schedule] if entry.schedule is not None else ():
+            for schedule in (
+                entry.schedule
+                if isinstance(entry.schedule, (list, tuple))
+                else [entry.schedule]
+                if entry.schedule is not None
+                else ()
+            ):
                 schedule.step()
         self._clear()
         self.__dict__["_steps"] += 1
@@ -331,14 +411,23 @@ class Graph:
             return
         if self._shared[1] is not None:
             self._shared[1].detach()
-        zero = None if wanted is None else Zero([entry.optimizer for entry in self._optimizers], wanted[0], wanted[1]).attach()
+        zero = (
+            None
+            if wanted is None
+            else Zero(
+                [entry.optimizer for entry in self._optimizers], wanted[0], wanted[1]
+            ).attach()
+        )
         self.__dict__["_shared"] = (wanted, zero)
 
     def _brought(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments; where there are stages, what lies where none does (a batch on all ranks) is brought to the first, with its sbp as it is."""
+        """The arguments; where there are stages, what lies where none does (a batch on all ranks)
+        is brought to the first, with its sbp as it is."""
         places = self._places()
         given = object_tensors(kwargs, object_tensors(args, []))
-        if not places or not any(isinstance(t, GlobalTensor) and t.placement not in places for t in given):
+        if not places or not any(
+            isinstance(t, GlobalTensor) and t.placement not in places for t in given
+        ):
             return args, kwargs
         first = places[0]
 
@@ -361,20 +450,36 @@ class Graph:
     # Building
 
     def _key(self, args: Any, kwargs: Any) -> Any:
-        held = self._held if self._held is not None else self._held_now()  # in a call `_places` has looked
+        held = (
+            self._held if self._held is not None else self._held_now()
+        )  # in a call `_places` has looked
         given = _shape_of(args), _shape_of(kwargs)
-        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), RULES.version, rebound(self._built.values()))
+        return (
+            *given,
+            held.state(),
+            self.config.version,
+            self.training,
+            attributes(self),
+            _autocast_now(),
+            RULES.version,
+            rebound(self._built.values()),
+        )
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         key = self._key(args, kwargs)
         try:
             found = self._built.get(key)
         except TypeError as error:
-            raise GraphError(f"{self.name}: the arguments of a graph are tensors and values that can be compared (numbers, strings, None): {error}") from None
+            raise GraphError(
+                f"{self.name}: the arguments of a graph are tensors and values that can be "
+                f"compared (numbers, strings, None): {error}"
+            ) from None
         if found is None:
             try:
                 if self.config.auto is not None and self._plan is None:
-                    self.__dict__["_arranged"] = AUTO_PLANNERS[0](self, args, kwargs)  # parameters may lie otherwise after it
+                    self.__dict__["_arranged"] = AUTO_PLANNERS[0](
+                        self, args, kwargs
+                    )  # parameters may lie otherwise after it
                     self._held_now()
                     key = self._key(args, kwargs)
                 found = self._build(args, kwargs, micros)
@@ -396,39 +501,70 @@ class Graph:
                 captured = self._captured(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
-                text = Text(settings(self, stages), printing.lines(captured.logical), seed_of(captured.program))
+                text = Text(
+                    settings(self, stages),
+                    printing.lines(captured.logical),
+                    seed_of(captured.program),
+                )
                 texts[:] = [*text.settings, *text.ops]
                 return (captured, stages), text
 
         captured, stages = agreed(self.name, once, f"{self.name} was captured")
-        built = agreed(self.name, lambda: (self._programs(captured, stages, args, kwargs, micros), None))
+        built = agreed(
+            self.name, lambda: (self._programs(captured, stages, args, kwargs, micros), None)
+        )
         built.searched = None if self._arranged is None else self._arranged.searched
         built.digest = digest_of("\n".join(texts))
         self.__dict__["_last"] = built
         self._debug.log(self, captured, built.module)
         return built
 
-    def _programs(self, captured: CaptureResult, stages: Sequence[Placement], args: Any, kwargs: Any, micros: int) -> CompiledShape:
+    def _programs(
+        self,
+        captured: CaptureResult,
+        stages: Sequence[Placement],
+        args: Any,
+        kwargs: Any,
+        micros: int,
+    ) -> CompiledShape:
         """This rank's programs. Collective."""
-        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors}
+        owners = {
+            id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors
+        }
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
             passes.choose_recompute(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
             given = object_tensors(kwargs, object_tensors(args, []))
             how = self.config.schedule, self.config.buffers, self.name, self.config.backend
-            built = CompiledShape(captured, None, PipelinedGraph(captured, stages, given, states, micros, *how))
+            built = CompiledShape(
+                captured, None, PipelinedGraph(captured, stages, given, states, micros, *how)
+            )
         else:
             captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
-            built = CompiledShape(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
+            built = CompiledShape(
+                captured,
+                Program(captured.program, captured.constants, states, captured.inputs, self.name),
+                None,
+            )
         return built
 
-    def _captured(self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks) -> CaptureResult:
-        """``around``: of the context in which modules say when they run, the one to run build() in."""
+    def _captured(
+        self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks
+    ) -> CaptureResult:
+        """``around``: of the context in which modules say when they run, the one to run build()
+        in."""
         self.__dict__["_captures"] += 1
-        named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
-        kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._held_now().tensors} or {"cpu"}
+        named = {
+            f"{name}.{path}": t
+            for name, m in self._modules.items()
+            for path, t in itertools.chain(m.named_parameters(), m.named_buffers())
+        }
+        kinds = {
+            p.placement.type if isinstance(p, GlobalTensor) else p.device.type
+            for p in self._held_now().tensors
+        } or {"cpu"}
 
         def build(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -437,56 +573,86 @@ class Graph:
                         stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
                 return self.build(*args, **kwargs)
 
-        hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks, own=self.__dict__)
+        hooks: Callable[..., Any] = functools.partial(
+            watched, self._modules, self._blocks, own=self.__dict__
+        )
         applied = self._arranged or (None if self._plan is None else PlanFollower(self._plan))
-        return capture(build, args, kwargs, named, around(hooks if applied is None else functools.partial(following_plan, applied, hooks)))
+        return capture(
+            build,
+            args,
+            kwargs,
+            named,
+            around(hooks if applied is None else functools.partial(following_plan, applied, hooks)),
+        )
 
     # Looking at it
 
     def program(self) -> fx.GraphModule:
-        """This rank's program for the inputs last seen; ``print`` of it is Python. Raises GraphError before the first call."""
+        """This rank's program for the inputs last seen; ``print`` of it is Python. Raises
+        GraphError before the first call."""
         if self._last is None:
             raise GraphError(f"{self.name} has no program yet: it is built at the first call")
         return self._last.module  # type: ignore[no-any-return]
 
     def logical(self) -> fx.Graph:
-        """The captured graph of the inputs last seen: torch functions on tensors of global shape, the same on every rank."""
+        """The captured graph of the inputs last seen: torch functions on tensors of global shape,
+        the same on every rank."""
         if self._last is None:
-            raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
+            raise GraphError(
+                f"{self.name} has not been captured yet: that happens at the first call"
+            )
         return self._last.captured.logical  # type: ignore[no-any-return]
 
     def plan(self) -> ShardingPlan:
-        """How each op of the captured graph takes its operands, and what moves for it: for printing, comparing, saving, editing."""
+        """How each op of the captured graph takes its operands, and what moves for it: for
+        printing, comparing, saving, editing."""
         return plan_of(self.logical())
 
     def use_plan(self, plan: ShardingPlan | str | None) -> None:
-        """Follow a plan (or that in a file; None: no longer) from the next call on: operands are boxed to what it wants before an op runs. All ranks must give
-        the same. That call raises GraphError where an op cannot take an operand so, naming it, or where the plan is of another graph."""
-        self.__dict__["_plan"] = ShardingPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        """Follow a plan (or that in a file; None: no longer) from the next call on: operands are
+        boxed to what it wants before an op runs. All ranks must give the same. That call raises
+        GraphError where an op cannot take an operand so, naming it, or where the plan is of another
+        graph."""
+        self.__dict__["_plan"] = (
+            ShardingPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        )
         self.config.version += 1
 
     def auto_plan(self) -> Any:
-        """What the search has found for the inputs last seen (`flow.auto.Plan`): its price, its proof, its memory, its reasons. Raises GraphError where
-        these were seen without config.enable_auto_parallel(), or follow a plan of `use_plan`, and before the first call."""
+        """What the search has found for the inputs last seen (`flow.auto.Plan`): its price, its
+        proof, its memory, its reasons. Raises GraphError where these were seen without
+        config.enable_auto_parallel(), or follow a plan of `use_plan`, and before the first call."""
         if self._last is None or self._last.searched is None:
-            raise GraphError(f"{self.name} has no automatic plan of the inputs last seen: call config.enable_auto_parallel() before that, and not use_plan()")
+            raise GraphError(
+                f"{self.name} has no automatic plan of the inputs last seen: call "
+                f"config.enable_auto_parallel() before that, and not use_plan()"
+            )
         return self._last.searched
 
     def on_one_device(self) -> fx.GraphModule:
-        """The captured graph of the inputs last seen as a module of plain tensors, with copies of the parameters as they are now: for looking, testing, export.
-        It takes the inputs' tensors in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it fills ``.grad`` of its
-        parameters. Collective. Raises GraphError before the first call, and where build() uses what only one rank has (``to_local``)."""
+        """The captured graph of the inputs last seen as a module of plain tensors, with copies of
+        the parameters as they are now: for looking, testing, export. It takes the inputs' tensors
+        in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it
+        fills ``.grad`` of its parameters. Collective. Raises GraphError before the first call, and
+        where build() uses what only one rank has (``to_local``)."""
         if self._last is None:
-            raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
+            raise GraphError(
+                f"{self.name} has not been captured yet: that happens at the first call"
+            )
         return self._last.captured.alone()  # type: ignore[no-any-return]
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
-        """When each rank did what in the last run of a pipeline, optimizer steps included; ``config.enable_timeline()`` comes before it. With ``path``, rank 0
-        writes it there as a Chrome trace, beside what the simulator foretells from what the actions cost in that run. Clocks of several hosts may differ.
-        Collective. Raises GraphError before such a run, and for a graph of one stage."""
+        """When each rank did what in the last run of a pipeline, optimizer steps included;
+        ``config.enable_timeline()`` comes before it. With ``path``, rank 0 writes it there as a
+        Chrome trace, beside what the simulator foretells from what the actions cost in that run.
+        Clocks of several hosts may differ. Collective. Raises GraphError before such a run, and for
+        a graph of one stage."""
         staged = None if self._last is None else self._last.staged
         if staged is None or not self.config.timeline:
-            raise GraphError(f"{self.name} has no timeline: it wants a pipeline of several stages, and config.enable_timeline() before the call")
+            raise GraphError(
+                f"{self.name} has no timeline: it wants a pipeline of several stages, and "
+                f"config.enable_timeline() before the call"
+            )
         return measured(staged.pipeline, path)
 
     def __repr__(self) -> str:
@@ -494,17 +660,28 @@ class Graph:
 
 
 def _autocast_now() -> tuple[Any, ...]:
-    return tuple([(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")])
+    return tuple(
+        [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+    )
 
 
 def _shape_of(value: Any) -> Any:
     """What of a nest of inputs a program depends on."""
-    return skeleton(value, lambda t: (t._spec if isinstance(t, GlobalTensor) else (tuple(t.shape), t.dtype, t.device), t.requires_grad))
+    return skeleton(
+        value,
+        lambda t: (
+            t._spec if isinstance(t, GlobalTensor) else (tuple(t.shape), t.dtype, t.device),
+            t.requires_grad,
+        ),
+    )
 
 
 def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
     args, kwargs = micro
-    return [t._local if isinstance(t, GlobalTensor) else t for t in object_tensors(kwargs, object_tensors(args, []))]
+    return [
+        t._local if isinstance(t, GlobalTensor) else t
+        for t in object_tensors(kwargs, object_tensors(args, []))
+    ]
 
 
 def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:

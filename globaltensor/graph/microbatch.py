@@ -18,8 +18,10 @@ __all__ = ["MicrobatchSplit"]
 class MicrobatchSplit:
     """How the batch of one call is cut into ``n`` micro-batches.
 
-    Where all inputs are split over the ranks into the same blocks of rows, each rank cuts what it has: a micro-batch is some rows of every block, and nothing
-    moves. Else a micro-batch is ``1 / n`` of the rows in a run, and inputs that are split otherwise are boxed. Raises GraphError where a batch cannot be cut.
+    Where all inputs are split over the ranks into the same blocks of rows, each rank cuts what it
+    has: a micro-batch is some rows of every block, and nothing moves. Else a micro-batch is ``1 /
+    n`` of the rows in a run, and inputs that are split otherwise are boxed. Raises GraphError where
+    a batch cannot be cut.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
@@ -28,12 +30,16 @@ class MicrobatchSplit:
         for t in self.tensors:
             if t.dim() and t.shape[0] % n:
                 raise GraphError(
-                    f"a batch of {t.shape[0]} (dim 0 of an input of shape {list(t.shape)}) cannot be cut into {n} micro-batches of one size: "
+                    f"a batch of {t.shape[0]} (dim 0 of an input of shape {list(t.shape)}) cannot "
+                    f"be cut into {n} micro-batches of one size: "
                     "set_gradient_accumulation_steps must divide it"
                 )
         blocks = {_blocks(t) if isinstance(t, GlobalTensor) else 1 for t in self.tensors if t.dim()}
-        #: Blocks of rows that ranks hold, if a micro-batch takes rows of each; 1: it is a run of rows.
-        self.blocks = blocks.pop() if len(blocks) == 1 and all(_even(t, n) for t in self.tensors) else 1
+        #: Blocks of rows that ranks hold, if a micro-batch takes rows of each; 1: it is a run of
+        #: rows.
+        self.blocks = (
+            blocks.pop() if len(blocks) == 1 and all(_even(t, n) for t in self.tensors) else 1
+        )
 
     def split(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """(args, kwargs) of each micro-batch. Tensors without dims go to each."""
@@ -43,7 +49,9 @@ class MicrobatchSplit:
         out = []
         for i in range(self.n):
             these = iter([column[i] for column in columns])
-            out.append((replaced_in_objects(self.args, these), replaced_in_objects(self.kwargs, these)))
+            out.append(
+                (replaced_in_objects(self.args, these), replaced_in_objects(self.kwargs, these))
+            )
         return out
 
     def _parts(self, t: torch.Tensor) -> list[torch.Tensor]:
@@ -58,7 +66,8 @@ class MicrobatchSplit:
         return [GlobalTensor.wrap(local, part) for local in t._local.tensor_split(self.n)]
 
     def join(self, outs: Sequence[Any]) -> Any:
-        """The results of the micro-batches as one: joined along dim 0 in the batch's order, scalars averaged; what is no tensor is the first's."""
+        """The results of the micro-batches as one: joined along dim 0 in the batch's order, scalars
+        averaged; what is no tensor is the first's."""
         first = outs[0]
         if len(outs) == 1:
             return first
@@ -68,20 +77,33 @@ class MicrobatchSplit:
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
         first = parts[0]
         if not first.dim():
-            return torch.stack(parts).mean(0) if first.is_floating_point() or first.is_complex() else torch.stack(parts)
+            return (
+                torch.stack(parts).mean(0)
+                if first.is_floating_point() or first.is_complex()
+                else torch.stack(parts)
+            )
         if isinstance(first, GlobalTensor) and _blocks(first) == self.blocks:
             spec = first._spec
             whole = spec.replace(shape=(spec.shape[0] * self.n, *spec.shape[1:]))
-            if all(whole.local_shape(r)[0] == self.n * spec.local_shape(r)[0] for r in spec.placement.flat):
+            if all(
+                whole.local_shape(r)[0] == self.n * spec.local_shape(r)[0]
+                for r in spec.placement.flat
+            ):
                 locals_ = [p._local for p in parts]  # type: ignore[attr-defined]
-                return GlobalTensor.wrap(locals_[0] if _absent(locals_[0], spec) else torch.cat(locals_), whole)
+                return GlobalTensor.wrap(
+                    locals_[0] if _absent(locals_[0], spec) else torch.cat(locals_), whole
+                )
         joined = torch.cat(parts)
         rows = next((t.shape[0] // self.n for t in self.tensors if t.dim()), 0)
         if self.blocks == 1 or first.shape[0] != rows:
             return joined
         # Micro-batch by micro-batch, of each the rows of every block: back to block by block.
         shape = joined.shape
-        return joined.reshape(self.n, self.blocks, rows // self.blocks, *shape[1:]).transpose(0, 1).reshape(shape)
+        return (
+            joined.reshape(self.n, self.blocks, rows // self.blocks, *shape[1:])
+            .transpose(0, 1)
+            .reshape(shape)
+        )
 
 
 def _blocks(t: GlobalTensor) -> int:
@@ -100,7 +122,9 @@ def _even(t: torch.Tensor, n: int) -> bool:
     spec = t._spec
     part = spec.replace(shape=(spec.shape[0] // n, *spec.shape[1:]))
     count = _blocks(t)
-    return spec.shape[0] % (n * count) == 0 and all(spec.local_shape(r)[0] == n * part.local_shape(r)[0] for r in spec.placement.flat)
+    return spec.shape[0] % (n * count) == 0 and all(
+        spec.local_shape(r)[0] == n * part.local_shape(r)[0] for r in spec.placement.flat
+    )
 
 
 def _absent(local: torch.Tensor, spec: Spec) -> bool:

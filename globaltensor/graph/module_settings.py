@@ -1,6 +1,8 @@
-"""What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's own, so that two graphs may share a module.
+"""What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's
+own, so that two graphs may share a module.
 
-``graph.model`` is the module seen through a `ProxyModule`; ``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
+``graph.model`` is the module seen through a `ProxyModule`;
+``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
 """
 
 from __future__ import annotations
@@ -33,19 +35,26 @@ class ModuleSettings:
         self.activation_checkpointing = False
 
     def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
-        """This module is part of pipeline stage ``stage_id``, which lies on ``placement``: what comes in is brought there, with its sbp as it is.
+        """This module is part of pipeline stage ``stage_id``, which lies on ``placement``: what
+        comes in is brought there, with its sbp as it is.
 
         Raises GraphError where ``stage_id`` is no number from 0 on, or ``placement`` no placement.
         """
-        if stage_id is not None and (not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0):
+        if stage_id is not None and (
+            not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0
+        ):
             raise GraphError(f"set_stage: stage_id counts the stages from 0, got {stage_id!r}")
         if placement is not None and not isinstance(placement, Placement):
-            raise GraphError(f"set_stage: placement must be a globaltensor.placement, got {placement!r}")
+            raise GraphError(
+                f"set_stage: placement must be a globaltensor.placement, got {placement!r}"
+            )
         self.stage_id, self.placement = stage_id, placement
 
     @property
     def plain(self) -> bool:
-        return self.stage_id is None and self.placement is None and not self.activation_checkpointing
+        return (
+            self.stage_id is None and self.placement is None and not self.activation_checkpointing
+        )
 
 
 class GraphModule(ModuleSettings):
@@ -64,18 +73,24 @@ class GraphTensor(ModuleSettings):
         self._tensor = tensor
 
     def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
-        """What build() computes from this tensor from here on, outside of modules with a stage of their own, belongs to pipeline stage ``stage_id``, which lies
-        on ``placement``: the tensor is brought there, with its sbp as it is. Raises GraphError as `Block.set_stage`, and outside of build()."""
+        """What build() computes from this tensor from here on, outside of modules with a stage of
+        their own, belongs to pipeline stage ``stage_id``, which lies on ``placement``: the tensor
+        is brought there, with its sbp as it is. Raises GraphError as `Block.set_stage`, and outside
+        of build()."""
         if not torch_private.function_mode_on():
             raise GraphError("set_stage of a tensor: call it in build(), where the tensor is used")
         super().set_stage(stage_id, placement)
-        torch.overrides.handle_torch_function(stage_of_tensor, (self._tensor,), self._tensor, stage_id, placement)  # type: ignore[no-untyped-call]
+        torch.overrides.handle_torch_function(
+            stage_of_tensor, (self._tensor,), self._tensor, stage_id, placement
+        )  # type: ignore[no-untyped-call]
 
 
 SEEN_AS.add(GraphTensor)
 
 
-def stage_of_tensor(tensor: torch.Tensor, stage_id: int | None, placement: Placement | None) -> None:
+def stage_of_tensor(
+    tensor: torch.Tensor, stage_id: int | None, placement: Placement | None
+) -> None:
     """What a recorder sees of `GraphTensor.set_stage`."""
 
 
@@ -91,7 +106,8 @@ class ProxyModule:
         return type(self._module)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.nn.Module.to``; of the class GraphModule, this module's settings in this graph. Of nn.Module, the module itself."""
+        """As ``torch.nn.Module.to``; of the class GraphModule, this module's settings in this
+        graph. Of nn.Module, the module itself."""
         if args and args[0] is GraphModule:
             return self._blocks.setdefault(id(self._module), GraphModule())
         if args and args[0] is torch.nn.Module:
@@ -109,9 +125,16 @@ class ProxyModule:
 
     def __getattr__(self, name: str) -> Any:
         if name == "config" and not hasattr(self._module, name):
-            raise RenamedError("a module's .config is gone: .to(nn.graph.GraphModule) has set_stage(stage_id, placement) and activation_checkpointing")
+            raise RenamedError(
+                "a module's .config is gone: .to(nn.graph.GraphModule) has set_stage(stage_id, "
+                "placement) and activation_checkpointing"
+            )
         value = getattr(self._module, name)
-        if name in WALKS and inspect.ismethod(value) and value.__func__ is getattr(WALKS[name], name):
+        if (
+            name in WALKS
+            and inspect.ismethod(value)
+            and value.__func__ is getattr(WALKS[name], name)
+        ):
             return functools.partial(_walk, value, self._blocks)
         return _seen(value, self._blocks)
 
@@ -119,7 +142,8 @@ class ProxyModule:
         setattr(self._module, name, bare(value))
 
     def get_submodule(self, target: str) -> Any:
-        """As ``torch.nn.Module.get_submodule``: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
+        """As ``torch.nn.Module.get_submodule``:
+        ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
         return _seen(self._module.get_submodule(target), self._blocks)
 
     def __getitem__(self, index: Any) -> Any:
@@ -150,7 +174,8 @@ class ProxyModule:
         return repr(self._module)
 
 
-#: Torch's methods that give modules one by one, alone or by name, and whose they are. A class's own method of that name gives what it gives.
+#: Torch's methods that give modules one by one, alone or by name, and whose they are. A class's own
+#: method of that name gives what it gives.
 WALKS = {
     **dict.fromkeys(("children", "named_children", "modules", "named_modules"), torch.nn.Module),
     **dict.fromkeys(("items", "values"), torch.nn.ModuleDict),
@@ -158,7 +183,8 @@ WALKS = {
 
 
 def bare(value: Any) -> Any:
-    """The module that a proxy stands for. Of a module that was made of proxies (``self.net = nn.Sequential(self.a, self.b)``): it, made of the modules."""
+    """The module that a proxy stands for. Of a module that was made of proxies (``self.net =
+    nn.Sequential(self.a, self.b)``): it, made of the modules."""
     value = value._module if type(value) is ProxyModule else value
     for module in value.modules() if isinstance(value, torch.nn.Module) else ():
         for name, part in module._modules.items():
@@ -169,7 +195,11 @@ def bare(value: Any) -> Any:
 
 def _walk(method: Any, blocks: dict[int, GraphModule], *args: Any, **kwargs: Any) -> Iterator[Any]:
     for found in method(*args, **kwargs):
-        yield (found[0], _seen(found[1], blocks)) if isinstance(found, tuple) else _seen(found, blocks)
+        yield (
+            (found[0], _seen(found[1], blocks))
+            if isinstance(found, tuple)
+            else _seen(found, blocks)
+        )
 
 
 def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:

@@ -1,4 +1,5 @@
-"""What a graph's modules hold, listed once: looking through a module tree at each call would cost more than many a step."""
+"""What a graph's modules hold, listed once: looking through a module tree at each call would cost
+more than many a step."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _set_grad = set_grad.__wrapped__  # type: ignore[attr-defined]
 
 
 class ModuleState:
-    """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they still are."""
+    """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they
+    still are."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self.number = next(_numbers)
@@ -35,7 +37,9 @@ class ModuleState:
         #: Parameters and buffers, each once.
         self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
         self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
-        self._stepped: list[torch.Tensor] = []  # what the optimizers had when gradients were last cleared,
+        self._stepped: list[
+            torch.Tensor
+        ] = []  # what the optimizers had when gradients were last cleared,
         self._besides: list[torch.Tensor] = []  # and what of it the modules do not hold
 
     def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
@@ -46,8 +50,15 @@ class ModuleState:
 
     def state(self) -> tuple[Any, ...]:
         """What of them a program depends on."""
-        where = [t._spec if type(t) in ORDINARY else (t.shape, t.dtype, t.device) for t in self.tensors]
-        return self.number, tuple([m.training for m in self.modules]), tuple(where), tuple([t.requires_grad for t in self.tensors])
+        where = [
+            t._spec if type(t) in ORDINARY else (t.shape, t.dtype, t.device) for t in self.tensors
+        ]
+        return (
+            self.number,
+            tuple([m.training for m in self.modules]),
+            tuple(where),
+            tuple([t.requires_grad for t in self.tensors]),
+        )
 
     def trained(self) -> list[torch.Tensor]:
         """The parameters that get gradients."""
@@ -56,7 +67,12 @@ class ModuleState:
     def clear(self, optimizers: Iterable[Optimizer]) -> None:
         """No gradients are left, in the optimizers' parameters too."""
         _clear(self.parameters)
-        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        params = [
+            p
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
         if len(params) != len(self._stepped) or not all(map(operator.is_, params, self._stepped)):
             known = set(map(id, self.parameters))
             self._stepped, self._besides = params, [p for p in params if id(p) not in known]
@@ -71,5 +87,9 @@ def _clear(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
         if not isinstance(p, GlobalTensor):
             p.grad = None
-        elif p._local.grad is not None or (p._leaf is not None and p._leaf.value is not None) or "_kept_grad" in p.__dict__:
+        elif (
+            p._local.grad is not None
+            or (p._leaf is not None and p._leaf.value is not None)
+            or "_kept_grad" in p.__dict__
+        ):
             _set_grad(p, None)

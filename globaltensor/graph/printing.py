@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def lines(graph: fx.Graph) -> list[str]:
-    """One line an op: what it is called with, and what comes out where. The same text on every rank, or the ranks run different graphs. How much a rank holds
-    of a tensor (`to_local`), and what it computes of that alone, is its own affair."""
+    """One line an op: what it is called with, and what comes out where. The same text on every
+    rank, or the ranks run different graphs. How much a rank holds of a tensor (`to_local`), and
+    what it computes of that alone, is its own affair."""
     own = _of_a_rank(graph)
     return [_line(node, node in own) for node in graph.nodes]
 
@@ -30,10 +31,17 @@ def _of_a_rank(graph: fx.Graph) -> set[fx.Node]:
     """Plain tensors that follow from the part of a rank, and those made for them alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if _is_plain(node) and (node.target == "to_local" or any(a in found for a in node.all_input_nodes)):
+        if _is_plain(node) and (
+            node.target == "to_local" or any(a in found for a in node.all_input_nodes)
+        ):
             found.add(node)
     for node in reversed(graph.nodes):
-        if _is_plain(node) and node.op != "placeholder" and node.users and all(user in found for user in node.users):
+        if (
+            _is_plain(node)
+            and node.op != "placeholder"
+            and node.users
+            and all(user in found for user in node.users)
+        ):
             found.add(node)
     return found
 
@@ -44,8 +52,15 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _line(node: fx.Node, own: bool = False) -> str:
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", repr(node.target))
-    given = ", ".join([_text(a, own) for a in node.args] + [f"{k}={_text(v, own)}" for k, v in node.kwargs.items()])
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", repr(node.target))
+    )
+    given = ", ".join(
+        [_text(a, own) for a in node.args]
+        + [f"{k}={_text(v, own)}" for k, v in node.kwargs.items()]
+    )
     outs = " ".join(_kind(t, own) for t in tensors_in(node.meta.get("val"), []))
     return f"{node.name} = {target}({given})" + (f"  # {outs}" if outs else "")
 
@@ -66,7 +81,7 @@ def _text(a: Any, own: bool) -> str:
 def _kind(t: torch.Tensor, own: bool = False) -> str:
     if isinstance(t, GlobalTensor):
         return f"{t._spec!r} @ {t._spec.placement!r}"
-    return f"{str(t.dtype).removeprefix('torch.')}{['of this rank'] * t.dim() if own else list(t.shape)}"
+    return f"{str(t.dtype).removeprefix('torch.')}{['of this rank'] * t.dim() if own else list(t.shape)}"  # noqa: E501
 
 
 def describe(graph: Any) -> str:
@@ -77,13 +92,20 @@ def describe(graph: Any) -> str:
         for node in graph._last.captured.logical.nodes:
             if node.op in ("call_function", "call_method") and node.meta.get("calls"):
                 ops[node.meta["module"]].append(_line(node) + graph._debug.where(node))
-        out.extend(f"  (INPUT:{_line(n).split('  # ')[0].split(' = ')[0]}: {' '.join(_kind(t) for t in tensors_in(n.meta['val'], []))})" for n in _given(graph))
+        out.extend(
+            f"  (INPUT:{_line(n).split('  # ')[0].split(' = ')[0]}: "
+            f"{' '.join(_kind(t) for t in tensors_in(n.meta['val'], []))})"
+            for n in _given(graph)
+        )
     for name, module in graph._modules.items():
         for path, part in module.named_modules():
             full = f"{name}.{path}".rstrip(".")
             pad = "  " * (full.count(".") + 1)
             out.append(f"{pad}(MODULE:{full}:{type(part).__name__})")
-            for kind, items in (("PARAMETER", part.named_parameters(recurse=False)), ("BUFFER", part.named_buffers(recurse=False))):
+            for kind, items in (
+                ("PARAMETER", part.named_parameters(recurse=False)),
+                ("BUFFER", part.named_buffers(recurse=False)),
+            ):
                 out.extend(f"{pad}  ({kind}:{full}.{own}: {_kind(t)})" for own, t in items)
             out.extend(f"{pad}  (OPERATOR: {text})" for text in ops.pop(full, ()))
     for rest in ops.values():
@@ -94,18 +116,34 @@ def describe(graph: Any) -> str:
 
 
 def _given(graph: Any) -> list[fx.Node]:
-    return [n for n in graph._last.captured.logical.nodes if n.op == "placeholder" and n.name.startswith("input_")]
+    return [
+        n
+        for n in graph._last.captured.logical.nodes
+        if n.op == "placeholder" and n.name.startswith("input_")
+    ]
 
 
 class Debug:
     """How much a graph tells, and on which ranks."""
 
-    def __init__(self, level: int, ranks: Any, depth: int, only_user: bool, with_stack: bool) -> None:
+    def __init__(
+        self, level: int, ranks: Any, depth: int, only_user: bool, with_stack: bool
+    ) -> None:
         if not isinstance(level, int) or not -1 <= level <= 3:
             raise GraphError(f"debug: v_level is -1 (nothing), 0, 1, 2 or 3 (all), got {level!r}")
-        if not isinstance(ranks, (int, type(None))) and not (isinstance(ranks, (list, tuple, range)) and all(isinstance(r, int) for r in ranks)):
-            raise GraphError(f"debug: ranks is a rank, a list of them, -1 for all or None for rank 0, got {ranks!r}")
-        self.level, self.depth, self.only_user, self.with_stack = level, depth, only_user, with_stack
+        if not isinstance(ranks, (int, type(None))) and not (
+            isinstance(ranks, (list, tuple, range)) and all(isinstance(r, int) for r in ranks)
+        ):
+            raise GraphError(
+                f"debug: ranks is a rank, a list of them, -1 for all or None for rank 0, got "
+                f"{ranks!r}"
+            )
+        self.level, self.depth, self.only_user, self.with_stack = (
+            level,
+            depth,
+            only_user,
+            with_stack,
+        )
         self.ranks = ranks
 
     def where(self, node: fx.Node) -> str:
@@ -116,7 +154,14 @@ class Debug:
         if self.level < 0:
             return False
         here = world().rank
-        return here == 0 if self.ranks is None else any(r in (-1, here) for r in ([self.ranks] if isinstance(self.ranks, int) else self.ranks))
+        return (
+            here == 0
+            if self.ranks is None
+            else any(
+                r in (-1, here)
+                for r in ([self.ranks] if isinstance(self.ranks, int) else self.ranks)
+            )
+        )
 
     def log(self, graph: Any, captured: Any, module: Any) -> None:
         """Tell of a graph that has just been built."""
@@ -125,7 +170,13 @@ class Debug:
         prefix = f"[rank {world().rank}] {graph.name}"
         calls = sum(bool(n.meta.get("calls")) for n in captured.logical.nodes)
         nodes = sum(len(m.graph.nodes) for m in module.modules() if isinstance(m, fx.GraphModule))
-        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), nodes)
+        log.warning(
+            "%s captured: %d ops, %d states, %d nodes in this rank's program",
+            prefix,
+            calls,
+            len(captured.states),
+            nodes,
+        )
         if self.level >= 1:
             log.warning("%s\n%s", prefix, describe(graph))
         if self.level >= 2:

@@ -1,4 +1,5 @@
-"""Ranks agree before they run: on the settings of a graph, on what they have captured, on how it went. Else all raise, and say which rank differs in what."""
+"""Ranks agree before they run: on the settings of a graph, on what they have captured, on how it
+went. Else all raise, and say which rank differs in what."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 
 class Text(NamedTuple):
-    """What ranks compare: settings and ops, a line each. ``seed``: of the random numbers that the program draws, None where it draws none here."""
+    """What ranks compare: settings and ops, a line each. ``seed``: of the random numbers that the
+    program draws, None where it draws none here."""
 
     settings: Sequence[str]
     ops: Sequence[str] = ()
@@ -33,15 +35,29 @@ class Text(NamedTuple):
 
 
 def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
-    """What of a graph must be the same on every rank, besides build(): its settings, optimizers, stages. A line each."""
-    lines = [f"config.{name} = {_shown(value)}" for name, value in vars(graph.config).items() if name not in ("version", "_asked")]
+    """What of a graph must be the same on every rank, besides build(): its settings, optimizers,
+    stages. A line each."""
+    lines = [
+        f"config.{name} = {_shown(value)}"
+        for name, value in vars(graph.config).items()
+        if name not in ("version", "_asked")
+    ]
     for i, entry in enumerate(graph._optimizers):
         kind = type(entry.optimizer).__name__
         for j, group in enumerate(entry.optimizer.param_groups):
-            told = ", ".join(f"{name}={_shown(value)}" for name, value in group.items() if name != "params")
-            lines.append(f"optimizer {i} ({kind}), group {j}: {len(group['params'])} parameters, {told}")
-        schedules = entry.schedule if isinstance(entry.schedule, (list, tuple)) else [entry.schedule]
-        lines.append(f"optimizer {i} ({kind}), learning rate: {', '.join(type(s).__name__ for s in schedules if s is not None) or 'as it is'}")
+            told = ", ".join(
+                f"{name}={_shown(value)}" for name, value in group.items() if name != "params"
+            )
+            lines.append(
+                f"optimizer {i} ({kind}), group {j}: {len(group['params'])} parameters, {told}"
+            )
+        schedules = (
+            entry.schedule if isinstance(entry.schedule, (list, tuple)) else [entry.schedule]
+        )
+        lines.append(
+            f"optimizer {i} ({kind}), learning rate: "
+            f"{', '.join(type(s).__name__ for s in schedules if s is not None) or 'as it is'}"
+        )
     if graph._scaler is not None:
         lines.append(f"grad scaler: {type(graph._scaler).__name__}")
     return lines + [f"stage {k} lies on {p!r}" for k, p in enumerate(stages)]
@@ -50,46 +66,72 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
 def _shown(value: Any) -> str:
     """The same text on every rank for the same value."""
     if isinstance(value, torch.Tensor):
-        return f"{value.item()!r} (tensor)" if value.numel() == 1 else f"a tensor of {value.numel()} numbers"
+        return (
+            f"{value.item()!r} (tensor)"
+            if value.numel() == 1
+            else f"a tensor of {value.numel()} numbers"
+        )
     text = repr(value)
     return text if " at 0x" not in text else type(value).__name__
 
 
 def seed_of(program: fx.Graph) -> int | None:
-    """The seed of torch's generator, if this rank draws from it. Simulated ranks share one generator."""
-    drawn = any(isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None for n in program.nodes)
+    """The seed of torch's generator, if this rank draws from it. Simulated ranks share one
+    generator."""
+    drawn = any(
+        isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None
+        for n in program.nodes
+    )
     return torch.initial_seed() if drawn and not isinstance(world(), SimulatedWorld) else None
 
 
 def agree(name: str, told: Text | Exception | None) -> None:
-    """Every rank tells the same text (None: nothing but that all went well), or all raise GraphError; a rank that tells of an error of its own raises that.
-    Collective among all ranks."""
+    """Every rank tells the same text (None: nothing but that all went well), or all raise
+    GraphError; a rank that tells of an error of its own raises that. Collective among all ranks."""
     here = world()
     if here.size == 1:
         return
     comm = here.comm(tuple(range(here.size)))
     bad = isinstance(told, Exception)
-    mine = f"{type(told).__name__}: {told}" if bad else None if told is None else (_digest(told.settings), _digest(told.ops), told.seed)  # type: ignore[union-attr]
+    mine = (
+        f"{type(told).__name__}: {told}"
+        if bad
+        else None
+        if told is None
+        else (_digest(told.settings), _digest(told.ops), told.seed)
+    )  # type: ignore[union-attr]
     everyone = comm.all_gather_object((bad, mine))
     inside = [r for r, (what, _) in enumerate(everyone) if what == INSIDE]
     if inside:
         if bad:
             return
         raise GraphError(
-            f"{name}: this rank has run build() to its end, but rank {inside[0]} asks there what the others hold: build() must do the same on every rank"
+            f"{name}: this rank has run build() to its end, but rank {inside[0]} asks there what "
+            f"the others hold: build() must do the same on every rank"
         )
     failed = [r for r, (wrong, _) in enumerate(everyone) if wrong]
     if failed:
         if not bad:
-            raise GraphError(f"{name}: rank {failed[0]} could not capture the graph: {everyone[failed[0]][1]}")
+            raise GraphError(
+                f"{name}: rank {failed[0]} could not capture the graph: {everyone[failed[0]][1]}"
+            )
         return
     if told is None or not isinstance(told, Text):
         return
     settings, ops, seeds = zip(*[digest for _, digest in everyone], strict=True)
-    _compare(name, comm, settings, told.settings, "other settings", "", "config, optimizers and stages must be set alike on every rank")
+    _compare(
+        name,
+        comm,
+        settings,
+        told.settings,
+        "other settings",
+        "",
+        "config, optimizers and stages must be set alike on every rank",
+    )
     _compare(
         name, comm, ops, told.ops, "captured another graph", "; they part at op {}",
-        "build() and its inputs must be the same on every rank: no choice may depend on the rank, and random numbers that shape it need one seed",
+        "build() and its inputs must be the same on every rank: no choice may depend on the rank, "
+        "and random numbers that shape it need one seed",
     )  # fmt: skip
     drawing = {r: seed for r, seed in enumerate(seeds) if seed is not None}
     odd = _odd(list(drawing.values()))
@@ -97,14 +139,17 @@ def agree(name: str, told: Text | Exception | None) -> None:
         ranks = list(drawing)
         usual, other = ranks[odd[0]], ranks[odd[1]]
         raise GraphError(
-            f"{name}: rank {other} draws random numbers from another seed than rank {usual} ({drawing[other]}, {drawing[usual]}): call torch.manual_seed "
-            "with the same number on every rank; for numbers of a rank's own (data), use a torch.Generator"
+            f"{name}: rank {other} draws random numbers from another seed than rank {usual} "
+            f"({drawing[other]}, {drawing[usual]}): call torch.manual_seed "
+            "with the same number on every rank; for numbers of a rank's own (data), use a "
+            "torch.Generator"
         )
 
 
 def agreed(name: str, make: Callable[[], tuple[T, Text | None]], doing: str = "") -> T:
-    """What ``make`` gives, where it comes about on every rank and its text is the same. Raises what ``make`` raises here, with a note of what was going on, and
-    GraphError as `agree` does. Collective among all ranks."""
+    """What ``make`` gives, where it comes about on every rank and its text is the same. Raises what
+    ``make`` raises here, with a note of what was going on, and GraphError as `agree` does.
+    Collective among all ranks."""
     try:
         found, told = make()
     except Exception as error:
@@ -122,20 +167,37 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
-    """(one that has what most have, the first that has not); of as many, what comes first counts as most."""
+    """(one that has what most have, the first that has not); of as many, what comes first counts as
+    most."""
     if len(set(values)) <= 1:
         return None
     usual = Counter(values).most_common(1)[0][0]
     return values.index(usual), next(i for i, v in enumerate(values) if v != usual)
 
 
-def _compare(name: str, comm: Communicator, digests: Sequence[str], lines: Sequence[str], what: str, where: str, advice: str) -> None:
+def _compare(
+    name: str,
+    comm: Communicator,
+    digests: Sequence[str],
+    lines: Sequence[str],
+    what: str,
+    where: str,
+    advice: str,
+) -> None:
     odd = _odd(digests)
     if odd is None:
         return
     texts = comm.all_gather_object(list(lines))
     usual, other = texts[odd[0]], texts[odd[1]]
-    at = next((i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other)))
-    said = "\n".join(f"  rank {r} has  {texts[r][at] if at < len(texts[r]) else '(nothing more)'}" for r in sorted(odd))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b),
+        min(len(usual), len(other)),
+    )
+    said = "\n".join(
+        f"  rank {r} has  {texts[r][at] if at < len(texts[r]) else '(nothing more)'}"
+        for r in sorted(odd)
+    )
     has = "has captured another graph" if what.startswith("captured") else f"has {what}"
-    raise GraphError(f"{name}: rank {odd[1]} {has} than rank {odd[0]}{where.format(at)}:\n{said}\n{advice}")
+    raise GraphError(
+        f"{name}: rank {odd[1]} {has} than rank {odd[0]}{where.format(at)}:\n{said}\n{advice}"
+    )

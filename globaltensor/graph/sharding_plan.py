@@ -1,4 +1,5 @@
-"""Plans: how each op of a captured graph takes its operands, as data: printed, compared, saved as JSON, edited by hand, and used for the next capture."""
+"""Plans: how each op of a captured graph takes its operands, as data: printed, compared, saved as
+JSON, edited by hand, and used for the next capture."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ from ..sharding.spec import Spec
 from .capture.single_device import SAME
 from .errors import GraphError
 
-__all__ = ["Moved", "Operand", "PlanFollower", "PlannedOp", "ShardingPlan", "entry", "following_plan", "plan_of"]
+__all__ = [
+    "Moved",
+    "Operand",
+    "PlanFollower",
+    "PlannedOp",
+    "ShardingPlan",
+    "entry",
+    "following_plan",
+    "plan_of",
+]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]
@@ -36,7 +46,8 @@ Layout = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an op takes: which op gives it (``of``), how it came, and how the op takes it: one entry for each axis. A plain tensor comes as ()."""
+    """A tensor that an op takes: which op gives it (``of``), how it came, and how the op takes it:
+    one entry for each axis. A plain tensor comes as ()."""
 
     of: str
     came: Layout
@@ -45,7 +56,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Moved:
-    """One boxing while an op runs: ``why`` is which operand of what; ``moves`` a line for each step; ``bytes`` the traffic of the busiest rank."""
+    """One boxing while an op runs: ``why`` is which operand of what; ``moves`` a line for each
+    step; ``bytes`` the traffic of the busiest rank."""
 
     why: str
     src: Layout
@@ -69,11 +81,21 @@ class PlannedOp:
     boxings: tuple[Moved, ...] = field(default=())
 
     def __str__(self) -> str:
-        given = ", ".join(f"{o.of} {_show(o.came)}" + (f"->{_show(o.wanted)}" if o.came and o.came != o.wanted else "") for o in self.operands)
+        given = ", ".join(
+            f"{o.of} {_show(o.came)}"
+            + (f"->{_show(o.wanted)}" if o.came and o.came != o.wanted else "")
+            for o in self.operands
+        )
         where = f"  @{self.module}" if self.module else ""
         stage = f"  stage {self.stage}" if self.stage is not None else ""
-        head = f"{self.name} = {self.function}({given}) -> {', '.join(map(_show, self.results)) or 'nothing'}  {self.placement}{where}{stage}"
-        return "\n".join([head, *(f"    {move}  ({b.why})" for b in self.boxings for move in b.moves)])
+        head = (
+            f"{self.name} = {self.function}({given}) -> "
+            f"{', '.join(map(_show, self.results)) or 'nothing'}  "
+            f"{self.placement}{where}{stage}"
+        )
+        return "\n".join(
+            [head, *(f"    {move}  ({b.why})" for b in self.boxings for move in b.moves)]
+        )
 
 
 @dataclass(frozen=True)
@@ -101,21 +123,37 @@ class ShardingPlan:
     def __getitem__(self, name: str) -> PlannedOp:
         found = next((op for op in self.ops if op.name == name), None)
         if found is None:
-            raise GraphError(f"the plan has no op {name!r}; it has {', '.join(op.name for op in self.ops)}")
+            raise GraphError(
+                f"the plan has no op {name!r}; it has {', '.join(op.name for op in self.ops)}"
+            )
         return found
 
     def wanting(self, name: str, operand: int, sbp: Sbp | Sequence[Sbp]) -> ShardingPlan:
-        """The same plan, but the op ``name`` takes its ``operand`` (counted from 0) as ``sbp``. Raises GraphError for an op or operand that is not there."""
+        """The same plan, but the op ``name`` takes its ``operand`` (counted from 0) as ``sbp``.
+        Raises GraphError for an op or operand that is not there."""
         op = self[name]
         if not 0 <= operand < len(op.operands):
-            raise GraphError(f"{name} has {len(op.operands)} operands, there is none with number {operand}")
+            raise GraphError(
+                f"{name} has {len(op.operands)} operands, there is none with number {operand}"
+            )
         wanted = tuple(e.short for e in ([sbp] if isinstance(sbp, Sbp) else sbp))
-        operands = tuple(dataclasses.replace(o, wanted=wanted) if i == operand else o for i, o in enumerate(op.operands))
-        return ShardingPlan(tuple(dataclasses.replace(o, operands=operands) if o is op else o for o in self.ops))
+        operands = tuple(
+            dataclasses.replace(o, wanted=wanted) if i == operand else o
+            for i, o in enumerate(op.operands)
+        )
+        return ShardingPlan(
+            tuple(dataclasses.replace(o, operands=operands) if o is op else o for o in self.ops)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, which may be edited: what counts when it is used are the ``wanted`` of operands."""
-        write_text(path, json.dumps({"version": VERSION, "ops": [dataclasses.asdict(op) for op in self.ops]}, indent=1))
+        """Write it as JSON, which may be edited: what counts when it is used are the ``wanted`` of
+        operands."""
+        write_text(
+            path,
+            json.dumps(
+                {"version": VERSION, "ops": [dataclasses.asdict(op) for op in self.ops]}, indent=1
+            ),
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
@@ -123,23 +161,45 @@ class ShardingPlan:
         try:
             told = json.loads(Path(path).read_text())
             if told["version"] != VERSION:
-                raise GraphError(f"{os.fspath(path)} is a plan of version {told['version']}, this is version {VERSION}")
+                raise GraphError(
+                    f"{os.fspath(path)} is a plan of version {told['version']}, this is version "
+                    f"{VERSION}"
+                )
             return cls(tuple(_op(op) for op in told["ops"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GraphError(f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}") from error
+            raise GraphError(
+                f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
+            ) from error
 
     def diff(self, other: ShardingPlan) -> str:
-        """What ``other`` does otherwise: a line for each op that differs, and the traffic of both. Empty where they are equal."""
+        """What ``other`` does otherwise: a line for each op that differs, and the traffic of both.
+        Empty where they are equal."""
         if self == other:
             return ""
         mine, theirs = {op.name: op for op in self.ops}, {op.name: op for op in other.ops}
-        lines = [f"- {op.name} = {op.function}: only here" for name, op in mine.items() if name not in theirs]
-        lines += [f"+ {op.name} = {op.function}: only there" for name, op in theirs.items() if name not in mine]
+        lines = [
+            f"- {op.name} = {op.function}: only here"
+            for name, op in mine.items()
+            if name not in theirs
+        ]
+        lines += [
+            f"+ {op.name} = {op.function}: only there"
+            for name, op in theirs.items()
+            if name not in mine
+        ]
         for name, a in mine.items():
             b = theirs.get(name)
             if b is not None and a != b:
                 lines.append(f"  {name}: {'; '.join(_parting(a, b))}")
-        return "\n".join([*lines, f"  forward traffic: {self.bytes} B -> {other.bytes} B a rank, {self.seconds * 1e3:.3g} ms -> {other.seconds * 1e3:.3g} ms"])
+        return "\n".join(
+            [
+                *lines,
+                (
+                    f"  forward traffic: {self.bytes} B -> {other.bytes} B a rank, "
+                    f"{self.seconds * 1e3:.3g} ms -> {other.seconds * 1e3:.3g} ms"
+                ),
+            ]
+        )
 
 
 def _parting(a: PlannedOp, b: PlannedOp) -> Iterator[str]:
@@ -169,9 +229,21 @@ def _op(told: dict[str, Any]) -> PlannedOp:
     return PlannedOp(
         **{
             **told,
-            "operands": tuple(Operand(o["of"], tuple(o["came"]), tuple(o["wanted"])) for o in told["operands"]),
+            "operands": tuple(
+                Operand(o["of"], tuple(o["came"]), tuple(o["wanted"])) for o in told["operands"]
+            ),
             "results": tuple(map(tuple, told["results"])),
-            "boxings": tuple(Moved(**{**b, "src": tuple(b["src"]), "dst": tuple(b["dst"]), "moves": tuple(b["moves"])}) for b in told["boxings"]),
+            "boxings": tuple(
+                Moved(
+                    **{
+                        **b,
+                        "src": tuple(b["src"]),
+                        "dst": tuple(b["dst"]),
+                        "moves": tuple(b["moves"]),
+                    }
+                )
+                for b in told["boxings"]
+            ),
         }
     )
 
@@ -194,7 +266,7 @@ def _layout(spec: Spec) -> Layout:
     return tuple(e.short for e in spec.layout)
 
 
-# ---------------------------------------------------------------------------------------------------------------- from a captured graph
+# ---------------------------------------------------------------------------- from a captured graph
 
 
 def plan_of(graph: fx.Graph) -> ShardingPlan:
@@ -208,59 +280,120 @@ def _planned(node: fx.Node) -> PlannedOp:
     operands = []
     for i, (src, taken) in enumerate(zip(came, took, strict=True)):
         dst = _final(node.meta["boxes"], node.meta["called"], i, taken)
-        operands.append(Operand(names[i] if i < len(names) else "", () if src is None else _layout(src), () if dst is None else _layout(dst)))
+        operands.append(
+            Operand(
+                names[i] if i < len(names) else "",
+                () if src is None else _layout(src),
+                () if dst is None else _layout(dst),
+            )
+        )
     given = node.meta["given"]
     placed = next((s.placement for s in [*given, *came] if s is not None), None)
     moved = []
     for src, dst, why in node.meta["boxes"]:
         route = route_of(src, dst)
-        moved.append(Moved(why or "to_global", _layout(src), _layout(dst), tuple(map(str, route.moves)), route.bytes, route.seconds))
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        moved.append(
+            Moved(
+                why or "to_global",
+                _layout(src),
+                _layout(dst),
+                tuple(map(str, route.moves)),
+                route.bytes,
+                route.seconds,
+            )
+        )
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
     where = f"{placed.type}{placed.ranks.tolist()}" if placed is not None else ""
-    return PlannedOp(node.name, target, node.meta.get("module", ""), node.meta.get("stage"), where, tuple(operands), tuple(map(_layout, given)), tuple(moved))
+    return PlannedOp(
+        node.name,
+        target,
+        node.meta.get("module", ""),
+        node.meta.get("stage"),
+        where,
+        tuple(operands),
+        tuple(map(_layout, given)),
+        tuple(moved),
+    )
 
 
 def _names(node: fx.Node) -> list[str]:
     found: list[str] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n.name) if tensors_in(n.meta.get("val"), []) else None)
+    fx.node.map_arg(
+        (node.args, node.kwargs),
+        lambda n: found.append(n.name) if tensors_in(n.meta.get("val"), []) else None,
+    )
     return found
 
 
-def _final(boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, taken: Spec | None) -> Spec | None:
+def _final(
+    boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, taken: Spec | None
+) -> Spec | None:
     """How an op has taken an operand: as it was boxed for it, or as it was given."""
-    return next((dst for _, dst, why in reversed(boxes) if why == f"{called}: operand {operand}"), taken)
+    return next(
+        (dst for _, dst, why in reversed(boxes) if why == f"{called}: operand {operand}"), taken
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- for the next capture
+# ----------------------------------------------------------------------------- for the next capture
 
 
 class PlanFollower:
-    """A plan being followed while a graph is captured: operands are boxed to what it says before an op runs."""
+    """A plan being followed while a graph is captured: operands are boxed to what it says before an
+    op runs."""
 
-    def __init__(self, plan: ShardingPlan, strict: bool = True, unasked: bool = False, searched: Any = None) -> None:
-        """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``: explicit changes of layout in build() follow the plan, not
-        the code. ``searched``: what a search has found, where the plan comes from one."""
-        self.plan, self.next, self.strict, self.unasked, self.searched = plan, 0, strict, unasked, searched
-        self._moved: list[tuple[GlobalTensor, GlobalTensor, int]] = []  # of the op that runs: an operand, what it was brought to, that one's version then
+    def __init__(
+        self, plan: ShardingPlan, strict: bool = True, unasked: bool = False, searched: Any = None
+    ) -> None:
+        """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``:
+        explicit changes of layout in build() follow the plan, not the code. ``searched``: what a
+        search has found, where the plan comes from one."""
+        self.plan, self.next, self.strict, self.unasked, self.searched = (
+            plan,
+            0,
+            strict,
+            unasked,
+            searched,
+        )
+        self._moved: list[
+            tuple[GlobalTensor, GlobalTensor, int]
+        ] = []  # of the op that runs: an operand, what it was brought to, that one's version then
 
     def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the plan wants them. Raises GraphError where an operand cannot be brought there."""
+        """The arguments as the plan wants them. Raises GraphError where an operand cannot be
+        brought there."""
         self._moved.clear()
         op = self._now()
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if op is None or op.function not in _spellings(func) or len(op.operands) != len(tensors):
-            return args, kwargs  # a call that gives no tensor; `after` says where the plan is of another graph
+            return (
+                args,
+                kwargs,
+            )  # a call that gives no tensor; `after` says where the plan is of another graph
         if self.unasked and op.function in SAME and op.operands[0].wanted:
             return args[:1], {"sbp": [entry(e) for e in op.operands[0].wanted]}
         rule = rule_of(func, kwargs)
         inplace = rule is not None and rule.inplace
         called = name_of(func)
-        these = iter([t if inplace and i == 0 else self._brought(op, i, t, called) for i, t in enumerate(tensors)])
+        these = iter(
+            [
+                t if inplace and i == 0 else self._brought(op, i, t, called)
+                for i, t in enumerate(tensors)
+            ]
+        )
         return replaced(args, these), replaced(kwargs, these)
 
     def _brought(self, op: PlannedOp, i: int, t: Any, called: str) -> Any:
         wanted = op.operands[i].wanted
-        if not isinstance(t, GlobalTensor) or not wanted or _layout(t._spec) == wanted or t._spec.shown is not t._spec:
+        if (
+            not isinstance(t, GlobalTensor)
+            or not wanted
+            or _layout(t._spec) == wanted
+            or t._spec.shown is not t._spec
+        ):
             return t  # what is stored in shares is brought together by the op
         try:
             spec = t._spec.replace(layout=[entry(e) for e in wanted])
@@ -268,39 +401,59 @@ class PlanFollower:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
             why = f"{called}: operand {i}"
             if "_is_param" in t.__dict__ and parameter_gather.gather_axes(t._spec, spec):
-                # As ops gather parameters. Left to the op, it would be taken as it lies where that is cheaper than what the plan says.
-                there = GlobalTensor.wrap(parameter_gather.gather_param(t, t._spec, spec, why), spec)
+                # As ops gather parameters. Left to the op, it would be taken as it lies where that
+                # is cheaper than what the plan says.
+                there = GlobalTensor.wrap(
+                    parameter_gather.gather_param(t, t._spec, spec, why), spec
+                )
             else:
                 there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=why), spec)
             self._moved.append((t, there, there._local._version))
             return there
         except (ValueError, RuntimeError) as error:
             what = f"operand {i} ({op.operands[i].of}, {t._spec!r})"
-            raise GraphError(f"{op.name}: the plan wants {what} as {_show(wanted)}, which cannot be: {error}") from error
+            raise GraphError(
+                f"{op.name}: the plan wants {what} as {_show(wanted)}, which cannot be: {error}"
+            ) from error
 
     def written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What the op has written into operands that were brought elsewhere for it (running statistics, say) goes into the operands themselves."""
+        """What the op has written into operands that were brought elsewhere for it (running
+        statistics, say) goes into the operands themselves."""
         quiet = args[1:3] if func in _QUIET and kwargs.get(_QUIET[func]) else ()
         for t, there, version in self._moved:
             if there._local._version != version or any(there is a for a in quiet):
                 with torch.no_grad():
-                    t._local.copy_(box(there._local, there._spec, t._spec, why="what an op has written"))
+                    t._local.copy_(
+                        box(there._local, there._spec, t._spec, why="what an op has written")
+                    )
 
     def after(self, node: fx.Node, func: Any, args: Any, kwargs: Any) -> None:
-        """Check what has become of it. Raises GraphError where the op has taken an operand otherwise, or where the plan has another op here."""
+        """Check what has become of it. Raises GraphError where the op has taken an operand
+        otherwise, or where the plan has another op here."""
         op = self._now()
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        target = (
+            node.target
+            if isinstance(node.target, str)
+            else getattr(node.target, "__name__", str(node.target))
+        )
         if op is None or op.function != target or len(op.operands) != len(node.meta["came"]):
-            said = f"{op.name} = {op.function} of {len(op.operands)} tensors" if op is not None else f"nothing more after {len(self.plan.ops)} ops"
+            said = (
+                f"{op.name} = {op.function} of {len(op.operands)} tensors"
+                if op is not None
+                else f"nothing more after {len(self.plan.ops)} ops"
+            )
             here = f"{node.name} = {target} of {len(node.meta['came'])} tensors"
-            raise GraphError(f"the plan is of another graph: build() calls {here}, where the plan has {said}")
+            raise GraphError(
+                f"the plan is of another graph: build() calls {here}, where the plan has {said}"
+            )
         self.next += 1
         for i, taken in enumerate(node.meta["took"]):
             got = _final(node.meta["boxes"], node.meta["called"], i, taken)
             wanted = op.operands[i].wanted
             if self.strict and wanted and got is not None and _layout(got) != wanted:
                 raise GraphError(
-                    f"{op.name} = {op.function} (in {op.module or 'build()'}): the plan wants operand {i} ({op.operands[i].of}) as {_show(wanted)}, "
+                    f"{op.name} = {op.function} (in {op.module or 'build()'}): the plan wants "
+                    f"operand {i} ({op.operands[i].of}) as {_show(wanted)}, "
                     f"but the op takes it as {_show(_layout(got))}\n{_admitted(func, args, kwargs)}"
                 )
 
@@ -309,18 +462,22 @@ class PlanFollower:
         op = self._now()
         if op is not None:
             where = f"{op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}"
-            raise GraphError(f"the plan is of another graph: build() is over where the plan has {where}")
+            raise GraphError(
+                f"the plan is of another graph: build() is over where the plan has {where}"
+            )
 
     def _now(self) -> PlannedOp | None:
         return self.plan.ops[self.next] if self.next < len(self.plan.ops) else None
 
 
-#: Functions that write running statistics, their second and third argument, and tell autograd nothing of it, where the argument named here says so.
+#: Functions that write running statistics, their second and third argument, and tell autograd
+#: nothing of it, where the argument named here says so.
 _QUIET: Final = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def _spellings(func: Any) -> set[str]:
-    """The names under which a graph may show a function: that of the function, and that of the operator."""
+    """The names under which a graph may show a function: that of the function, and that of the
+    operator."""
     name = getattr(func, "__name__", "")
     return {name, name.strip("_"), {"__get__": "getattr", "__set__": "setattr"}.get(name, name)}
 
@@ -332,24 +489,39 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
     if rule is None or not found:
         return "it has no rule, so it takes every operand whole: B"
     placed = found[0].placement
-    specs = [t._spec.shown if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placed, [broadcast] * placed.axes) for t in tensors]
+    specs = [
+        t._spec.shown
+        if isinstance(t, GlobalTensor)
+        else Spec.make(t.shape, t.dtype, placed, [broadcast] * placed.axes)
+        for t in tensors
+    ]
     op = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=func)
     these = iter(op.args)
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
-        return f"its rule does not know this form of the call ({type(error).__name__}: {error}), so it takes every operand whole: B"
+        return (
+            f"its rule does not know this form of the call ({type(error).__name__}: {error}), "
+            f"so it takes every operand whole: B"
+        )
     if op.composite is not None or op.whole_call:
-        return "it is composed of other ops, or takes its operands whole: bring the operands there with to_global in build() instead"
+        return (
+            "it is composed of other ops, or takes its operands whole: bring the operands "
+            "there with to_global in build() instead"
+        )
     lines = []
     for axis in range(placed.axes):
-        signatures = dict.fromkeys("(" + ", ".join(e.short for e in s.ins) + ")" for s in op.signatures(axis))
+        signatures = dict.fromkeys(
+            "(" + ", ".join(e.short for e in s.ins) + ")" for s in op.signatures(axis)
+        )
         lines.append(f"  axis {axis} of {name_of(func)}'s operands: {' or '.join(signatures)}")
     return "its rule admits\n" + "\n".join(lines)
 
 
 @contextlib.contextmanager
-def following_plan(applied: PlanFollower, hooks: Callable[[Any], Any], logical: Any) -> Iterator[None]:
+def following_plan(
+    applied: PlanFollower, hooks: Callable[[Any], Any], logical: Any
+) -> Iterator[None]:
     """``hooks(logical)``, with the recorder ``logical`` following a plan."""
     logical.applied = applied
     with hooks(logical):

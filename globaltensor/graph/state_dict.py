@@ -23,7 +23,9 @@ def state_dict(graph: Any, destination: Any = None) -> Any:
         out[name] = module.state_dict()
     if graph._optimizers:
         out["optimizers"] = [entry.optimizer.state_dict() for entry in graph._optimizers]
-        out["lr_schedulers"] = [[s.state_dict() for s in _schedules(entry)] for entry in graph._optimizers]
+        out["lr_schedulers"] = [
+            [s.state_dict() for s in _schedules(entry)] for entry in graph._optimizers
+        ]
         out[STEP] = torch.tensor([graph._steps])
     if graph._scaler is not None:
         out["grad_scaler"] = graph._scaler.state_dict()
@@ -32,7 +34,13 @@ def state_dict(graph: Any, destination: Any = None) -> Any:
 
 
 def _schedules(entry: Any) -> list[Any]:
-    return list(entry.schedule) if isinstance(entry.schedule, (list, tuple)) else [entry.schedule] if entry.schedule is not None else []
+    return (
+        list(entry.schedule)
+        if isinstance(entry.schedule, (list, tuple))
+        else [entry.schedule]
+        if entry.schedule is not None
+        else []
+    )
 
 
 def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
@@ -54,21 +62,33 @@ def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
 
 
 def _check(graph: Any, saved: Any) -> None:
-    """Before anything is loaded. What a graph without optimizers is given of those of another is no error: it evaluates what that one trains."""
+    """Before anything is loaded. What a graph without optimizers is given of those of another is no
+    error: it evaluates what that one trains."""
     wanted = [*graph._modules, *(TRAINING if graph._optimizers else ())]
-    other = [name for name in saved if name not in wanted and name not in (*TRAINING, STEP, "grad_scaler", "rng")]
+    other = [
+        name
+        for name in saved
+        if name not in wanted and name not in (*TRAINING, STEP, "grad_scaler", "rng")
+    ]
     missing = [name for name in wanted if name not in saved]
     if missing:
         had = ", ".join(map(str, saved))
-        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass strict=False to leave them")
+        raise RuntimeError(
+            f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass "
+            f"strict=False to leave them"
+        )
     if other:
-        raise RuntimeError(f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not: pass strict=False to leave them")
+        raise RuntimeError(
+            f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not: "
+            f"pass strict=False to leave them"
+        )
     if graph._optimizers:
         has = [len(kept) for kept in saved["lr_schedulers"]]
         mine = [len(_schedules(entry)) for entry in graph._optimizers]
         if len(saved["optimizers"]) != len(mine) or has != mine:
             raise RuntimeError(
-                f"{graph.name}: the state is of {len(saved['optimizers'])} optimizers with {has} schedulers, the graph has {len(mine)} with {mine}: add as "
+                f"{graph.name}: the state is of {len(saved['optimizers'])} optimizers with {has} "
+                f"schedulers, the graph has {len(mine)} with {mine}: add as "
                 "many, or pass strict=False to load those that both have"
             )
 
@@ -76,7 +96,8 @@ def _check(graph: Any, saved: Any) -> None:
 def not_copied(graph: Any, protocol: Any) -> Any:
     """In place of ``__reduce_ex__``: a graph is code, and programs for the ranks of this job."""
     raise GraphError(
-        f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), and load_state_dict() it into a graph that the same class makes"
+        f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), "
+        f"and load_state_dict() it into a graph that the same class makes"
     )
 
 

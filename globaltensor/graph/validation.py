@@ -14,31 +14,59 @@ from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from .errors import GraphError
 
-__all__ = ["apply_settings", "attributes", "check_captured", "check_optimizer", "modules_of", "rebound"]
+__all__ = [
+    "apply_settings",
+    "attributes",
+    "check_captured",
+    "check_optimizer",
+    "modules_of",
+    "rebound",
+]
 
 
 def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer]) -> None:
-    """Raises GraphError for what is no optimizer, one that wants a closure or is among ``others`` already, or a scheduler that wants a metric."""
+    """Raises GraphError for what is no optimizer, one that wants a closure or is among ``others``
+    already, or a scheduler that wants a metric."""
     if not isinstance(optimizer, Optimizer):
-        raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}")
+        raise GraphError(
+            f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}"
+        )
     if any(optimizer is other for other in others):
-        raise GraphError(f"add_optimizer: this {type(optimizer).__name__} is added already: it would step twice. Give its schedulers in a list, lr_sch=[...]")
+        raise GraphError(
+            f"add_optimizer: this {type(optimizer).__name__} is added already: it would step "
+            f"twice. Give its schedulers in a list, lr_sch=[...]"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise GraphError(f"add_optimizer: {type(optimizer).__name__} runs the model several times a step, through a closure: use it without a graph")
+        raise GraphError(
+            f"add_optimizer: {type(optimizer).__name__} runs the model several times a step, "
+            f"through a closure: use it without a graph"
+        )
     for schedule in schedules if isinstance(schedules, (list, tuple)) else [schedules]:
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise GraphError("add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the calls of the graph")
+            raise GraphError(
+                "add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the "
+                "calls of the graph"
+            )
         if schedule is not None and not callable(getattr(schedule, "step", None)):
-            raise GraphError(f"add_optimizer: lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got {schedule!r}")
+            raise GraphError(
+                f"add_optimizer: lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of "
+                f"them, got {schedule!r}"
+            )
         if getattr(schedule, "optimizer", optimizer) is not optimizer:
-            raise GraphError(f"add_optimizer: lr_sch, a {type(schedule).__name__}, was made for another optimizer: make it for the one that it is given with")
+            raise GraphError(
+                f"add_optimizer: lr_sch, a {type(schedule).__name__}, was made for another "
+                f"optimizer: make it for the one that it is given with"
+            )
 
 
 def check_scaler(scaler: Any) -> None:
     """Raises GraphError for what is no scaler of losses."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise GraphError(f"set_grad_scaler: flow.amp.GradScaler(...), StaticGradScaler(scale) or None, got {scaler!r}")
+        raise GraphError(
+            f"set_grad_scaler: flow.amp.GradScaler(...), StaticGradScaler(scale) or None, got "
+            f"{scaler!r}"
+        )
 
 
 def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
@@ -46,27 +74,42 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
     if not graph._optimizers:
         return
     if not captured.scaled:
-        raise GraphError(f"{graph.name} has an optimizer, but build() calls no backward(): call loss.backward() there, or leave out add_optimizer")
+        raise GraphError(
+            f"{graph.name} has an optimizer, but build() calls no backward(): call "
+            f"loss.backward() there, or leave out add_optimizer"
+        )
     read = {id(t) for t in captured.states}
     mine = {id(p) for p in graph._held_now().tensors}
     for entry in graph._optimizers:
         for group in entry.optimizer.param_groups:
             for p in group["params"]:
-                if id(p) not in mine and id(p._local if isinstance(p, GlobalTensor) else p) not in read:
+                if (
+                    id(p) not in mine
+                    and id(p._local if isinstance(p, GlobalTensor) else p) not in read
+                ):
                     raise GraphError(
-                        f"{graph.name}: {type(entry.optimizer).__name__} has a parameter of shape {list(p.shape)} that the graph does not hold: set its module "
-                        "as an attribute of the graph, or leave it out (a module copied after the optimizer was made has other parameters)"
+                        f"{graph.name}: {type(entry.optimizer).__name__} has a parameter of shape "
+                        f"{list(p.shape)} that the graph does not hold: set its module "
+                        "as an attribute of the graph, or leave it out (a module copied after the "
+                        "optimizer was made has other parameters)"
                     )
     if captured.read and (micros > 1 or stages > 1 or graph._scaler is not None):
-        why = "they are still multiplied by the scaler's scale" if micros == stages == 1 else "they are not complete before the last micro-batch"
+        why = (
+            "they are still multiplied by the scaler's scale"
+            if micros == stages == 1
+            else "they are not complete before the last micro-batch"
+        )
         raise GraphError(
-            f"{graph.name}: build() reads gradients, but {why}: do it in a hook of the optimizer, which runs when they are: "
-            "optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: torch.nn.utils.clip_grad_norm_(parameters, 1.0))"
+            f"{graph.name}: build() reads gradients, but {why}: do it in a hook of the optimizer, "
+            f"which runs when they are: "
+            "optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: "
+            "torch.nn.utils.clip_grad_norm_(parameters, 1.0))"
         )
 
 
 def apply_settings(config: Any, optimizers: Iterable[Any]) -> None:
-    """What settings change outside of programs: which kernels optimizers step with, how cudnn chooses its algorithms."""
+    """What settings change outside of programs: which kernels optimizers step with, how cudnn
+    chooses its algorithms."""
     if config.fused is not None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -77,9 +120,18 @@ def apply_settings(config: Any, optimizers: Iterable[Any]) -> None:
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
-    """The modules that a function names: it is one, belongs to one, holds them, or finds them around itself or among the globals."""
-    held = [getattr(function, "__self__", None), function, *getattr(function, "__dict__", {}).values()]
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != types.CellType()]
+    """The modules that a function names: it is one, belongs to one, holds them, or finds them
+    around itself or among the globals."""
+    held = [
+        getattr(function, "__self__", None),
+        function,
+        *getattr(function, "__dict__", {}).values(),
+    ]
+    held += [
+        cell.cell_contents
+        for cell in getattr(function, "__closure__", None) or ()
+        if cell != types.CellType()
+    ]
     code = getattr(function, "__code__", None)
     if code is not None:
         held += [function.__globals__.get(name) for name in code.co_names]
@@ -88,13 +140,18 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def rebound(programs: Iterable[Any]) -> frozenset[Any]:
-    """Which tensors the attributes hold that programs read or keep a state in: whoever puts another there means that one from now on."""
+    """Which tensors the attributes hold that programs read or keep a state in: whoever puts another
+    there means that one from now on."""
     slots = {(id(held), k): held for built in programs for held, k in built.captured.slots}
-    return frozenset((where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), []))) for (where, k), held in slots.items())
+    return frozenset(
+        (where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), [])))
+        for (where, k), held in slots.items()
+    )
 
 
 def attributes(graph: Any) -> tuple[Any, ...]:
-    """What of a graph's own attributes its programs depend on: plain values, and which tensors they are."""
+    """What of a graph's own attributes its programs depend on: plain values, and which tensors they
+    are."""
     found: list[Any] = []
     for name, value in graph.__dict__.items():
         if not name.startswith("_") and name not in ("name", "config"):

@@ -12,12 +12,15 @@ __all__ = ["LAMB"]
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam whose step of each parameter is scaled by the norm of the parameter over that of the step (You et al. 2020, "Large batch optimization for deep
-    learning: training BERT in 76 minutes"), with OneFlow's options. On global parameters both norms are of the whole parameter, however it is split.
+    """Adam whose step of each parameter is scaled by the norm of the parameter over that of the
+    step (You et al. 2020, "Large batch optimization for deep learning: training BERT in 76
+    minutes"), with OneFlow's options. On global parameters both norms are of the whole parameter,
+    however it is split.
 
-    ``adam_w_mode``: weight decay goes beside Adam's step (Loshchilov and Hutter 2019), scaled like it but, as in OneFlow, not part of its norm; otherwise it
-    is added to the gradient. ``contiguous_params`` has no effect. Raises ValueError for a negative rate, epsilon or decay, betas outside [0, 1), and for
-    ``amsgrad``, of which LAMB has no variant.
+    ``adam_w_mode``: weight decay goes beside Adam's step (Loshchilov and Hutter 2019), scaled like
+    it but, as in OneFlow, not part of its norm; otherwise it is added to the gradient.
+    ``contiguous_params`` has no effect. Raises ValueError for a negative rate, epsilon or decay,
+    betas outside [0, 1), and for ``amsgrad``, of which LAMB has no variant.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([w], lr=0.1)
@@ -28,8 +31,10 @@ class LAMB(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        adam_w_mode: bool = True, do_bias_correction: bool = True, amsgrad: bool = False, contiguous_params: bool = False,
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0,
+        adam_w_mode: bool = True, do_bias_correction: bool = True, amsgrad: bool = False,
+        contiguous_params: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -37,13 +42,30 @@ class LAMB(torch.optim.Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"LAMB: betas must lie in [0, 1), got {betas}")
         if amsgrad:
-            raise ValueError("LAMB: there is no amsgrad variant of it; leave amsgrad=False, or use Adam")
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam_w_mode": adam_w_mode}
-        super().__init__(params, {**options, "do_bias_correction": do_bias_correction, "amsgrad": amsgrad, "contiguous_params": contiguous_params})
+            raise ValueError(
+                "LAMB: there is no amsgrad variant of it; leave amsgrad=False, or use Adam"
+            )
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+        }
+        super().__init__(
+            params,
+            {
+                **options,
+                "do_bias_correction": do_bias_correction,
+                "amsgrad": amsgrad,
+                "contiguous_params": contiguous_params,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient -> what ``closure``, called first, returns."""
+        """One step of every parameter that has a gradient -> what ``closure``, called first,
+        returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,7 +89,9 @@ class LAMB(torch.optim.Optimizer):
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         if group["do_bias_correction"]:
             steps = state["step"].to(p.device)
-            change = (mean / (1 - beta1**steps)).div_((square / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
+            change = (mean / (1 - beta1**steps)).div_(
+                (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+            )
         else:
             change = mean / square.sqrt().add_(group["eps"])
         size, length = p.norm(), change.norm()

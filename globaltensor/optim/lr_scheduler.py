@@ -1,4 +1,5 @@
-"""``flow.optim.lr_scheduler``: torch's schedulers, OneFlow's two that torch lacks, and one that both have. A step is what torch calls an epoch."""
+"""``flow.optim.lr_scheduler``: torch's schedulers, OneFlow's two that torch lacks, and one that
+both have. A step is what torch calls an epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ __getattr__ = _names_of_torch(__name__)
 
 def _tell(scheduler: Any) -> None:
     if scheduler.verbose:
-        sys.stdout.write(f"step {scheduler.last_epoch}: learning rates {', '.join(f'{lr:.4g}' for lr in scheduler.get_last_lr())}\n")
+        sys.stdout.write(
+            f"step {scheduler.last_epoch}: learning rates "
+            f"{', '.join(f'{lr:.4g}' for lr in scheduler.get_last_lr())}\n"
+        )
 
 
 class _Scheduler(LRScheduler):
@@ -42,10 +46,18 @@ class _Scheduler(LRScheduler):
 
 
 class CosineDecayLR(_Scheduler):
-    """The rate falls along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts) to ``alpha`` times itself in ``decay_steps`` steps, and stays
-    there. Raises ValueError unless ``decay_steps`` is positive."""
+    """The rate falls along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts) to
+    ``alpha`` times itself in ``decay_steps`` steps, and stays there. Raises ValueError unless
+    ``decay_steps`` is positive."""
 
-    def __init__(self, optimizer: Optimizer, decay_steps: int, alpha: float = 0.0, last_step: int = -1, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        decay_steps: int,
+        alpha: float = 0.0,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
         if decay_steps <= 0:
             raise ValueError(f"CosineDecayLR: decay_steps must be positive, got {decay_steps}")
         self.decay_steps, self.alpha = decay_steps, alpha
@@ -53,14 +65,18 @@ class CosineDecayLR(_Scheduler):
 
     def get_lr(self) -> list[Any]:
         """The rates of the groups at this step."""
-        fallen = 0.5 * (1 + math.cos(math.pi * min(self.last_epoch, self.decay_steps) / self.decay_steps))
+        fallen = 0.5 * (
+            1 + math.cos(math.pi * min(self.last_epoch, self.decay_steps) / self.decay_steps)
+        )
         return [base * ((1 - self.alpha) * fallen + self.alpha) for base in self.base_lrs]
 
 
 class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
-    """Torch's; and OneFlow's, where ``decay_batch`` (or ``steps``, its older name) is given: in so many steps the rate falls to ``end_learning_rate``, as
-    (1 - step / decay_batch) ** ``power``. It stays there, or with ``cycle`` goes on falling from the rate it began with, over twice the steps, then three
-    times. Raises ValueError unless ``decay_batch`` is positive, TypeError for words of both.
+    """Torch's; and OneFlow's, where ``decay_batch`` (or ``steps``, its older name) is given: in so
+    many steps the rate falls to ``end_learning_rate``, as (1 - step / decay_batch) ** ``power``. It
+    stays there, or with ``cycle`` goes on falling from the rate it began with, over twice the
+    steps, then three times. Raises ValueError unless ``decay_batch`` is positive, TypeError for
+    words of both.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -75,13 +91,18 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_iters: int | None = None, power: float = 1.0, last_epoch: int = -1, *, decay_batch: int | None = None,
-        steps: int | None = None, end_learning_rate: float | None = None, cycle: bool = False, last_step: int = -1, verbose: bool = False,
+        self, optimizer: Optimizer, total_iters: int | None = None, power: float = 1.0,
+        last_epoch: int = -1, *, decay_batch: int | None = None,
+        steps: int | None = None, end_learning_rate: float | None = None, cycle: bool = False,
+        last_step: int = -1, verbose: bool = False,
     ) -> None:  # fmt: skip
         given = [n for n in (total_iters, decay_batch, steps) if n is not None]
         ours = decay_batch is not None or steps is not None
         if len(given) > 1 or (not ours and (end_learning_rate is not None or cycle)):
-            raise TypeError("PolynomialLR: give total_iters (as torch has it), or decay_batch with end_learning_rate and cycle (as OneFlow has it)")
+            raise TypeError(
+                "PolynomialLR: give total_iters (as torch has it), or decay_batch with "
+                "end_learning_rate and cycle (as OneFlow has it)"
+            )
         self.decay_batch, self.cycle, self.verbose = given[0] if ours else None, cycle, verbose
         self.end_learning_rate = 0.0001 if end_learning_rate is None else end_learning_rate
         if ours and given[0] <= 0:
@@ -96,7 +117,10 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
         if self.cycle:
             over *= max(1, math.ceil(at / over))
         left: float = (1 - min(at, over) / over) ** self.power
-        return [(base - self.end_learning_rate) * left + self.end_learning_rate for base in self.base_lrs]
+        return [
+            (base - self.end_learning_rate) * left + self.end_learning_rate
+            for base in self.base_lrs
+        ]
 
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step."""
@@ -105,11 +129,13 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
 
 
 class WarmupLR(_Scheduler):
-    """Rates begin at ``warmup_factor`` times the optimizer's and for ``warmup_iters`` steps stay there ("constant") or grow evenly ("linear").
+    """Rates begin at ``warmup_factor`` times the optimizer's and for ``warmup_iters`` steps stay
+    there ("constant") or grow evenly ("linear").
 
-    Given a scheduler, they then go by it. It goes on all along: the growth ends where it will be by then; with ``warmup_prefix`` it begins when the growth,
-    to the optimizer's own rates, has ended. Call ``step`` of this one alone. Raises ValueError for another method, for something that is neither a scheduler
-    nor an optimizer, and for no steps with an optimizer.
+    Given a scheduler, they then go by it. It goes on all along: the growth ends where it will be by
+    then; with ``warmup_prefix`` it begins when the growth, to the optimizer's own rates, has ended.
+    Call ``step`` of this one alone. Raises ValueError for another method, for something that is
+    neither a scheduler nor an optimizer, and for no steps with an optimizer.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -121,30 +147,53 @@ class WarmupLR(_Scheduler):
     ...     schedule.step()
     >>> rates
     [0.05, 0.075, 0.1, 0.05, 0.025]
-    """
+    """  # noqa: E501
 
     def __init__(
-        self, scheduler_or_optimizer: LRScheduler | Optimizer, warmup_factor: float = 1.0 / 3, warmup_iters: int = 5, warmup_method: str = "linear",
+        self, scheduler_or_optimizer: LRScheduler | Optimizer, warmup_factor: float = 1.0 / 3,
+        warmup_iters: int = 5, warmup_method: str = "linear",
         warmup_prefix: bool = False, last_step: int = -1, verbose: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(scheduler_or_optimizer, (LRScheduler, Optimizer)):
-            raise ValueError(f"WarmupLR: takes a scheduler or an optimizer, got {type(scheduler_or_optimizer).__name__}")
+            raise ValueError(
+                f"WarmupLR: takes a scheduler or an optimizer, got "
+                f"{type(scheduler_or_optimizer).__name__}"
+            )
         if warmup_method not in ("linear", "constant"):
-            raise ValueError(f'WarmupLR: warmup_method is "linear" or "constant", got {warmup_method!r}')
-        self.scheduler = scheduler_or_optimizer if isinstance(scheduler_or_optimizer, LRScheduler) else None
+            raise ValueError(
+                f'WarmupLR: warmup_method is "linear" or "constant", got {warmup_method!r}'
+            )
+        self.scheduler = (
+            scheduler_or_optimizer if isinstance(scheduler_or_optimizer, LRScheduler) else None
+        )
         if self.scheduler is None and warmup_iters <= 0:
-            raise ValueError(f"WarmupLR: warmup_iters must be positive where there is no scheduler to go on with, got {warmup_iters}")
-        self.warmup_factor, self.warmup_iters, self.warmup_method, self.warmup_prefix = warmup_factor, warmup_iters, warmup_method, warmup_prefix
+            raise ValueError(
+                f"WarmupLR: warmup_iters must be positive where there is no scheduler to go on "
+                f"with, got {warmup_iters}"
+            )
+        self.warmup_factor, self.warmup_iters, self.warmup_method, self.warmup_prefix = (
+            warmup_factor,
+            warmup_iters,
+            warmup_method,
+            warmup_prefix,
+        )
         optimizer = scheduler_or_optimizer if self.scheduler is None else self.scheduler.optimizer
         self._ends = self._foreseen(optimizer)
         super().__init__(optimizer, last_step, verbose)  # type: ignore[arg-type]
 
     def _foreseen(self, optimizer: Any) -> list[Any] | None:
-        """The rates that the scheduler will have come to when the growth ends; None: the optimizer's own."""
+        """The rates that the scheduler will have come to when the growth ends; None: the
+        optimizer's own."""
         scheduler = self.scheduler
         if scheduler is None or self.warmup_prefix:
             return None
-        state, groups = scheduler.state_dict(), [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        state, groups = (
+            scheduler.state_dict(),
+            [
+                copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+                for group in optimizer.param_groups
+            ],
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a step of the optimizer comes first
             for _ in range(scheduler.last_epoch, self.warmup_iters):
@@ -157,11 +206,16 @@ class WarmupLR(_Scheduler):
         return ends
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates of the next step. Raises ValueError for ``epoch``: rates here follow one another."""
+        """Set the rates of the next step. Raises ValueError for ``epoch``: rates here follow one
+        another."""
         if epoch is not None:
-            raise ValueError("WarmupLR: step() takes no epoch; to go on from a step, load_state_dict")
+            raise ValueError(
+                "WarmupLR: step() takes no epoch; to go on from a step, load_state_dict"
+            )
         scheduler = self.scheduler
-        if scheduler is not None and self.last_epoch >= (self.warmup_iters if self.warmup_prefix else 0):
+        if scheduler is not None and self.last_epoch >= (
+            self.warmup_iters if self.warmup_prefix else 0
+        ):
             for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 _set(group, "lr", lr)  # schedulers of torch go on from the rates they find
             scheduler.step()
@@ -176,18 +230,26 @@ class WarmupLR(_Scheduler):
         if self.warmup_method == "constant":
             return starts
         ends = self.base_lrs if self._ends is None else self._ends
-        return [start + (end - start) * at / self.warmup_iters for start, end in zip(starts, ends, strict=True)]
+        return [
+            start + (end - start) * at / self.warmup_iters
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """This one's state, with that of the scheduler it goes on with."""
         state = {k: v for k, v in super().state_dict().items() if k != "scheduler"}
-        return state if self.scheduler is None else {**state, "scheduler": self.scheduler.state_dict()}
+        return (
+            state if self.scheduler is None else {**state, "scheduler": self.scheduler.state_dict()}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state. Raises ValueError where it has a scheduler's state and this one no scheduler, or the other way round."""
+        """Go on from a state. Raises ValueError where it has a scheduler's state and this one no
+        scheduler, or the other way round."""
         state = dict(state_dict)
         if ("scheduler" in state) != (self.scheduler is not None):
-            raise ValueError("WarmupLR: the state and this one must both go on with a scheduler, or neither")
+            raise ValueError(
+                "WarmupLR: the state and this one must both go on with a scheduler, or neither"
+            )
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state.pop("scheduler"))
         super().load_state_dict(state)

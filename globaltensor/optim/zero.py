@@ -1,8 +1,11 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): what the ranks along a broadcast axis hold alike, they share among them.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): what the ranks along a broadcast axis hold
+alike, they share among them.
 
-Stage 1 shares the optimizer's state: each rank steps its share of a parameter, then the shares are gathered. Stage 2 shares the gradients too: they are
-reduce-scattered while backward runs. Stage 3 shares the parameters: gathered for each use (_tensor/gradients/parameter_gather.py; ``sharded.freed()`` lets go
-of them in between). What users see stays: a parameter shows, and gives, the layout it was placed with.
+Stage 1 shares the optimizer's state: each rank steps its share of a parameter, then the shares are
+gathered. Stage 2 shares the gradients too: they are reduce-scattered while backward runs. Stage 3
+shares the parameters: gathered for each use (_tensor/gradients/parameter_gather.py;
+``sharded.freed()`` lets go of them in between). What users see stays: a parameter shows, and gives,
+the layout it was placed with.
 """
 
 from __future__ import annotations
@@ -28,13 +31,22 @@ from .local_step import ELEMENTWISE, relay
 
 __all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
 
-LEAST_BYTES, MOST_BYTES = 128 << 10, 25 << 20  # of a bucket of gradients: as large as the largest parameter, within these
+LEAST_BYTES, MOST_BYTES = (
+    128 << 10,
+    25 << 20,
+)  # of a bucket of gradients: as large as the largest parameter, within these
 
 
-def freeing(zero: tuple[int, ...] | None, followed: bool, searched: Any) -> contextlib.AbstractContextManager[None]:
-    """Around a step's forward pass: whether gathered parameters are let go of, in ZeRO's third stage, or as a plan says that is ``followed`` or was
-    ``searched`` for."""
-    wanted = followed or (zero is not None and zero[0] == 3) or (searched is not None and searched.choices.get("freed"))
+def freeing(
+    zero: tuple[int, ...] | None, followed: bool, searched: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Around a step's forward pass: whether gathered parameters are let go of, in ZeRO's third
+    stage, or as a plan says that is ``followed`` or was ``searched`` for."""
+    wanted = (
+        followed
+        or (zero is not None and zero[0] == 3)
+        or (searched is not None and searched.choices.get("freed"))
+    )
     return parameter_gather.reshard_after_forward() if wanted else contextlib.nullcontext()
 
 
@@ -43,11 +55,11 @@ class ZeroError(GlobalTensorError):
 
 
 def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
-    """How a tensor that lies as ``spec`` is shared by the ranks that hold it alike; None where it is not: no such ranks, or less than ``shard_min_size``
-    elements for each of them.
+    """How a tensor that lies as ``spec`` is shared by the ranks that hold it alike; None where it
+    is not: no such ranks, or less than ``shard_min_size`` elements for each of them.
 
-    Dim 0 is split where it is whole and gives every rank as much: such shares are runs of memory. Else the largest whole dim that gives each something,
-    else the largest dim.
+    Dim 0 is split where it is whole and gives every rank as much: such shares are runs of memory.
+    Else the largest whole dim that gives each something, else the largest dim.
 
     >>> import torch
     >>> from globaltensor.sbp import broadcast
@@ -56,7 +68,12 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
     """
     axes = [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
     ranks = math.prod(spec.placement.shape[a] for a in axes)
-    if not axes or not spec.shape or any(e.is_partial for e in spec.layout) or spec.numel < shard_min_size * ranks:
+    if (
+        not axes
+        or not spec.shape
+        or any(e.is_partial for e in spec.layout)
+        or spec.numel < shard_min_size * ranks
+    ):
         return None
     shape = spec.local_shape(spec.placement.flat[0])
     taken = {e.dim for a, e in enumerate(spec.layout) if e.is_split and spec.placement.shape[a] > 1}
@@ -65,53 +82,86 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
         dim = 0
     else:
         dim = max(ample or range(len(shape)), key=lambda d: shape[d])
-    # Splits nest with the first axis outermost: where the dim is split already, shares are pieces of those pieces only if their axes come last.
+    # Splits nest with the first axis outermost: where the dim is split already, shares are pieces
+    # of those pieces only if their axes come last.
     order = list(range(spec.placement.axes))
     if any(e.is_split and e.dim == dim for e in spec.layout):
         order = [a for a in order if a not in axes] + axes
-    where = spec.placement if order == sorted(order) else Placement(spec.placement.type, spec.placement.ranks.transpose(order))
+    where = (
+        spec.placement
+        if order == sorted(order)
+        else Placement(spec.placement.type, spec.placement.ranks.transpose(order))
+    )
     layout = [split(dim) if a in axes else spec.layout[a] for a in order]
-    return StorageSpec.of(spec.replace(placement=where, layout=layout), spec, [order.index(a) for a in axes])
+    return StorageSpec.of(
+        spec.replace(placement=where, layout=layout), spec, [order.index(a) for a in axes]
+    )
 
 
 class Zero:
     """Shares what the optimizers' parameters need among the ranks that hold these parameters alike.
 
-    ``stage``: 1, 2 or 3. ``shard_min_size``: a parameter is shared where it has at least so many elements for each of these ranks (OneFlow's rule).
-    Every rank makes the same one, with the same optimizers. It acts from ``attach()`` to ``detach()``, on optimizers that have made steps too; a state
-    loaded meanwhile, from training with another stage or none, is shared at the next step.
-    A parameter all of whose large dims are split already is shared up to stage 2 only. Gradients show the parameter's layout and lie in shares.
-    Raises ZeroError: no such stage or size, an optimizer that looks at whole tensors (LBFGS, Adafactor, Muon), a subclass, ``differentiable=True``.
+    ``stage``: 1, 2 or 3. ``shard_min_size``: a parameter is shared where it has at least so many
+    elements for each of these ranks (OneFlow's rule). Every rank makes the same one, with the same
+    optimizers. It acts from ``attach()`` to ``detach()``, on optimizers that have made steps too; a
+    state loaded meanwhile, from training with another stage or none, is shared at the next step. A
+    parameter all of whose large dims are split already is shared up to stage 2 only. Gradients show
+    the parameter's layout and lie in shares. Raises ZeroError: no such stage or size, an optimizer
+    that looks at whole tensors (LBFGS, Adafactor, Muon), a subclass, ``differentiable=True``.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], stage: int, shard_min_size: int = 1024) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], stage: int, shard_min_size: int = 1024
+    ) -> None:
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise ZeroError(f"ZeRO has the stages 1 (optimizer state), 2 (and gradients) and 3 (and parameters); got {stage!r}")
+            raise ZeroError(
+                f"ZeRO has the stages 1 (optimizer state), 2 (and gradients) and 3 (and "
+                f"parameters); got {stage!r}"
+            )
         if type(shard_min_size) is not int or shard_min_size < 1:
-            raise ZeroError(f"shard_min_size is the least number of elements that a rank gets of a parameter, 1 or more; got {shard_min_size!r}")
+            raise ZeroError(
+                f"shard_min_size is the least number of elements that a rank gets of a parameter, "
+                f"1 or more; got {shard_min_size!r}"
+            )
         for optimizer in optimizers:
             if type(optimizer) not in ELEMENTWISE:
                 raise ZeroError(
-                    f"ZeRO lets each rank step its share of a parameter, but what {type(optimizer).__name__} does to an element may depend on the others; "
-                    f"those that work element by element: {', '.join(sorted(o.__name__ for o in ELEMENTWISE))}"
+                    f"ZeRO lets each rank step its share of a parameter, but what "
+                    f"{type(optimizer).__name__} does to an element may depend on the others; "
+                    f"those that work element by element: "
+                    f"{', '.join(sorted(o.__name__ for o in ELEMENTWISE))}"
                 )
             if any(group.get("differentiable") for group in optimizer.param_groups):
-                raise ZeroError("ZeRO does not go with differentiable=True: the shares are gathered without a graph")
+                raise ZeroError(
+                    "ZeRO does not go with differentiable=True: the shares are gathered without a "
+                    "graph"
+                )
         self.optimizers, self.stage, self.shard_min_size = list(optimizers), stage, shard_min_size
         self.shared: dict[GlobalTensor, StorageSpec] = {}  # while attached
 
     def parameters(self) -> list[GlobalTensor]:
         """The global parameters of the optimizers, each once."""
-        every = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        every = (
+            p
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
         return list(dict.fromkeys(p for p in every if isinstance(p, GlobalTensor)))
 
     def attach(self) -> Zero:
-        """Share out what there is, and from now on; returns itself. Collective. Parameters that other ones of these hold are left to them."""
+        """Share out what there is, and from now on; returns itself. Collective. Parameters that
+        other ones of these hold are left to them."""
         leaves: list[LeafGradient] = []
         largest = 0
         for p in self.parameters():
             shares = shares_of(p._spec, self.shard_min_size)
-            if shares is None or p._shard is not None or isinstance(p._spec, StorageSpec) or not p._local.is_leaf:
+            if (
+                shares is None
+                or p._shard is not None
+                or isinstance(p._spec, StorageSpec)
+                or not p._local.is_leaf
+            ):
                 continue
             self.shared[p] = shares
             if self.stage == 3 and shares.placement is p._spec.placement:
@@ -125,14 +175,18 @@ class Zero:
                     p._leaf.keep(shares)
                     p._leaf.value = None
                     leaves.append(p._leaf)
-                largest = max(largest, math.prod(shares.shown.local_shape(p.placement.flat[0])) * p.dtype.itemsize)
+                largest = max(
+                    largest,
+                    math.prod(shares.shown.local_shape(p.placement.flat[0])) * p.dtype.itemsize,
+                )
                 p.grad = grad
         reducer().expect(leaves, min(max(largest, LEAST_BYTES), MOST_BYTES))
         self._relay()
         return self
 
     def detach(self) -> None:
-        """Every rank holds again what it is shown to hold, of parameters, gradients and state. Collective."""
+        """Every rank holds again what it is shown to hold, of parameters, gradients and state.
+        Collective."""
         shared, self.shared = self.shared, {}
         for p, shares in shared.items():
             if p._spec is shares:

@@ -1,8 +1,10 @@
 """Linear layers and tables of words, where they stand in a model and what belongs to them.
 
-A layer may stand inside another module: one that adds low-rank matrices to it (LoRA: Hu et al. 2021), or trains a copy in its place, as peft does; one of the
-user's own that does so. Or its weight is computed of others (torch.nn.utils.parametrize). What belongs to it is laid out as it is: what gives its outputs is
-split with them, what takes its inputs with these. Any layout computes the same, so what is not known costs speed at most.
+A layer may stand inside another module: one that adds low-rank matrices to it (LoRA: Hu et al.
+2021), or trains a copy in its place, as peft does; one of the user's own that does so. Or its
+weight is computed of others (torch.nn.utils.parametrize). What belongs to it is laid out as it is:
+what gives its outputs is split with them, what takes its inputs with these. Any layout computes the
+same, so what is not known costs speed at most.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from torch import nn
 
 __all__ = ["Layer", "layers_in", "transposed"]
 
-#: By what names peft keeps the layer that an adapter is for, and the module that a copy is trained for.
+#: By what names peft keeps the layer that an adapter is for, and the module that a copy is trained
+#: for.
 _BASES = ("base_layer", "original_module")
 
 
 def transposed(module: nn.Module) -> bool:
-    """Return True if a linear layer keeps its weight as [inputs, outputs] (transformers' Conv1D)."""
-    return not isinstance(module, nn.Linear) and hasattr(module, "nf") and "weight" in module._parameters
+    """Return True if a linear layer keeps its weight as [inputs, outputs] (transformers'
+    Conv1D)."""
+    return (
+        not isinstance(module, nn.Linear)
+        and hasattr(module, "nf")
+        and "weight" in module._parameters
+    )
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -30,7 +38,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a layer; of a table, words and features."""
-    weight = module._parameters.get("weight")  # not `module.weight`: a parametrized one is computed anew, spectral norm's with another iteration
+    # not `module.weight`: a parametrized one is computed anew, spectral norm's with another
+    # iteration
+    weight = module._parameters.get("weight")
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     if weight is None or weight.dim() != 2:
@@ -40,8 +50,9 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 class Layer:
-    """A linear layer or a table: ``base``, at ``inner`` in its model. ``module``, at ``path``, is the outermost module that stands for it: it takes what the
-    layer takes, and gives what that gives and its adapters add."""
+    """A linear layer or a table: ``base``, at ``inner`` in its model. ``module``, at ``path``, is
+    the outermost module that stands for it: it takes what the layer takes, and gives what that
+    gives and its adapters add."""
 
     def __init__(self, inner: str, base: nn.Module, path: str, module: nn.Module) -> None:
         self.inner, self.base, self.path, self.module = inner, base, path, module
@@ -73,7 +84,8 @@ class Layer:
         return self._dim(parameter, self.inputs, self.outputs, 1)
 
     def _dim(self, parameter: torch.Tensor, size: int, other: int, usual: int) -> int | None:
-        """Matrices of adapters are [outputs, inputs], with a rank in place of one, as those of linear layers are; or the other way round, where that shows."""
+        """Matrices of adapters are [outputs, inputs], with a rank in place of one, as those of
+        linear layers are; or the other way round, where that shows."""
         turned = isinstance(self.base, nn.Embedding) or transposed(self.base)
         shape = tuple(parameter.shape)
         if shape == ((self.inputs, self.outputs) if turned else (self.outputs, self.inputs)):
@@ -88,8 +100,8 @@ class Layer:
 
 
 def _from_right(module: nn.Module, base: nn.Module) -> bool:
-    """Return True if a module applies matrices of its own to a square layer's inputs from the right: the first of them, which takes these, is [inputs, rank].
-    """
+    """Return True if a module applies matrices of its own to a square layer's inputs from the
+    right: the first of them, which takes these, is [inputs, rank]."""
     inputs, outputs = _sizes(base)
     first = next((p for p in module._parameters.values() if p is not None and p.dim() == 2), None)
     return first is not None and inputs == outputs == first.shape[0] > first.shape[1]
@@ -98,9 +110,18 @@ def _from_right(module: nn.Module, base: nn.Module) -> bool:
 def layers_in(model: nn.Module) -> list[Layer]:
     """All layers of a model, in order; what belongs to one is none itself."""
     modules = dict(model.named_modules())
-    found = [_seated(path, module, modules) for path, module in modules.items() if _is_layer(module)]
-    tops = {layer.path: layer for layer in reversed(found)}  # where several stand for one, the first counts
-    return [layer for layer in found if tops[layer.path] is layer and not any(top in tops and top != layer.path for top in _above(layer.path))]
+    found = [
+        _seated(path, module, modules) for path, module in modules.items() if _is_layer(module)
+    ]
+    tops = {
+        layer.path: layer for layer in reversed(found)
+    }  # where several stand for one, the first counts
+    return [
+        layer
+        for layer in found
+        if tops[layer.path] is layer
+        and not any(top in tops and top != layer.path for top in _above(layer.path))
+    ]
 
 
 def _above(path: str) -> Iterator[str]:
@@ -122,11 +143,14 @@ def _seated(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> La
 
 
 def _stands_for(module: nn.Module, name: str, base: nn.Module) -> bool:
-    """Return True if a module is its child of that name, which is or stands for ``base``, and pairs of low-rank matrices beside it."""
+    """Return True if a module is its child of that name, which is or stands for ``base``, and pairs
+    of low-rank matrices beside it."""
     if name in _BASES:
         return True
     inputs, outputs = _sizes(base)
-    added = [p for path, p in module.named_parameters() if path.partition(".")[0] != name and p.dim() > 1]
+    added = [
+        p for path, p in module.named_parameters() if path.partition(".")[0] != name and p.dim() > 1
+    ]
     if not added or isinstance(module, nn.Sequential) or any(p.dim() > 2 for p in added):
         return False
     taking, giving = Counter[int](), Counter[int]()  # by their ranks

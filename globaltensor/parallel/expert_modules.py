@@ -1,7 +1,10 @@
-"""Modules of experts inside models: found by their form, and run so that tokens go to the ranks of their experts.
+"""Modules of experts inside models: found by their form, and run so that tokens go to the ranks of
+their experts.
 
-The form is that of transformers 5: parameters of at least three dims whose first is the experts, and ``forward(tokens, index, weights)``. What the experts
-compute stays the module's own business: on each rank its own ``forward`` runs on a copy that has this rank's experts alone, each row with one expert.
+The form is that of transformers 5: parameters of at least three dims whose first is the experts,
+and ``forward(tokens, index, weights)``. What the experts compute stays the module's own business:
+on each rank its own ``forward`` runs on a copy that has this rank's experts alone, each row with
+one expert.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     """path -> module, of every module of experts in ``model``."""
-    return {path: module for path, module in model.named_modules() if _count(module) and _takes_tokens(module)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if _count(module) and _takes_tokens(module)
+    }
 
 
 def _count(module: nn.Module) -> int:
@@ -38,31 +45,45 @@ def _count(module: nn.Module) -> int:
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    """``forward(hidden_states, top_k_index, top_k_weights)``, by these names or the like: ``router_indices``, ``routing_weights``."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:4]  # of the class: it may be dispatched already
-    return len(names) == 3 and ("ind" in names[1] or "ids" in names[1]) and any(word in names[2] for word in ("weight", "score", "prob"))
+    """``forward(hidden_states, top_k_index, top_k_weights)``, by these names or the like:
+    ``router_indices``, ``routing_weights``."""
+    names = list(inspect.signature(type(module).forward).parameters)[
+        1:4
+    ]  # of the class: it may be dispatched already
+    return (
+        len(names) == 3
+        and ("ind" in names[1] or "ids" in names[1])
+        and any(word in names[2] for word in ("weight", "score", "prob"))
+    )
 
 
 def expert_parameters(module: nn.Module) -> list[str]:
-    """The names of those parameters of a module of experts whose first dim is the experts: matrices, and the biases of each."""
+    """The names of those parameters of a module of experts whose first dim is the experts:
+    matrices, and the biases of each."""
     count = _count(module)
     return [name for name, p in module.named_parameters() if p.dim() >= 2 and p.shape[0] == count]
 
 
 def dispatch_tokens(module: nn.Module) -> None:
-    """Let a module of experts send its tokens to the ranks of their experts, once its parameters are global. Its results must be linear in the weights."""
+    """Let a module of experts send its tokens to the ranks of their experts, once its parameters
+    are global. Its results must be linear in the weights."""
     module.forward = _Dispatch(module)
 
 
 class _Dispatch:
-    """``forward`` of a module of experts. An object, which is copied and pickled together with its module, as a function or a method of others is not."""
+    """``forward`` of a module of experts. An object, which is copied and pickled together with its
+    module, as a function or a method of others is not."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:  # by the names that this module has for them
-            args = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
+            args = (
+                inspect.signature(type(self.module).forward)
+                .bind(self.module, *args, **kwargs)
+                .args[1:]
+            )
         return _forward(self.module, *args)
 
 
@@ -72,18 +93,28 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
     if not any(isinstance(p, GlobalTensor) for p in parameters.values()):
         return type(module).forward(module, hidden, index, weights)
     own = expert_parameters(module)
-    common = {name: t for name, t in [*parameters.items(), *module.named_buffers()] if name not in own}
+    common = {
+        name: t for name, t in [*parameters.items(), *module.named_buffers()] if name not in own
+    }
     tokens = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     if index.dim() != 2:
         index, weights = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
     function = _OnParts(weakref.ref(module), tuple(own), tuple(common))
-    out = moe_experts(tokens, index, weights, *[parameters[name] for name in own], function=function, shared=tuple(common.values()))
+    out = moe_experts(
+        tokens,
+        index,
+        weights,
+        *[parameters[name] for name in own],
+        function=function,
+        shared=tuple(common.values()),
+    )
     return out if hidden.dim() == 2 else out.reshape(hidden.shape)
 
 
 @dataclass(frozen=True)
 class _OnParts(TokenFunction):
-    """A module's own ``forward`` on the experts of a rank. Equal for the same module, for plans are kept by it; and kept weakly, for plans outlive models."""
+    """A module's own ``forward`` on the experts of a rank. Equal for the same module, for plans are
+    kept by it; and kept weakly, for plans outlive models."""
 
     module: weakref.ref[nn.Module]
     own: tuple[str, ...]
@@ -91,12 +122,16 @@ class _OnParts(TokenFunction):
 
     def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
         expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(rows.device)
-        return self._run(len(counts), (rows, expert[:, None], rows.new_ones(rows.shape[0], 1)), parameters)
+        return self._run(
+            len(counts), (rows, expert[:, None], rows.new_ones(rows.shape[0], 1)), parameters
+        )
 
     def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         return self._run(parameters[0].shape[0], (x, index, weights), parameters)
 
-    def _run(self, count: int, args: tuple[Tensor, Tensor, Tensor], parameters: tuple[Tensor, ...]) -> Tensor:
+    def _run(
+        self, count: int, args: tuple[Tensor, Tensor, Tensor], parameters: tuple[Tensor, ...]
+    ) -> Tensor:
         module = self.module()
         assert module is not None, "it has called this"
         there = _copy(module, dict(zip((*self.own, *self.common), parameters, strict=True)))
@@ -105,18 +140,33 @@ class _OnParts(TokenFunction):
                 there.__dict__[name] = count
         out = there.forward(*args)
         if not isinstance(out, Tensor):
-            raise ShapeError(f"{type(module).__name__}: a module of experts must return one tensor, not {type(out).__name__}")
+            raise ShapeError(
+                f"{type(module).__name__}: a module of experts must return one tensor, not "
+                f"{type(out).__name__}"
+            )
         return out
 
 
 def _copy(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """The same module with these tensors, by path, for its parameters and buffers. Its class runs it, no hook and no ``forward`` of the instance."""
+    """The same module with these tensors, by path, for its parameters and buffers. Its class runs
+    it, no hook and no ``forward`` of the instance."""
     there = copy.copy(module)
     there.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     for held in ("_parameters", "_buffers"):
-        there.__dict__[held] = {name: tensors.get(name, t) for name, t in module.__dict__[held].items()}
+        there.__dict__[held] = {
+            name: tensors.get(name, t) for name, t in module.__dict__[held].items()
+        }
     there.__dict__["_modules"] = {
-        name: child if child is None else _copy(child, {path.partition(".")[2]: t for path, t in tensors.items() if path.partition(".")[0] == name})
+        name: child
+        if child is None
+        else _copy(
+            child,
+            {
+                path.partition(".")[2]: t
+                for path, t in tensors.items()
+                if path.partition(".")[0] == name
+            },
+        )
         for name, child in module._modules.items()
     }
     return there

@@ -1,4 +1,5 @@
-"""``module.to_global`` and ``module.to_local``: every parameter and buffer of a module becomes global, or local again."""
+"""``module.to_global`` and ``module.to_local``: every parameter and buffer of a module becomes
+global, or local again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SbpChoice = Sbp | Sequence[Sbp] | Mapping[str, Any] | Callable[..., Any]
 
 
 def _slots(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every place that holds a parameter or buffer: (path, dict, name), in the order of the modules."""
+    """Every place that holds a parameter or buffer: (path, dict, name), in the order of the
+    modules."""
     for prefix, m in module.named_modules(remove_duplicate=False):
         for held in (m._parameters, m._buffers):
             for name, tensor in held.items():
@@ -41,18 +43,30 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
         for pattern, value in choice.items():
             if fnmatch.fnmatchcase(path, pattern):
                 return list(as_layout(value, axes, f"sbp of {pattern!r}"))
-        raise SbpError(f"no pattern matches {path!r} (patterns: {', '.join(map(repr, choice))}): add a last one, '*': broadcast")
+        raise SbpError(
+            f"no pattern matches {path!r} (patterns: {', '.join(map(repr, choice))}): add a last "
+            f"one, '*': broadcast"
+        )
     if callable(choice) and not isinstance(choice, Sbp):
-        return list(as_layout(choice(path, tensor), axes, f"sbp that the callable gave for {path!r}"))
+        return list(
+            as_layout(choice(path, tensor), axes, f"sbp that the callable gave for {path!r}")
+        )
     layout = as_layout(choice, axes)
     # One sbp for all: a tensor without that dim (a bias, a counter) stays broadcast there.
-    return [broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout]
+    return [
+        broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout
+    ]
 
 
-def _plan(placement: Placement | None, sbp: SbpChoice | None, what: str, path: str, tensor: torch.Tensor) -> tuple[Placement, list[Sbp]]:
+def _plan(
+    placement: Placement | None, sbp: SbpChoice | None, what: str, path: str, tensor: torch.Tensor
+) -> tuple[Placement, list[Sbp]]:
     """Where one tensor goes. Before anything changes: an error leaves the module as it was."""
     if (placement is None or sbp is None) and not isinstance(tensor, GlobalTensor):
-        raise SbpError(f"module.to_global needs placement and sbp, as {what} is local: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
+        raise SbpError(
+            f"module.to_global needs placement and sbp, as {what} is local: "
+            f"module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)"
+        )
     where = tensor.placement if placement is None else placement  # type: ignore[attr-defined]
     layout = tensor.sbp if sbp is None else sbp_for(sbp, path, tensor, where.axes)  # type: ignore[attr-defined]
     try:
@@ -62,16 +76,20 @@ def _plan(placement: Placement | None, sbp: SbpChoice | None, what: str, path: s
     return where, list(layout)
 
 
-def module_to_global(self: torch.nn.Module, placement: Placement | None = None, sbp: SbpChoice | None = None) -> torch.nn.Module:
+def module_to_global(
+    self: torch.nn.Module, placement: Placement | None = None, sbp: SbpChoice | None = None
+) -> torch.nn.Module:
     """Make every parameter and buffer global, in place; returns the module.
 
-    The local tensors are whole values, the same model on every rank (the first rank's data counts); those on the meta device have none and stay there, until
-    ``module.to_empty(device=...)`` gives each rank memory for its part. ``sbp``: one for all; a callable
-    ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move;
-    theirs may be left out: a placement or sbp that is not given stays.
-    Parameters and buffers stay the same objects: optimizers, hooks and references made before hold what is trained.
-    Raises KindError of parameters that cannot be global (sparse, quantized, not initialized), SbpError, PlacementError, and ShapeError where the ranks'
-    models differ; a module that is refused is as it was before.
+    The local tensors are whole values, the same model on every rank (the first rank's data counts);
+    those on the meta device have none and stay there, until ``module.to_empty(device=...)`` gives
+    each rank memory for its part. ``sbp``: one for all; a callable ``(path, tensor) -> sbp``; or
+    ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are
+    global already move; theirs may be left out: a placement or sbp that is not given stays.
+    Parameters and buffers stay the same objects: optimizers, hooks and references made before hold
+    what is trained. Raises KindError of parameters that cannot be global (sparse, quantized, not
+    initialized), SbpError, PlacementError, and ShapeError where the ranks' models differ; a module
+    that is refused is as it was before.
     """
     if placement is not None:
         check_placement(placement)
@@ -79,17 +97,26 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
 
 
 class SameModel:
-    """A module that the ranks have agreed on: the same tensors on each, all of which can be global on ``placement``."""
+    """A module that the ranks have agreed on: the same tensors on each, all of which can be global
+    on ``placement``."""
 
     def __init__(self, module: torch.nn.Module, placement: Placement | None) -> None:
-        """Let the ranks tell each other what they hold, before anything changes or moves. Raises KindError and ShapeError, on every rank."""
+        """Let the ranks tell each other what they hold, before anything changes or moves. Raises
+        KindError and ShapeError, on every rank."""
         self.module, self.placement, self.slots = module, placement, list(_slots(module))
         tensors = [(path, held[name]) for path, held, name in self.slots]
-        self.bare = _check_same_model(type(module).__name__, tensors, 0 if placement is None else placement.flat[0])
+        self.bare = _check_same_model(
+            type(module).__name__, tensors, 0 if placement is None else placement.flat[0]
+        )
 
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
         """Make the tensors global, each as `sbp_for` has it; return the module."""
-        plans = {path: _plan(self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]) for path, held, name in self.slots}
+        plans = {
+            path: _plan(
+                self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]
+            )
+            for path, held, name in self.slots
+        }
         first: dict[torch.Tensor, str] = {}  # of a tensor in several places the first counts
         for path, held, name in self.slots:
             first.setdefault(held[name], path)
@@ -111,34 +138,54 @@ def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> Global
     with torch.no_grad():
         value = old.detach()
         if not isinstance(value, GlobalTensor):
-            if placement.type == "meta" or value.is_meta:  # the first rank's data counts: where it has some this rank has room for it
+            if (
+                placement.type == "meta" or value.is_meta
+            ):  # the first rank's data counts: where it has some this rank has room for it
                 value = torch.empty_like(value, device=world().device(placement.type))
             value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
         new: GlobalTensor = value.to_global(placement, layout)
-        if new._local is old or new._local.data_ptr() == (old._local if isinstance(old, GlobalTensor) else old).data_ptr():
+        if (
+            new._local is old
+            or new._local.data_ptr()
+            == (old._local if isinstance(old, GlobalTensor) else old).data_ptr()
+        ):
             new = new.clone()
-        elif new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes():
+        elif (
+            new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes()
+        ):
             new = new.clone()  # a slice would keep the whole tensor alive
     return new
 
 
 def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
-    """Return which of the tensors have no data on the first rank: those on the meta device. Raises KindError and ShapeError, on every rank, where ranks hold
-    what cannot be global, or different models."""
+    """Return which of the tensors have no data on the first rank: those on the meta device. Raises
+    KindError and ShapeError, on every rank, where ranks hold what cannot be global, or different
+    models."""
     here = world()
     mine = {path: parameter_described(t) for path, t in tensors}
-    bare = {path for path, t in tensors if (t._spec.placement.type == "meta" if isinstance(t, GlobalTensor) else t.is_meta)}
+    bare = {
+        path
+        for path, t in tensors
+        if (t._spec.placement.type == "meta" if isinstance(t, GlobalTensor) else t.is_meta)
+    }
     told = [(mine, bare)]
     if here.size > 1:
         told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
     if any(isinstance(kind, Kind) for theirs, _ in told for kind in theirs.values()):
         for path in dict.fromkeys(path for theirs, _ in told for path in theirs):
-            refuse(f"{path} of {module}", {rank: theirs.get(path) for rank, (theirs, _) in enumerate(told)})
+            refuse(
+                f"{path} of {module}",
+                {rank: theirs.get(path) for rank, (theirs, _) in enumerate(told)},
+            )
     for rank, (theirs, _) in enumerate(told):
         if theirs != mine:
-            here_only, there_only = [m for m in mine.items() if m not in theirs.items()], [t for t in theirs.items() if t not in mine.items()]
+            here_only, there_only = (
+                [m for m in mine.items() if m not in theirs.items()],
+                [t for t in theirs.items() if t not in mine.items()],
+            )
             raise ShapeError(
-                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank {here.rank} has {here_only[:3]}, "
+                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank "
+                f"{here.rank} has {here_only[:3]}, "
                 f"rank {rank} has {there_only[:3]}; "
                 "build the same module on every rank"
             )
@@ -146,7 +193,8 @@ def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], firs
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
-    """Make every global parameter and buffer this rank's local part, in place; return the module. Parameters stay the same objects, as in ``to_global``."""
+    """Make every global parameter and buffer this rank's local part, in place; return the module.
+    Parameters stay the same objects, as in ``to_global``."""
     done: dict[torch.Tensor, torch.Tensor] = {}
     for _, held, name in list(_slots(self)):
         old = held[name]
@@ -162,16 +210,19 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
 def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(forward)
     def run(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        """Of global tensors: batch norm, which goes over the whole batch wherever it lies. (Torch's own asks for the input's device and its kernels, as in a
-        program of local tensors, and asks no tensor whether it overrides that.)"""
+        """Of global tensors: batch norm, which goes over the whole batch wherever it lies. (Torch's
+        own asks for the input's device and its kernels, as in a program of local tensors, and asks
+        no tensor whether it overrides that.)"""
         if not any(isinstance(t, GlobalTensor) for t in (input, self.weight, self.running_mean)):
             return forward(self, input)
         if self.process_group is not None:
             raise GlobalTensorError(
-                "SyncBatchNorm with a process_group got a global tensor: its statistics are those of the whole batch; leave out process_group, "
+                "SyncBatchNorm with a process_group got a global tensor: its statistics are those "
+                "of the whole batch; leave out process_group, "
                 "or run the module on local tensors with globaltensor.local_map"
             )
-        return torch.nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # (inherited: it does not look at the number of dims)
+        # (inherited: it does not look at the number of dims)
+        return torch.nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]
 
     return run
 
@@ -179,7 +230,8 @@ def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
 def _to(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     @functools.wraps(to)
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Of ``module.to(x)`` torch asks x for its device below Python, where a global tensor has none."""
+        """Of ``module.to(x)`` torch asks x for its device below Python, where a global tensor has
+        none."""
         other = kwargs.get("tensor", args[0] if args else None)
         if not isinstance(other, GlobalTensor):
             return to(self, *args, **kwargs)

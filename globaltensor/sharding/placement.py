@@ -1,4 +1,5 @@
-"""placement: which ranks hold a tensor, as an N-D array of ranks. Pure values; nothing here communicates."""
+"""placement: which ranks hold a tensor, as an N-D array of ranks. Pure values; nothing here
+communicates."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _job: list[Callable[[], tuple[int, int]]] = []
 
 
 def register_job_size(size: Callable[[], tuple[int, int]]) -> None:
-    """Say who knows how many ranks and nodes this job has (distributed/env.py): ``size()`` -> (ranks, nodes)."""
+    """Say who knows how many ranks and nodes this job has (distributed/env.py): ``size()`` ->
+    (ranks, nodes)."""
     _job[:] = [size]
 
 
@@ -30,10 +32,12 @@ def _job_size() -> tuple[int, int]:
 
 
 class Placement:
-    """The devices that hold a tensor: a device type and an N-D array of ranks, kept in the order given.
+    """The devices that hold a tensor: a device type and an N-D array of ranks, kept in the order
+    given.
 
-    ``placement("cuda", [0, 1])`` has one axis; ``placement("cuda", [[0, 1], [2, 3]])`` two. Interned and immutable.
-    Raises PlacementError for an unknown device type, a duplicate or negative rank, or ranks that are not integers in a full array.
+    ``placement("cuda", [0, 1])`` has one axis; ``placement("cuda", [[0, 1], [2, 3]])`` two.
+    Interned and immutable. Raises PlacementError for an unknown device type, a duplicate or
+    negative rank, or ranks that are not integers in a full array.
 
     >>> placement("cpu", [[0, 1], [2, 3]]).shape
     (2, 2)
@@ -57,19 +61,28 @@ class Placement:
         device_type: str | None = None,
         device_ids: Mapping[int, Any] | None = None,
     ) -> Placement:
-        # The last three are OneFlow's older spelling: {node: devices of that node}, and the shape that their ranks form.
+        # The last three are OneFlow's older spelling: {node: devices of that node}, and the shape
+        # that their ranks form.
         type, ranks = device_type or type, ranks if device_ids is None else device_ids
         if isinstance(ranks, Mapping):
             ranks = _of_nodes(ranks, hierarchy)
         elif hierarchy is not None:
-            raise PlacementError(f"hierarchy={hierarchy!r} belongs to ranks given by node, {{0: [0, 1]}}; a list of ranks has its own shape: [[0, 1], [2, 3]]")
+            raise PlacementError(
+                f"hierarchy={hierarchy!r} belongs to ranks given by node, {{0: [0, 1]}}; a list "
+                f"of ranks has its own shape: [[0, 1], [2, 3]]"
+            )
         kind = _ALIASES.get(type, type)
         if kind not in DEVICE_TYPES:
-            raise PlacementError(f"unknown device type {type!r} in placement; known: {', '.join(DEVICE_TYPES)} (and 'gpu' for 'cuda')")
+            raise PlacementError(
+                f"unknown device type {type!r} in placement; known: {', '.join(DEVICE_TYPES)} "
+                f"(and 'gpu' for 'cuda')"
+            )
         try:
             array = np.atleast_1d(np.array(ranks))
         except ValueError as error:
-            raise PlacementError(f"ranks of a placement must form a full array (rows of equal length), got {ranks!r}") from error
+            raise PlacementError(
+                f"ranks of a placement must form a full array (rows of equal length), got {ranks!r}"
+            ) from error
         if not array.size:
             raise PlacementError("a placement needs at least one rank: placement(type, ranks)")
         if not np.issubdtype(array.dtype, np.integer):
@@ -79,7 +92,10 @@ class Placement:
             raise PlacementError(f"a rank of a placement is negative: {ranks!r}")
         if len(set(flat)) != len(flat):
             duplicates = sorted({r for r in flat if flat.count(r) > 1})
-            raise PlacementError(f"duplicate rank {', '.join(map(str, duplicates))} in placement ranks {ranks!r}: each rank may stand once")
+            raise PlacementError(
+                f"duplicate rank {', '.join(map(str, duplicates))} in placement ranks {ranks!r}: "
+                f"each rank may stand once"
+            )
         return cls._intern(kind, flat, array.shape)
 
     @classmethod
@@ -95,7 +111,11 @@ class Placement:
             set_(found, "flat", flat)
             set_(found, "shape", tuple(int(n) for n in shape))
             set_(found, "_ranks_array", array)
-            set_(found, "_coordinates", {int(r): tuple(int(c) for c in index) for index, r in np.ndenumerate(array)})
+            set_(
+                found,
+                "_coordinates",
+                {int(r): tuple(int(c) for c in index) for index, r in np.ndenumerate(array)},
+            )
             set_(found, "_fibers", {})
             found = cls._interned.setdefault(key, found)
         return found
@@ -108,13 +128,17 @@ class Placement:
     @property
     def device_type(self) -> str:
         """OneFlow's older name of ``type``."""
-        warnings.warn("placement.device_type is placement.type now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "placement.device_type is placement.type now", DeprecationWarning, stacklevel=2
+        )
         return self.type
 
     @property
     def hierarchy(self) -> tuple[int, ...]:
         """OneFlow's older name of the shape of ``ranks``."""
-        warnings.warn("placement.hierarchy is placement.ranks.shape now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "placement.hierarchy is placement.ranks.shape now", DeprecationWarning, stacklevel=2
+        )
         return self.shape
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -140,7 +164,8 @@ class Placement:
         return self._coordinates.get(rank)
 
     def fiber(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks met by walking from ``rank`` along ``axes`` (the first is the slowest), itself included."""
+        """The ranks met by walking from ``rank`` along ``axes`` (the first is the slowest), itself
+        included."""
         key = rank, *axes
         found = self._fibers.get(key)
         if found is None:
@@ -148,7 +173,9 @@ class Placement:
             index = tuple(slice(None) if a in axes else where[a] for a in range(len(self.shape)))
             block = self._ranks_array[index]
             order = sorted(axes)
-            found = self._fibers[key] = tuple(int(r) for r in np.transpose(block, [order.index(a) for a in axes]).ravel())
+            found = self._fibers[key] = tuple(
+                int(r) for r in np.transpose(block, [order.index(a) for a in axes]).ravel()
+            )
         return found
 
     def with_type(self, type: str) -> Placement:
@@ -169,17 +196,36 @@ class Placement:
 
 
 def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:
-    """``{node: device, or devices}`` -> ranks: those of a node are numbered one after the other, as many on each."""
-    said = "placement(type, {node: devices}, hierarchy) is deprecated: name the ranks, placement(type, [[0, 1], [2, 3]])"
+    """``{node: device, or devices}`` -> ranks: those of a node are numbered one after the other, as
+    many on each."""
+    said = (
+        "placement(type, {node: devices}, hierarchy) is deprecated: name the ranks, "
+        "placement(type, [[0, 1], [2, 3]])"
+    )
     warnings.warn(said, DeprecationWarning, stacklevel=3)
-    each = {int(node): np.atleast_1d(np.array(list(d) if isinstance(d, range) else d)) for node, d in devices.items()}
-    if any(d.ndim != 1 or not np.issubdtype(d.dtype, np.integer) or d.min(initial=0) < 0 for d in each.values()) or min(each, default=-1) < 0:
-        raise PlacementError(f"devices by node must be {{node: a device, or a list or range of devices}}, numbered from 0; got {devices!r}")
+    each = {
+        int(node): np.atleast_1d(np.array(list(d) if isinstance(d, range) else d))
+        for node, d in devices.items()
+    }
+    if (
+        any(
+            d.ndim != 1 or not np.issubdtype(d.dtype, np.integer) or d.min(initial=0) < 0
+            for d in each.values()
+        )
+        or min(each, default=-1) < 0
+    ):
+        raise PlacementError(
+            f"devices by node must be {{node: a device, or a list or range of devices}}, numbered "
+            f"from 0; got {devices!r}"
+        )
     ranks_of_job, nodes = _job_size()
     on_each = ranks_of_job // nodes if max(each) else 0
     ranks = np.concatenate([node * on_each + d for node, d in sorted(each.items())])
     if hierarchy and math.prod(hierarchy) != ranks.size:
-        raise PlacementError(f"hierarchy {tuple(hierarchy)} has {math.prod(hierarchy)} places for {ranks.size} devices: {devices!r}")
+        raise PlacementError(
+            f"hierarchy {tuple(hierarchy)} has {math.prod(hierarchy)} places for {ranks.size} "
+            f"devices: {devices!r}"
+        )
     return ranks.reshape(tuple(hierarchy)) if hierarchy else ranks
 
 

@@ -7,14 +7,25 @@ from typing import Any, Final
 
 from ..errors import SbpError
 
-__all__ = ["Sbp", "broadcast", "partial_max", "partial_min", "partial_norm", "partial_sum", "sbp", "split"]
+__all__ = [
+    "Sbp",
+    "broadcast",
+    "partial_max",
+    "partial_min",
+    "partial_norm",
+    "partial_sum",
+    "sbp",
+    "split",
+]
 
 
 class Sbp:
-    """One entry of an sbp: ``split(dim)``, ``broadcast``, or a partial (``partial_sum``, and max, min, norm where an op yields them).
+    """One entry of an sbp: ``split(dim)``, ``broadcast``, or a partial (``partial_sum``, and max,
+    min, norm where an op yields them).
 
-    Interned: equal entries are the same object. ``unit`` is internal (see ``globaltensor.sharding.spec``): a split with a unit hands out
-    whole groups of ``unit`` elements, so that merging and dividing dims keeps a split tensor split.
+    Interned: equal entries are the same object. ``unit`` is internal (see
+    ``globaltensor.sharding.spec``): a split with a unit hands out whole groups of ``unit``
+    elements, so that merging and dividing dims keeps a split tensor split.
     """
 
     __slots__ = ("dim", "kind", "reduce", "unit")
@@ -55,7 +66,9 @@ class Sbp:
     def __repr__(self) -> str:
         if self.kind == "split":
             return f"globaltensor.sbp.split(dim={self.dim})"
-        return "globaltensor.sbp." + (self.kind if self.kind == "broadcast" else f"partial_{self.reduce}")
+        return "globaltensor.sbp." + (
+            self.kind if self.kind == "broadcast" else f"partial_{self.reduce}"
+        )
 
     @property
     def short(self) -> str:
@@ -84,9 +97,11 @@ class Sbp:
 
 
 def split(dim: int | None = None, *, axis: int | None = None) -> Sbp:
-    """Split dim ``dim`` over the ranks of an axis, balanced: of n elements over p ranks the first n mod p ranks hold one more.
+    """Split dim ``dim`` over the ranks of an axis, balanced: of n elements over p ranks the first n
+    mod p ranks hold one more.
 
-    A negative ``dim`` counts from the last and is resolved when it meets a tensor. ``axis`` is an older name of ``dim``.
+    A negative ``dim`` counts from the last and is resolved when it meets a tensor. ``axis`` is an
+    older name of ``dim``.
     """
     if dim is None:
         dim = axis
@@ -107,7 +122,8 @@ def partial_norm(p: float) -> Sbp:
     return Sbp("partial", reduce=f"norm{float(p)}")
 
 
-#: The cotangent of a tensor lies like this (DESIGN: duality). Partials other than sum are reduced before a gradient passes.
+#: The cotangent of a tensor lies like this (DESIGN: duality). Partials other than sum are reduced
+#: before a gradient passes.
 GRADIENT_SBP = {"split": None, "broadcast": partial_sum, "partial": broadcast}
 
 
@@ -118,10 +134,17 @@ def dual(entry: Sbp) -> Sbp:
 
 def as_layout(value: object, axes: int, what: str = "sbp") -> tuple[Sbp, ...]:
     """One entry or a sequence of them -> a tuple with one entry for each of ``axes`` axes."""
-    entries: Iterable[object] = (value,) if isinstance(value, Sbp) else value if isinstance(value, (list, tuple)) else ()
+    entries: Iterable[object] = (
+        (value,) if isinstance(value, Sbp) else value if isinstance(value, (list, tuple)) else ()
+    )
     entries = tuple(entries)
     if not entries or not all(isinstance(e, Sbp) for e in entries):
-        raise SbpError(f"{what} must be split(dim), broadcast or partial_sum, or a list of them; got {value!r}")
+        raise SbpError(
+            f"{what} must be split(dim), broadcast or partial_sum, or a list of them; got {value!r}"
+        )
     if len(entries) != axes:
-        raise SbpError(f"{what} has {len(entries)} entries, but the placement has {axes} ax{'i' if axes == 1 else 'e'}s: give one entry for each axis")
+        raise SbpError(
+            f"{what} has {len(entries)} entries, but the placement has {axes} "
+            f"ax{'i' if axes == 1 else 'e'}s: give one entry for each axis"
+        )
     return entries  # type: ignore[return-value]

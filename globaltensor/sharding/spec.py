@@ -1,4 +1,5 @@
-"""Spec: the global shape, dtype, placement and sbp of a tensor, and which box of it each rank holds. Pure and interned."""
+"""Spec: the global shape, dtype, placement and sbp of a tensor, and which box of it each rank
+holds. Pure and interned."""
 
 from __future__ import annotations
 
@@ -17,23 +18,30 @@ from .sbp import Sbp, as_layout, broadcast, dual
 
 __all__ = ["Spec", "StorageSpec", "balanced_split", "fitting", "layout_for"]
 
-# setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
+# setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks)
+# both could win.
 _interning = threading.Lock()
 
 
 def layout_for(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
-    """How what lies as ``layout`` is to lie on another placement: alike where that has as many axes, else whole on all its ranks."""
+    """How what lies as ``layout`` is to lie on another placement: alike where that has as many
+    axes, else whole on all its ranks."""
     return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
 
 
 def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
-    """Return the layout without splits of dims that a tensor of ``dims`` dims has not, and without partials other than sums, which admit no other values."""
-    return [broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e for e in layout]
+    """Return the layout without splits of dims that a tensor of ``dims`` dims has not, and without
+    partials other than sums, which admit no other values."""
+    return [
+        broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e
+        for e in layout
+    ]
 
 
 @lru_cache(maxsize=1 << 14)
 def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
-    """Balanced split of ``n`` elements over ``parts``, in whole groups of ``unit`` -> (offset, length) of each part.
+    """Balanced split of ``n`` elements over ``parts``, in whole groups of ``unit`` -> (offset,
+    length) of each part.
 
     Of g groups the first g mod parts parts hold one more. The last group may be short.
 
@@ -48,19 +56,28 @@ def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], 
 
 
 @lru_cache(maxsize=1 << 14)
-def nested_balanced_split(n: int, chain: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Pieces of pieces: ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order."""
+def nested_balanced_split(
+    n: int, chain: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    """Pieces of pieces: ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in
+    row-major order."""
     boxes: tuple[tuple[int, int], ...] = ((0, n),)
     for parts, unit in chain:
-        boxes = tuple((start + a, length) for start, size in boxes for a, length in balanced_split(size, parts, unit))
+        boxes = tuple(
+            (start + a, length)
+            for start, size in boxes
+            for a, length in balanced_split(size, parts, unit)
+        )
     return boxes
 
 
 class Spec:
-    """What every rank knows of a global tensor: shape, dtype, placement and layout (its sbp, units included).
+    """What every rank knows of a global tensor: shape, dtype, placement and layout (its sbp, units
+    included).
 
-    Interned: ``Spec.make`` gives the same object for equal arguments, so specs are compared by identity.
-    ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing is 1.
+    Interned: ``Spec.make`` gives the same object for equal arguments, so specs are compared by
+    identity. ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing
+    is 1.
     """
 
     __slots__ = ("__weakref__", "_boxes", "_text", "dtype", "layout", "placement", "sbp", "shape")
@@ -71,13 +88,26 @@ class Spec:
     sbp: tuple[Sbp, ...]
     _boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     _text: bytes
-    # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and identity is equality.
+    # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and
+    # identity is equality.
     _interned: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
 
     @classmethod
-    def make(cls, shape: Sequence[int], dtype: torch.dtype, placement: Placement, sbp: Sbp | Sequence[Sbp]) -> Spec:
+    def make(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        placement: Placement,
+        sbp: Sbp | Sequence[Sbp],
+    ) -> Spec:
         """Raises SbpError where the sbp does not fit the placement's axes or the shape's dims."""
-        layout = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (list, tuple)) else as_layout(sbp, placement.axes)
+        layout = (
+            (sbp,)
+            if isinstance(sbp, Sbp)
+            else tuple(sbp)
+            if isinstance(sbp, (list, tuple))
+            else as_layout(sbp, placement.axes)
+        )
         key = (tuple(shape), dtype, placement, layout)
         found = cls._interned.get(key)
         if found is not None:
@@ -108,7 +138,8 @@ class Spec:
 
     @property
     def shown(self) -> Spec:
-        """What users are shown: the spec itself, save where a tensor is stored otherwise (`StorageSpec`)."""
+        """What users are shown: the spec itself, save where a tensor is stored otherwise
+        (`StorageSpec`)."""
         return self
 
     @property
@@ -156,7 +187,9 @@ class Spec:
             offsets, lengths = [0] * len(self.shape), list(self.shape)
             for axis, entry in enumerate(self.layout):
                 if entry.kind == "split":
-                    offset, length = balanced_split(lengths[entry.dim], self.placement.shape[axis], entry.unit)[where[axis]]
+                    offset, length = balanced_split(
+                        lengths[entry.dim], self.placement.shape[axis], entry.unit
+                    )[where[axis]]
                     offsets[entry.dim] += offset
                     lengths[entry.dim] = length
             found = self._boxes[rank] = (tuple(offsets), tuple(lengths))
@@ -168,14 +201,22 @@ class Spec:
 
     def largest_shape(self) -> tuple[int, ...]:
         """Shape of the largest local tensor."""
-        return tuple(max(length for _, length in nested_balanced_split(n, self.chain(dim))) for dim, n in enumerate(self.shape))
+        return tuple(
+            max(length for _, length in nested_balanced_split(n, self.chain(dim)))
+            for dim, n in enumerate(self.shape)
+        )
 
     def local_numel(self) -> int:
         """Elements of the largest local tensor."""
         return math.prod(self.largest_shape())
 
     def replace(
-        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        placement: Placement | None = None,
+        layout: Sequence[Sbp] | None = None,
     ) -> Spec:
         """The same spec with some parts changed."""
         return Spec.make(
@@ -194,25 +235,37 @@ class Spec:
         return self.replace(layout=[broadcast] * self.placement.axes)
 
     def __repr__(self) -> str:
-        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i").replace("bf", "bf")
+        short = (
+            str(self.dtype)
+            .removeprefix("torch.")
+            .replace("float", "f")
+            .replace("uint", "u")
+            .replace("int", "i")
+            .replace("bf", "bf")
+        )
         return f"{short}{list(self.shape)} {' '.join(e.short for e in self.layout)}"
 
 
 class StorageSpec(Spec):
-    """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what it is shown to hold (ZeRO, arXiv:1910.02054).
+    """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what
+    it is shown to hold (ZeRO, arXiv:1910.02054).
 
-    Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by ``shown``; the ranks along ``axes`` of the placement hold
-    the shares of one part, in order. The placement may have the axes of the shown one in another order.
+    Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by
+    ``shown``; the ranks along ``axes`` of the placement hold the shares of one part, in order. The
+    placement may have the axes of the shown one in another order.
     """
 
     __slots__ = ("axes", "shown")
     axes: tuple[int, ...]
     shown: Spec
-    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], StorageSpec] = weakref.WeakValueDictionary()
+    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], StorageSpec] = (
+        weakref.WeakValueDictionary()
+    )
 
     @classmethod
     def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> StorageSpec:
-        """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split what ``shown`` does not."""
+        """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split
+        what ``shown`` does not."""
         found = cls._kept.get((spec, shown))
         if found is None:
             found = object.__new__(cls)
@@ -234,11 +287,19 @@ class StorageSpec(Spec):
         return _rebuild_storage_spec, (self.plain, self.shown, self.axes)
 
     def replace(
-        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        placement: Placement | None = None,
+        layout: Sequence[Sbp] | None = None,
     ) -> Spec:
-        """With another dtype it is still stored so; with another shape, placement or layout it is an ordinary spec."""
+        """With another dtype it is still stored so; with another shape, placement or layout it is
+        an ordinary spec."""
         if shape is None and placement is None and layout is None:
-            return StorageSpec.of(self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes)
+            return StorageSpec.of(
+                self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes
+            )
         return super().replace(shape=shape, dtype=dtype, placement=placement, layout=layout)
 
     def ranks(self, rank: int) -> tuple[int, ...]:
@@ -246,16 +307,22 @@ class StorageSpec(Spec):
         return self.placement.fiber(rank, self.axes)
 
     def share(self, rank: int, holder: int) -> tuple[slice, ...]:
-        """Where the share of ``holder`` lies in what ``rank``, one of its peers, is shown to hold."""
+        """Where the share of ``holder`` lies in what ``rank``, one of its peers, is shown to
+        hold."""
         offsets = self.shown.box(rank)[0]
-        return tuple(slice(b - o, b - o + n) for b, n, o in zip(*self.box(holder), offsets, strict=True))
+        return tuple(
+            slice(b - o, b - o + n) for b, n, o in zip(*self.box(holder), offsets, strict=True)
+        )
 
     def __repr__(self) -> str:
         return f"{self.shown!r} kept as {super().__repr__()}"
 
 
-def _rebuild_spec(shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]) -> Spec:
-    """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow it, a method has none."""
+def _rebuild_spec(
+    shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]
+) -> Spec:
+    """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow
+    it, a method has none."""
     return Spec.make(shape, dtype, placement, layout)
 
 
@@ -264,7 +331,9 @@ def _rebuild_storage_spec(spec: Spec, shown: Spec, axes: Sequence[int]) -> Stora
     return StorageSpec.of(spec, shown, axes)
 
 
-def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> tuple[Sbp, ...]:
+def _canonical(
+    shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]
+) -> tuple[Sbp, ...]:
     """Resolve negative dims, refuse dims out of range, drop units that change nothing."""
     out = []
     for axis, entry in enumerate(layout):
@@ -272,15 +341,22 @@ def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, 
             dim = entry.dim + len(shape) if entry.dim < 0 else entry.dim
             if not 0 <= dim < len(shape):
                 raise SbpError(
-                    f"sbp splits dim {entry.dim} on axis {axis}, but the tensor has {len(shape)} dims (shape {list(shape)}): "
-                    + (f"use split(0) to split({len(shape) - 1})" if shape else "use broadcast or partial_sum for a 0-dim tensor")
+                    f"sbp splits dim {entry.dim} on axis {axis}, but the tensor has {len(shape)} "
+                    f"dims (shape {list(shape)}): "
+                    + (
+                        f"use split(0) to split({len(shape) - 1})"
+                        if shape
+                        else "use broadcast or partial_sum for a 0-dim tensor"
+                    )
                 )
             entry = Sbp("split", dim, entry.unit)
         out.append(entry)
     for dim in {e.dim for e in out if e.kind == "split" and e.unit != 1}:
         axes = [a for a, e in enumerate(out) if e.kind == "split" and e.dim == dim]
         chain = tuple((placement.shape[a], out[a].unit) for a in axes)
-        if nested_balanced_split(shape[dim], chain) == nested_balanced_split(shape[dim], tuple((p, 1) for p, _ in chain)):
+        if nested_balanced_split(shape[dim], chain) == nested_balanced_split(
+            shape[dim], tuple((p, 1) for p, _ in chain)
+        ):
             for a in axes:
                 out[a] = Sbp("split", dim)
     return tuple(out)

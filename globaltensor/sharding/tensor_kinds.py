@@ -1,8 +1,11 @@
-"""Kinds of tensors: a global tensor is made of ordinary ones, dense and with values in memory of their own. Of each other kind the error says what to do.
+"""Kinds of tensors: a global tensor is made of ordinary ones, dense and with values in memory of
+their own. Of each other kind the error says what to do.
 
-Ranks send each other the kinds of their tensors with the shapes, before any data moves, so all raise the same error (`gather_specs`, `SameModel`, `local_map`).
-A plain tensor among global ones is compared anyhow (`check_replicated`): its kind is part of what is compared. Sparse tensors, and those of classes that run
-torch's functions themselves, may be such operands if all ranks have the same.
+Ranks send each other the kinds of their tensors with the shapes, before any data moves, so all
+raise the same error (`gather_specs`, `SameModel`, `local_map`). A plain tensor among global ones is
+compared anyhow (`check_replicated`): its kind is part of what is compared. Sparse tensors, and
+those of classes that run torch's functions themselves, may be such operands if all ranks have the
+same.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from .._base import torch_private
 from ..errors import GlobalTensorError, KindError, PlacementError
 from .placement import Placement
 
-__all__ = ["BARE", "Described", "Kind", "arrived", "described", "kind_of", "parameter_described", "refusal", "refuse"]
+__all__ = [
+    "BARE",
+    "Described",
+    "Kind",
+    "arrived",
+    "described",
+    "kind_of",
+    "parameter_described",
+    "refusal",
+    "refuse",
+]
 
 
 class Kind(NamedTuple):
@@ -30,30 +43,44 @@ class Kind(NamedTuple):
 
 
 _ORDINARY: Final = frozenset((torch.Tensor, torch.nn.Parameter))
-_AWAITED: Final = "AsyncCollectiveTensor"  # torch's functional collectives give it: an ordinary tensor that may still be on its way
+# torch's functional collectives give it: an ordinary tensor that may still be on its way
+_AWAITED: Final = "AsyncCollectiveTensor"
 _NO_OPERANDS: Final = frozenset(("DTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor"))
 _HARMLESS: Final = frozenset(("__new__", "__init__", "__repr__", "__str__"))
 _LOCAL: Final = "flow.local_map runs code on each rank's own tensors, of any kind"
 _SPARSE: Final = f"A global tensor is dense: take x.to_dense(); {_LOCAL}"
 _UNINITIALIZED: Final = (
-    "Run the lazy module once on an example first, on every rank (a dry run: with torch.no_grad(): model(torch.zeros(...))): it gives parameters their shapes"
+    "Run the lazy module once on an example first, on every rank (a dry run: "
+    "with torch.no_grad(): model(torch.zeros(...))): it gives parameters "
+    "their shapes"
 )
 _QUANTIZED: Final = f"Take x.dequantize(); {_LOCAL}"
 _NESTED: Final = f"Give the rows one length: x.to_padded_tensor(0.0) and a mask; {_LOCAL}"
 
-#: What to do instead of a tensor of a class, by the name of the class: torch's own, and those of libraries that many use.
+#: What to do instead of a tensor of a class, by the name of the class: torch's own, and those of
+#: libraries that many use.
 _CLASSES: Final = {
-    "DTensor": "Take x.full_tensor().to_global(placement, flow.sbp.broadcast), or x.to_local() with the sbp that its placements say",
+    "DTensor": (
+        "Take x.full_tensor().to_global(placement, flow.sbp.broadcast), or x.to_local() "
+        "with the sbp that its placements say"
+    ),
     "FakeTensor": "It has no values: leave the FakeTensorMode that made it, or work inside it",
-    "FunctionalTensor": "It stands for another while a program is traced: move this call out of what is traced",
-    "MaskedTensor": "Take x.to_tensor(value) for masked elements, or make x.get_data() and x.get_mask() global",
+    "FunctionalTensor": (
+        "It stands for another while a program is traced: move this call out of what is traced"
+    ),
+    "MaskedTensor": (
+        "Take x.to_tensor(value) for masked elements, or make x.get_data() and x.get_mask() global"
+    ),
 }
 _OF_CLASS: Final = (
-    "Its class decides what its values are, and a global tensor has another class. Take the ordinary tensor it stands for first (x.dequantize(), "
-    "x.to_dense() or what its class offers); flow.local_map runs code on each rank's own tensors, of any kind"
+    "Its class decides what its values are, and a global tensor has another class. Take the "
+    "ordinary tensor it stands for first (x.dequantize(), "
+    "x.to_dense() or what its class offers); flow.local_map runs code on each rank's own tensors, "
+    "of any kind"
 )
 _OF_PARAMETER: Final = (
-    "A global parameter has another class, and would lose them. Make the module global before its parameters get that class, or give it "
+    "A global parameter has another class, and would lose them. Make the module global before its "
+    "parameters get that class, or give it "
     "ordinary ones (torch.nn.Parameter), or leave the module plain and run it by flow.local_map"
 )
 
@@ -63,12 +90,17 @@ def _is_global(t: torch.Tensor) -> bool:
 
 
 def kind_of(t: torch.Tensor) -> Kind | None:
-    """Return the kind of a tensor that is none of those that global tensors are made of, else None."""
+    """Return the kind of a tensor that is none of those that global tensors are made of, else
+    None."""
     if type(t) not in _ORDINARY and (_is_global(t) or (found := _kind_of_class(t)) is not None):
         return None if _is_global(t) else found
     if t.layout is not torch.strided:
         name = str(t.layout)
-        return Kind("an MKL-DNN tensor" if "mkldnn" in name else f"a sparse tensor ({name})", _SPARSE, operand=True)
+        return Kind(
+            "an MKL-DNN tensor" if "mkldnn" in name else f"a sparse tensor ({name})",
+            _SPARSE,
+            operand=True,
+        )
     if t.is_nested:
         return Kind("a nested tensor (torch.strided)", _NESTED)
     if t.is_quantized:
@@ -87,60 +119,92 @@ def _kind_of_class(t: torch.Tensor) -> Kind | None:
         return Kind("a nested tensor (torch.jagged)", _NESTED)
     if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or cls.__name__ == _AWAITED:
         return None
-    if torch_private.is_fake(t) and (torch_private.recording.on or (torch_private.fakes_are_on() and not torch_private.processes_are_on())):
+    if torch_private.is_fake(t) and (
+        torch_private.recording.on
+        or (torch_private.fakes_are_on() and not torch_private.processes_are_on())
+    ):
         return None
-    return Kind(f"a {cls.__name__}", _CLASSES.get(cls.__name__, _OF_CLASS), operand=cls.__name__ not in _NO_OPERANDS)
+    return Kind(
+        f"a {cls.__name__}",
+        _CLASSES.get(cls.__name__, _OF_CLASS),
+        operand=cls.__name__ not in _NO_OPERANDS,
+    )
 
 
 def arrived(t: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary tensor for one that a collective of torch's has given and that may still be on its way; any other as it is."""
+    """Return an ordinary tensor for one that a collective of torch's has given and that may still
+    be on its way; any other as it is."""
     return t.wait() if type(t).__name__ == _AWAITED else t  # type: ignore[attr-defined, no-any-return]
 
 
 def _parameter_kind(t: torch.Tensor) -> Kind | None:
-    """Return the kind of a parameter or buffer that cannot become global and stay the same object, else None."""
+    """Return the kind of a parameter or buffer that cannot become global and stay the same object,
+    else None."""
     cls = type(t)
     if (kind := kind_of(t)) is not None or cls in _ORDINARY or _is_global(t):
         return kind
     if cls.__basicsize__ != torch.Tensor.__basicsize__:
         return Kind(
             f"a {cls.__name__}, whose class has slots of its own",
-            "It could not stay the same object, which optimizers and other references hold. Make it an ordinary torch.nn.Parameter or tensor first",
+            "It could not stay the same object, which optimizers and other references hold. Make "
+            "it an ordinary torch.nn.Parameter or tensor first",
         )
     if own := _own_methods(cls):
-        return Kind(f"a {cls.__name__}, whose class has methods of its own ({', '.join(own[:3])})", _OF_PARAMETER)
+        return Kind(
+            f"a {cls.__name__}, whose class has methods of its own ({', '.join(own[:3])})",
+            _OF_PARAMETER,
+        )
     return None
 
 
 def _own_methods(cls: type) -> list[str]:
     """Return the names of what a class does otherwise than torch's."""
-    theirs = {name: value for c in reversed(cls.__mro__[: cls.__mro__.index(torch.Tensor)]) if c is not torch.nn.Parameter for name, value in vars(c).items()}
-    methods = {name for name, v in theirs.items() if callable(v) or isinstance(v, (classmethod, staticmethod, property))}
-    changed = {name for name in methods & {*dir(torch.nn.Parameter)} if theirs[name] is not getattr(torch.nn.Parameter, name)}
+    theirs = {
+        name: value
+        for c in reversed(cls.__mro__[: cls.__mro__.index(torch.Tensor)])
+        if c is not torch.nn.Parameter
+        for name, value in vars(c).items()
+    }
+    methods = {
+        name
+        for name, v in theirs.items()
+        if callable(v) or isinstance(v, (classmethod, staticmethod, property))
+    }
+    changed = {
+        name
+        for name in methods & {*dir(torch.nn.Parameter)}
+        if theirs[name] is not getattr(torch.nn.Parameter, name)
+    }
     return sorted(changed - _HARMLESS)
 
 
 #: What a rank tells of a tensor: shape and dtype, or why it cannot become global.
 Described = tuple[tuple[int, ...], torch.dtype] | Kind
 #: Of a tensor on the meta device where values are needed.
-BARE: Final = Kind("a tensor on the meta device, which has no values", "Give it memory and values first: torch.empty_like(x, device=...)", error=PlacementError)
+BARE: Final = Kind(
+    "a tensor on the meta device, which has no values",
+    "Give it memory and values first: torch.empty_like(x, device=...)",
+    error=PlacementError,
+)
 
 
 def described(t: torch.Tensor, placement: Placement | None = None) -> Described:
-    """Return what a rank tells the others of its part of a global tensor. ``placement``: where that is to have values."""
+    """Return what a rank tells the others of its part of a global tensor. ``placement``: where that
+    is to have values."""
     if (kind := kind_of(t)) is not None:
         return kind
     if t.is_meta and placement is not None and placement.type != "meta":
         return BARE._replace(
             text=f"a tensor on the meta device, which has no values to put on {placement!r}",
-            mend=f"Lay it out on flow.placement('meta', ranks), and torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model "
+            mend=f"Lay it out on flow.placement('meta', ranks), and torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model "  # noqa: E501
             "flow.parallelize does the one, model.to_empty(device=...) the other",
         )
     return tuple(t.shape), t.dtype
 
 
 def parameter_described(t: torch.Tensor) -> Any:
-    """Return the same of a parameter or buffer, which becomes global and stays the same object; with what its gradient is, if it has one."""
+    """Return the same of a parameter or buffer, which becomes global and stays the same object;
+    with what its gradient is, if it has one."""
     if (kind := _parameter_kind(t)) is not None:
         return kind
     grad = None if _is_global(t) or not t.is_leaf or t.grad is None else described(t.grad)
@@ -150,11 +214,19 @@ def parameter_described(t: torch.Tensor) -> Any:
 
 
 def refusal(what: str, held: Mapping[int, Any]) -> GlobalTensorError:
-    """Return the error of ranks of which one holds a tensor that cannot be global. ``held``: what ranks told (`described`), the same on every rank."""
+    """Return the error of ranks of which one holds a tensor that cannot be global. ``held``: what
+    ranks told (`described`), the same on every rank."""
     odd = {rank: kind for rank, kind in held.items() if isinstance(kind, Kind)}
     first = next(iter(odd.values()))
     ranks = [rank for rank, kind in odd.items() if kind == first]
-    who = "" if len(ranks) == len(held) else f", on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))} of {len(held)}"
+    who = (
+        ""
+        if len(ranks) == len(held)
+        else (
+            f", on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))} of "
+            f"{len(held)}"
+        )
+    )
     return first.error(f"{what} is {first.text}{who}: that cannot be global. {first.mend}")
 
 

@@ -1,4 +1,5 @@
-"""``flow.utils.global_view``: OneFlow's way to take nests of tensors between local and global, and to create global tensors without saying so each time."""
+"""``flow.utils.global_view``: OneFlow's way to take nests of tensors between local and global, and
+to create global tensors without saying so each time."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ def to_global(
 ) -> Any:
     """Every tensor in a nest of tuples, lists and dicts, made global. Collective over the world.
 
-    ``sbp``: one for all, or a callable ``(input, tensor) -> sbp``. Ranks outside the placement may have nothing (None): they get the nest of its first rank.
-    ``options``: those of ``x.to_global``. Where a leaf is neither a tensor nor None it stays, with a warning. Raises SbpError, PlacementError, ShapeError.
+    ``sbp``: one for all, or a callable ``(input, tensor) -> sbp``. Ranks outside the placement may
+    have nothing (None): they get the nest of its first rank. ``options``: those of ``x.to_global``.
+    Where a leaf is neither a tensor nor None it stays, with a warning. Raises SbpError,
+    PlacementError, ShapeError.
     """
     if warn_on_non_tensor_leaf:
         _warn_of(input)
@@ -48,7 +51,10 @@ def to_global(
             shell, kinds = told[first]
             tensors = [torch.empty(0, dtype=d, requires_grad=g) for d, g in kinds]
             input = replaced_in_objects(shell, iter(tensors))
-    made = [t.to_global(placement=placement, sbp=sbp(input, t) if _is_rule(sbp) else sbp, **options) for t in tensors]  # type: ignore[attr-defined, operator]
+    made = [
+        t.to_global(placement=placement, sbp=sbp(input, t) if _is_rule(sbp) else sbp, **options)
+        for t in tensors
+    ]  # type: ignore[attr-defined, operator]
     return replaced_in_objects(input, iter(made))
 
 
@@ -57,11 +63,14 @@ def _is_rule(sbp: Any) -> bool:
 
 
 def _shape(input: Any) -> Any:
-    """What another rank needs to have the same nest: it, with nothing for each tensor, and their dtypes. True: nothing at all."""
+    """What another rank needs to have the same nest: it, with nothing for each tensor, and their
+    dtypes. True: nothing at all."""
     if input is None:
         return True
     tensors = object_tensors(input, [])
-    return replaced_in_objects(input, iter([torch.empty(0)] * len(tensors))), [(t.dtype, t.requires_grad) for t in tensors]
+    return replaced_in_objects(input, iter([torch.empty(0)] * len(tensors))), [
+        (t.dtype, t.requires_grad) for t in tensors
+    ]
 
 
 def _warn_of(value: Any) -> None:
@@ -72,13 +81,20 @@ def _warn_of(value: Any) -> None:
         for v in value:
             _warn_of(v)
     elif not isinstance(value, _LEAVES):
-        warnings.warn(f"global_view.to_global: a {type(value).__name__} is no tensor and stays as it is on each rank", stacklevel=3)
+        warnings.warn(
+            f"global_view.to_global: a {type(value).__name__} is no tensor and stays as it is on "
+            f"each rank",
+            stacklevel=3,
+        )
 
 
 def to_local(input: Any, *, copy: bool = False) -> Any:
-    """This rank's part of every global tensor in a nest of tuples, lists and dicts; what is local already stays."""
+    """This rank's part of every global tensor in a nest of tuples, lists and dicts; what is local
+    already stays."""
     tensors = object_tensors(input, [])
-    return replaced_in_objects(input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors]))
+    return replaced_in_objects(
+        input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors])
+    )
 
 
 @dataclass(frozen=True)
@@ -95,9 +111,13 @@ class GlobalMode:
 
 
 @contextmanager
-def global_mode(enabled: bool, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None) -> Iterator[GlobalMode]:
-    """Inside, this library's creation functions (``flow.ones`` and the like) make global tensors where the call names neither placement nor sbp; with
-    ``enabled=False`` they make local ones again. Torch's own (``torch.ones``) make local tensors everywhere. Raises SbpError, PlacementError.
+def global_mode(
+    enabled: bool, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None
+) -> Iterator[GlobalMode]:
+    """Inside, this library's creation functions (``flow.ones`` and the like) make global tensors
+    where the call names neither placement nor sbp; with ``enabled=False`` they make local ones
+    again. Torch's own (``torch.ones``) make local tensors everywhere. Raises SbpError,
+    PlacementError.
 
     >>> from globaltensor import placement
     >>> from globaltensor.sbp import broadcast
@@ -107,7 +127,9 @@ def global_mode(enabled: bool, placement: Placement | None = None, sbp: Sbp | Se
     """
     if enabled:
         if placement is None or sbp is None:
-            raise SbpError("global_mode(True) needs placement and sbp: how shall what is created lie?")
+            raise SbpError(
+                "global_mode(True) needs placement and sbp: how shall what is created lie?"
+            )
         check_placement(placement)
         token = GLOBALLY.set((placement, as_layout(sbp, placement.axes)))
     else:

@@ -1,12 +1,28 @@
-"""``import globaltensor.v0 as flow``: job functions. A script configures machines and devices, decorates functions, and calls them with NumPy arrays.
+"""``import globaltensor.v0 as flow``: job functions. A script configures machines and devices,
+decorates functions, and calls them with NumPy arrays.
 
-A thin layer: a job function is recorded once (recording/program.py) and played in the ``build()`` of an `nn.Graph` (v0/recording/execute.py) on every device.
-Docs: docs/v0.md.
+A thin layer: a job function is recorded once (recording/program.py) and played in the ``build()``
+of an `nn.Graph` (v0/recording/execute.py) on every device. Docs: docs/v0.md.
 """
 
 import torch as _torch
 
-from . import checkpoint, config, data, distribute, env, layers, losses, math, nn, optimizer, regularizers, scope, train, typing
+from . import (
+    checkpoint,
+    config,
+    data,
+    distribute,
+    env,
+    layers,
+    losses,
+    math,
+    nn,
+    optimizer,
+    regularizers,
+    scope,
+    train,
+    typing,
+)
 from .ops import *  # noqa: F403
 from .blob import Blob
 from .checkpoint import get_all_variables, load_variables
@@ -34,7 +50,15 @@ from .scope import current_scope
 from .session.session import reset as clear_default_session
 from .variables import assign, get_variable
 
-float, float32, double, float64, float16, half = _torch.float32, _torch.float32, _torch.float64, _torch.float64, _torch.float16, _torch.float16
+float, float32, double, float64, float16, half = (
+    _torch.float32,
+    _torch.float32,
+    _torch.float64,
+    _torch.float64,
+    _torch.float16,
+    _torch.float16,
+)
 bfloat16, int8, char, int32, int64, uint8, bool = (
-    _torch.bfloat16, _torch.int8, _torch.int8, _torch.int32, _torch.int64, _torch.uint8, _torch.bool,
+    _torch.bfloat16, _torch.int8, _torch.int8, _torch.int32, _torch.int64, _torch.uint8,
+    _torch.bool,
 )  # fmt: skip

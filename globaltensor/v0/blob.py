@@ -1,5 +1,5 @@
-"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known shape and dtype; recording/program.py records what is done
-to it."""
+"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known
+shape and dtype; recording/program.py records what is done to it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,44 @@ __all__ = ["Blob", "apply", "cast_distribute", "named", "own_step", "recording",
 
 
 class Blob:
-    """A value of a job. ``shape`` is that of one logical device; in the mirrored view, of each device."""
+    """A value of a job. ``shape`` is that of one logical device; in the mirrored view, of each
+    device."""
 
-    __slots__ = ("devices", "dtype", "index", "mirrored", "name", "shape", "tape", "times", "variable")
+    __slots__ = (
+        "devices",
+        "dtype",
+        "index",
+        "mirrored",
+        "name",
+        "shape",
+        "tape",
+        "times",
+        "variable",
+    )
     __array_priority__ = 1000
 
-    def __init__(self, tape: Tape, index: int, shape: Any, dtype: torch.dtype, step: Step, variable: bool = False) -> None:
-        self.tape, self.index, self.shape, self.dtype = tape, index, tuple(int(n) for n in shape), dtype
-        self.devices, self.mirrored, self.times, self.name, self.variable = step.devices, step.mirrored, step.times, step.name, variable
+    def __init__(
+        self,
+        tape: Tape,
+        index: int,
+        shape: Any,
+        dtype: torch.dtype,
+        step: Step,
+        variable: bool = False,
+    ) -> None:
+        self.tape, self.index, self.shape, self.dtype = (
+            tape,
+            index,
+            tuple(int(n) for n in shape),
+            dtype,
+        )
+        self.devices, self.mirrored, self.times, self.name, self.variable = (
+            step.devices,
+            step.mirrored,
+            step.times,
+            step.name,
+            variable,
+        )
 
     @property
     def op_name(self) -> str:
@@ -65,15 +95,23 @@ class Blob:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"Blob({self.name}, shape={list(self.shape)}, dtype={str(self.dtype).removeprefix('torch.')}{', mirrored' if self.mirrored else ''})"
+        return (
+            f"Blob({self.name}, shape={list(self.shape)}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}{', mirrored' if self.mirrored else ''})"  # noqa: E501
+        )
 
     def _no_value(self, *_: object, **__: object) -> Any:
-        raise JobError(f"{self!r} has no value while the job is recorded: compute with ops, and return what the caller shall see")
+        raise JobError(
+            f"{self!r} has no value while the job is recorded: compute with ops, and return what "
+            f"the caller shall see"
+        )
 
     __bool__ = __float__ = __int__ = __index__ = __array__ = numpy = _no_value
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Any function of torch is an op as well."""
         return apply(func, *args, **(kwargs or {}))
 
@@ -109,12 +147,16 @@ def recording() -> Tape:
     """The job that is being recorded. Raises JobError outside of job functions."""
     tape = taping()
     if tape is None:
-        raise JobError("ops and variables belong in a job function: a function with @flow.global_function(...) before it")
+        raise JobError(
+            "ops and variables belong in a job function: a function with "
+            "@flow.global_function(...) before it"
+        )
     return tape
 
 
 def apply(op: Callable[..., Any], *args: Any, op_name: str | None = None, **kwargs: Any) -> Any:
-    """Record an op, a function of tensors and plain values -> its results, blobs in place of tensors. Raises JobError where the op refuses its arguments."""
+    """Record an op, a function of tensors and plain values -> its results, blobs in place of
+    tensors. Raises JobError where the op refuses its arguments."""
     tape = recording()
     blobs = [tape.seen(b) for b in object_tensors((args, kwargs), [], Blob)]
     blobs = [scoped(b) for b in blobs]
@@ -129,25 +171,34 @@ def apply(op: Callable[..., Any], *args: Any, op_name: str | None = None, **kwar
     made = object_tensors(out, [])
     refs = replaced_in_objects((args, kwargs), iter([Ref(b.index) for b in blobs]), Blob)
     step = tape.add(op, *refs, len(made), _times(blobs), op_name)
-    return replaced_in_objects(out, iter([Blob(tape, i, t.shape, t.dtype, step) for i, t in zip(step.outs, made, strict=True)]))
+    return replaced_in_objects(
+        out,
+        iter([Blob(tape, i, t.shape, t.dtype, step) for i, t in zip(step.outs, made, strict=True)]),
+    )
 
 
 def own_step(
-    op: str, *args: Any, shape: Any, dtype: torch.dtype, times: int | None = None, name: str | None = None, devices: Devices | None = None,
+    op: str, *args: Any, shape: Any, dtype: torch.dtype, times: int | None = None,
+    name: str | None = None, devices: Devices | None = None,
     mirrored: bool | None = None, variable: bool = False,
 ) -> Blob:  # fmt: skip
-    """Record one of the replay's own steps, with one result of this shape and dtype. ``mirrored``: its view; None: that of the blobs it takes, of which the
-    shape follows, or without any the scope's."""
+    """Record one of the replay's own steps, with one result of this shape and dtype. ``mirrored``:
+    its view; None: that of the blobs it takes, of which the shape follows, or without any the
+    scope's."""
     tape = recording()
     blobs = [tape.seen(b) for b in object_tensors(args, [], Blob)]
     refs = replaced_in_objects(args, iter([Ref(b.index) for b in blobs]), Blob)
     if mirrored is None and blobs:
         mirrored = blobs[0].mirrored
-    step = tape.add(op, refs, {}, 1, _times(blobs) if times is None else times, name, devices, mirrored)
+    step = tape.add(
+        op, refs, {}, 1, _times(blobs) if times is None else times, name, devices, mirrored
+    )
     return Blob(tape, step.outs[0], shape, dtype, step, variable)
 
 
-def cast_distribute(blob: Blob, distribute: Distribute | None, gradient: Distribute | None, name: str | None) -> Blob:
+def cast_distribute(
+    blob: Blob, distribute: Distribute | None, gradient: Distribute | None, name: str | None
+) -> Blob:
     """The same blob, lying so, with a gradient that lies so; None: as it does."""
     for given in (distribute, gradient):
         if given is not None:
@@ -156,9 +207,23 @@ def cast_distribute(blob: Blob, distribute: Distribute | None, gradient: Distrib
     if (sbp is None and grad is None) or blob.mirrored:  # a device's own blob lies nowhere else
         return blob
     for wanted in (sbp, grad):
-        if wanted is not None and wanted.is_split and not -len(blob.shape) <= wanted.dim < len(blob.shape):
+        if (
+            wanted is not None
+            and wanted.is_split
+            and not -len(blob.shape) <= wanted.dim < len(blob.shape)
+        ):
             raise JobError(f"{blob!r} has no dim {wanted.dim} to be split")
-    return own_step("cast", blob, sbp, grad, shape=blob.shape, dtype=blob.dtype, name=name, devices=blob.devices, variable=blob.variable)
+    return own_step(
+        "cast",
+        blob,
+        sbp,
+        grad,
+        shape=blob.shape,
+        dtype=blob.dtype,
+        name=name,
+        devices=blob.devices,
+        variable=blob.variable,
+    )
 
 
 def scoped(blob: Blob) -> Blob:
@@ -168,23 +233,39 @@ def scoped(blob: Blob) -> Blob:
 
 
 def _viewed(blob: Blob, mirrored: bool) -> Blob:
-    """The blob as the other view sees it: a batch that is cut over the devices along dim 0, or the devices' batches one after the other."""
+    """The blob as the other view sees it: a batch that is cut over the devices along dim 0, or the
+    devices' batches one after the other."""
     devices = blob.tape.layout.size
     if mirrored and not blob.variable:
         if not blob.shape or blob.shape[0] % devices:
-            raise JobError(f"{blob!r} cannot be cut for the mirrored view: dim 0 must divide by the {devices} devices")
+            raise JobError(
+                f"{blob!r} cannot be cut for the mirrored view: dim 0 must divide by the "
+                f"{devices} devices"
+            )
         shape = (blob.shape[0] // devices, *blob.shape[1:])
     elif mirrored or blob.variable:
         shape = blob.shape
     else:
         shape = (blob.shape[0] * devices, *blob.shape[1:]) if blob.shape else (devices,)
     kind = "own" if mirrored else "joined"
-    return own_step(kind, blob, blob.variable, shape=shape, dtype=blob.dtype, name=f"{blob.name}-{kind}", mirrored=mirrored, variable=blob.variable)
+    return own_step(
+        kind,
+        blob,
+        blob.variable,
+        shape=shape,
+        dtype=blob.dtype,
+        name=f"{blob.name}-{kind}",
+        mirrored=mirrored,
+        variable=blob.variable,
+    )
 
 
 def _times(blobs: list[Blob]) -> int:
     found = {b.times for b in blobs if b.times > 1}
     if len(found) > 1:
         told = ", ".join(f"{b!r} comes in {b.times} pieces" for b in blobs if b.times > 1)
-        raise JobError(f"an op of blobs in different numbers of pieces: {told}; flow.pack or flow.acc brings pieces together, flow.repeat repeats a blob")
+        raise JobError(
+            f"an op of blobs in different numbers of pieces: {told}; flow.pack or flow.acc brings "
+            f"pieces together, flow.repeat repeats a blob"
+        )
     return found.pop() if found else 1

@@ -1,5 +1,7 @@
-"""``flow.checkpoint``: variables in a folder. Each has a folder of its name with ``out``, the elements as they lie in memory, and ``meta``, their shape and
-type; ``snapshot_done`` tells that all have been written. The master writes. The original's snapshots can be read, and it could read these."""
+"""``flow.checkpoint``: variables in a folder. Each has a folder of its name with ``out``, the
+elements as they lie in memory, and ``meta``, their shape and type; ``snapshot_done`` tells that all
+have been written. The master writes. The original's snapshots can be read, and it could read
+these."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["FileBacked", "Variable", "get", "get_all_variables", "load_variables
 
 DONE: Final = "snapshot_done"
 _TYPES: Final = {
-    "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
+    "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kInt8": "int8",
+    "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
     "kChar": "int8", "kBool": "bool",
 }  # fmt: skip
 _NAMES: Final = {name: kind for kind, name in reversed(_TYPES.items())}
@@ -41,7 +44,10 @@ class Variable:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:
-        return f"Variable({self.name}, shape={list(self.shape)}, dtype={str(self.dtype).removeprefix('torch.')})"
+        return (
+            f"Variable({self.name}, shape={list(self.shape)}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')})"
+        )
 
 
 class FileBacked:
@@ -52,7 +58,10 @@ class FileBacked:
         text = (folder / "meta").read_text()
         kind = re.search(r"data_type:\s*(\w+)", text)
         if kind is None or kind[1] not in _TYPES:
-            raise SessionError(f"checkpoint.get: {folder / 'meta'} says no data_type that is known here ({', '.join(_TYPES)})")
+            raise SessionError(
+                f"checkpoint.get: {folder / 'meta'} says no data_type that is known here "
+                f"({', '.join(_TYPES)})"
+            )
         self.shape = tuple(int(n) for n in re.findall(r"dim:\s*(\d+)", text))
         self.dtype = getattr(torch, _TYPES[kind[1]])
         self._kind = np.dtype(_TYPES[kind[1]])
@@ -61,7 +70,10 @@ class FileBacked:
         """The value. Raises SessionError where the file is shorter or longer than its shape."""
         found = np.fromfile(self.folder / "out", dtype=self._kind)
         if found.size != int(np.prod(self.shape)):
-            raise SessionError(f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta says shape {list(self.shape)}: it is damaged")
+            raise SessionError(
+                f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta says "
+                f"shape {list(self.shape)}: it is damaged"
+            )
         return found.reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
@@ -72,21 +84,32 @@ class FileBacked:
 
 
 def get_all_variables() -> dict[str, Variable]:
-    """The variables of all jobs by name. Starts the session. What optimizers keep is not among them; `save` saves it."""
+    """The variables of all jobs by name. Starts the session. What optimizers keep is not among
+    them; `save` saves it."""
     here = session()
     return {name: Variable(name, *here.shape_of(name)) for name in here.names()}
 
 
 def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
-    """Write variables into a folder, which must not be there or be empty: all, with what optimizers keep, the steps made and growing loss scales, or those
-    given by name (arrays, or what `get_all_variables` and `get` return). Raises SessionError where the folder holds something."""
+    """Write variables into a folder, which must not be there or be empty: all, with what optimizers
+    keep, the steps made and growing loss scales, or those given by name (arrays, or what
+    `get_all_variables` and `get` return). Raises SessionError where the folder holds something."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SessionError(f"checkpoint.save: {folder} holds something already: name a folder that is not there yet")
+        raise SessionError(
+            f"checkpoint.save: {folder} holds something already: name a folder that is not there "
+            f"yet"
+        )
     here = session()
-    arrays = here.fetch(here.saved_names()) if var_dict is None else {name: np.asarray(_value(v)) for name, v in var_dict.items()}
+    arrays = (
+        here.fetch(here.saved_names())
+        if var_dict is None
+        else {name: np.asarray(_value(v)) for name, v in var_dict.items()}
+    )
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process with our number that was killed at it
+    shutil.rmtree(
+        unfinished, ignore_errors=True
+    )  # of a process with our number that was killed at it
     try:
         for name, array in arrays.items():
             _write(unfinished, name, array)
@@ -103,9 +126,13 @@ def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
 def _write(folder: Path, name: str, array: np.ndarray[Any, Any]) -> None:
     where = folder / name
     if folder.resolve() not in where.resolve().parents:
-        raise SessionError(f"checkpoint.save: a variable named {name!r} would be written outside of the folder")
+        raise SessionError(
+            f"checkpoint.save: a variable named {name!r} would be written outside of the folder"
+        )
     if array.dtype.name not in _NAMES:
-        raise SessionError(f"checkpoint.save: {name} is {array.dtype}, which has no name in the format")
+        raise SessionError(
+            f"checkpoint.save: {name} is {array.dtype}, which has no name in the format"
+        )
     where.mkdir(parents=True)
     np.ascontiguousarray(array).tofile(where / "out")
     dims = "".join(f"  dim: {n}\n" for n in array.shape)
@@ -113,7 +140,8 @@ def _write(folder: Path, name: str, array: np.ndarray[Any, Any]) -> None:
 
 
 def get(path: str) -> dict[str, FileBacked]:
-    """The variables in a folder by name, read when their values are asked for. Raises SessionError where there is no complete snapshot."""
+    """The variables in a folder by name, read when their values are asked for. Raises SessionError
+    where there is no complete snapshot."""
     folder = Path(path)
     if not folder.is_dir():
         raise SessionError(f"checkpoint.get: there is no folder {folder}")
@@ -132,24 +160,41 @@ def _folders(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
 
 
 def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) -> None:
-    """Give variables the values of arrays, by name; what optimizers keep too, where a snapshot has it. Names that no job has are passed over;
-    ``ignore_mismatch=False``: raises SessionError for them, and for variables that get no value. Raises JobError for another shape, or no numbers."""
+    """Give variables the values of arrays, by name; what optimizers keep too, where a snapshot has
+    it. Names that no job has are passed over; ``ignore_mismatch=False``: raises SessionError for
+    them, and for variables that get no value. Raises JobError for another shape, or no numbers."""
     here = session()
     known, own = set(here.saved_names()), here.names()
     strange = sorted(set(value_dict) - known)
     missing = sorted(set(own) - set(value_dict))
     if (strange or missing) and not ignore_mismatch:
-        told = [f"no job has {', '.join(strange)}"] * bool(strange) + [f"nothing is given for {', '.join(missing)}"] * bool(missing)
+        told = [f"no job has {', '.join(strange)}"] * bool(strange) + [
+            f"nothing is given for {', '.join(missing)}"
+        ] * bool(missing)
         raise SessionError(f"load_variables: {'; '.join(told)}")
     if strange:
         logger.info("load_variables: no job has %s", ", ".join(strange))
-    arrays = {name: np.asarray(_value(value_dict[name])) for name in here.saved_names() if name in value_dict}
-    for name, array in arrays.items():  # all before any is loaded: an error on the way would leave the devices out of step
+    arrays = {
+        name: np.asarray(_value(value_dict[name]))
+        for name in here.saved_names()
+        if name in value_dict
+    }
+    for (
+        name,
+        array,
+    ) in (
+        arrays.items()
+    ):  # all before any is loaded: an error on the way would leave the devices out of step
         shape = here.shape_of(name)[0]
         if array.shape != shape:
-            raise JobError(f"load_variables: {'variable ' if name in own else ''}{name} has shape {list(shape)}, the value {list(array.shape)}")
+            raise JobError(
+                f"load_variables: {'variable ' if name in own else ''}{name} has shape "
+                f"{list(shape)}, the value {list(array.shape)}"
+            )
         if array.dtype.kind not in "biufc":
-            raise JobError(f"load_variables: numbers are wanted for {name}, got an array of {array.dtype}")
+            raise JobError(
+                f"load_variables: numbers are wanted for {name}, got an array of {array.dtype}"
+            )
     if arrays:
         here.load(arrays)
 

@@ -1,4 +1,5 @@
-"""Windows over space: convolutions, pooling and padding, for 1 to 3 dims, channels first or last. Functions of tensors, and what they have in common."""
+"""Windows over space: convolutions, pooling and padding, for 1 to 3 dims, channels first or last.
+Functions of tensors, and what they have in common."""
 
 from __future__ import annotations
 
@@ -10,12 +11,21 @@ import torch.nn.functional as F
 
 from .errors import JobError
 
-__all__ = ["channels_last", "convolved", "from_channels_first", "numbers", "padding_of", "pooled", "to_channels_first"]
+__all__ = [
+    "channels_last",
+    "convolved",
+    "from_channels_first",
+    "numbers",
+    "padding_of",
+    "pooled",
+    "to_channels_first",
+]
 
 _FORMATS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _POOLS = {
-    ("max", 1): F.max_pool1d, ("max", 2): F.max_pool2d, ("max", 3): F.max_pool3d, ("avg", 1): F.avg_pool1d, ("avg", 2): F.avg_pool2d, ("avg", 3): F.avg_pool3d,
+    ("max", 1): F.max_pool1d, ("max", 2): F.max_pool2d, ("max", 3): F.max_pool3d,
+    ("avg", 1): F.avg_pool1d, ("avg", 2): F.avg_pool2d, ("avg", 3): F.avg_pool3d,
 }  # fmt: skip
 
 
@@ -28,28 +38,44 @@ def channels_last(what: str, data_format: str, dims: int) -> bool:
 
 def numbers(what: str, value: Any, dims: int) -> tuple[int, ...]:
     """One integer for each dim of space; one alone stands for all. Raises JobError."""
-    found = (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1) if isinstance(value, (list, tuple)) else ()
+    found = (
+        (value,) * dims
+        if isinstance(value, int)
+        else tuple(value) * (dims if len(value) == 1 else 1)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     if len(found) != dims or not all(isinstance(n, int) and n > 0 for n in found):
         raise JobError(f"{what}: a positive integer, or one for each of {dims} dims; got {value!r}")
     return found
 
 
 def padding_of(
-    what: str, padding: Any, last: bool, sizes: Sequence[int], windows: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+    what: str,
+    padding: Any,
+    last: bool,
+    sizes: Sequence[int],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """(before, after) for each dim of space. "SAME" keeps ceil(size / stride) places; where that takes an odd number, "SAME" and "SAME_LOWER" put the larger
-    half before, "SAME_UPPER" after. Or pairs for every dim of the tensor or of space, or integers. Raises JobError.
+    """(before, after) for each dim of space. "SAME" keeps ceil(size / stride) places; where that
+    takes an odd number, "SAME" and "SAME_LOWER" put the larger half before, "SAME_UPPER" after. Or
+    pairs for every dim of the tensor or of space, or integers. Raises JobError.
 
     >>> padding_of("conv2d", "SAME", False, [28], [5], [1], [1]), padding_of("pool", "SAME", False, [7], [2], [2], [1])
     (((2, 2),), ((1, 0),))
-    """
+    """  # noqa: E501
     dims = len(sizes)
     if isinstance(padding, str):
         kind = padding.upper()
         if kind == "VALID":
             return ((0, 0),) * dims
         if kind not in ("SAME", "SAME_LOWER", "SAME_UPPER"):
-            raise JobError(f'{what}: padding is "SAME", "SAME_LOWER", "SAME_UPPER", "VALID", or pairs of numbers; got {padding!r}')
+            raise JobError(
+                f'{what}: padding is "SAME", "SAME_LOWER", "SAME_UPPER", "VALID", or pairs of '
+                f"numbers; got {padding!r}"
+            )
         out = []
         for n, k, s, d in zip(sizes, windows, strides, dilations, strict=True):
             total = max(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
@@ -58,15 +84,24 @@ def padding_of(
         return tuple(out)
     if isinstance(padding, int):
         return ((padding, padding),) * dims
-    pairs = [(p, p) if isinstance(p, int) else tuple(p) for p in padding] if isinstance(padding, (list, tuple)) else []
+    pairs = (
+        [(p, p) if isinstance(p, int) else tuple(p) for p in padding]
+        if isinstance(padding, (list, tuple))
+        else []
+    )
     if len(pairs) == dims + 2:
         pairs = pairs[1:-1] if last else pairs[2:]
     if len(pairs) != dims or any(len(p) != 2 or min(p) < 0 for p in pairs):
-        raise JobError(f"{what}: padding wants (before, after) for each of {dims} dims of space, or of all {dims + 2} dims; got {padding!r}")
+        raise JobError(
+            f"{what}: padding wants (before, after) for each of {dims} dims of space, or of all "
+            f"{dims + 2} dims; got {padding!r}"
+        )
     return tuple((int(a), int(b)) for a, b in pairs)
 
 
-def _padded(x: torch.Tensor, padding: Sequence[tuple[int, int]], value: float = 0.0) -> torch.Tensor:
+def _padded(
+    x: torch.Tensor, padding: Sequence[tuple[int, int]], value: float = 0.0
+) -> torch.Tensor:
     flat = [n for pair in reversed(padding) for n in pair]
     return F.pad(x, flat, value=value) if any(flat) else x
 
@@ -80,19 +115,28 @@ def from_channels_first(x: torch.Tensor, last: bool) -> torch.Tensor:
 
 
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, strides: Sequence[int], padding: Sequence[tuple[int, int]], dilations: Sequence[int],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, strides: Sequence[int],
+    padding: Sequence[tuple[int, int]], dilations: Sequence[int],
     groups: int, last: bool,
 ) -> torch.Tensor:  # fmt: skip
     """A convolution. With channels last the weight is (filters, window..., channels)."""
     even = all(a == b for a, b in padding)
     x = to_channels_first(x, last) if even else _padded(to_channels_first(x, last), padding)
     own = [a for a, _ in padding] if even else 0
-    out = _CONVOLUTIONS[len(strides)](x, to_channels_first(weight, last), bias, strides, own, dilations, groups)  # type: ignore[operator]
+    out = _CONVOLUTIONS[len(strides)](
+        x, to_channels_first(weight, last), bias, strides, own, dilations, groups
+    )  # type: ignore[operator]
     return from_channels_first(out, last)
 
 
 def pooled(
-    x: torch.Tensor, kind: str, windows: Sequence[int], strides: Sequence[int], padding: Sequence[tuple[int, int]], ceil_mode: bool, last: bool
+    x: torch.Tensor,
+    kind: str,
+    windows: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    ceil_mode: bool,
+    last: bool,
 ) -> torch.Tensor:
     """Pooling; an average counts the places that are there, not the padding."""
     pool: Any = _POOLS[kind, len(windows)]
@@ -101,8 +145,21 @@ def pooled(
     fits = all(a == b and 2 * a <= k for (a, b), k in zip(padding, windows, strict=True))
     if fits:
         options: dict[str, Any] = {"padding": [a for a, _ in padding], "ceil_mode": ceil_mode}
-        return from_channels_first(pool(x, windows, strides, **options, **({"count_include_pad": False} if kind == "avg" else {})), last)
+        return from_channels_first(
+            pool(
+                x,
+                windows,
+                strides,
+                **options,
+                **({"count_include_pad": False} if kind == "avg" else {}),
+            ),
+            last,
+        )
     if kind == "max":
-        return from_channels_first(pool(_padded(x, padding, float("-inf")), windows, strides, ceil_mode=ceil_mode), last)
+        return from_channels_first(
+            pool(_padded(x, padding, float("-inf")), windows, strides, ceil_mode=ceil_mode), last
+        )
     there = pool(_padded(torch.ones_like(x), padding), windows, strides, ceil_mode=ceil_mode)
-    return from_channels_first(pool(_padded(x, padding), windows, strides, ceil_mode=ceil_mode) / there, last)
+    return from_channels_first(
+        pool(_padded(x, padding), windows, strides, ceil_mode=ceil_mode) / there, last
+    )

@@ -14,7 +14,12 @@ from .errors import SessionError
 
 __all__ = ["load_mnist", "read_idx"]
 
-_FILES: Final = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_FILES: Final = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 _UNSIGNED_BYTES: Final = 0x08
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -28,11 +33,13 @@ def load_mnist(
     hash_check: str | None = None,
     out_dir: str = ".",
 ) -> tuple[Arrays, Arrays]:
-    """((images, labels) to train with, (images, labels) to test with), in batches: images float32 in [0, 1] of shape (batches, size, 1, 28, 28), or with
-    ``data_format="NHWC"`` (batches, size, 28, 28, 1); labels int32 (batches, size). What is left of the last batch is dropped.
+    """((images, labels) to train with, (images, labels) to test with), in batches: images float32
+    in [0, 1] of shape (batches, size, 1, 28, 28), or with ``data_format="NHWC"`` (batches, size,
+    28, 28, 1); labels int32 (batches, size). What is left of the last batch is dropped.
 
-    They are read from the four IDX files (plain or ``.gz``) or ``mnist.npz`` in the folder ``out_dir``; nothing is downloaded, so ``url`` and ``hash_check``
-    have no effect. Raises SessionError where they are not there or not what they should be.
+    They are read from the four IDX files (plain or ``.gz``) or ``mnist.npz`` in the folder
+    ``out_dir``; nothing is downloaded, so ``url`` and ``hash_check`` have no effect. Raises
+    SessionError where they are not there or not what they should be.
     """
     if data_format not in ("NCHW", "NHWC"):
         raise SessionError(f'load_mnist: data_format is "NCHW" or "NHWC", got {data_format!r}')
@@ -48,16 +55,25 @@ def load_mnist(
 
 
 def _found(folder: Path, name: str) -> Path:
-    for candidate in (name, f"{name}.gz", name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz"):
+    for candidate in (
+        name,
+        f"{name}.gz",
+        name.replace("-idx", ".idx"),
+        name.replace("-idx", ".idx") + ".gz",
+    ):
         if (folder / candidate).is_file():
             return folder / candidate
     told = f"load_mnist: there is no {name} (or {name}.gz) in {folder.resolve()}"
-    mend = f"put MNIST's four IDX files ({', '.join(_FILES)}), or mnist.npz, there, or name their folder with out_dir="
+    mend = (
+        f"put MNIST's four IDX files ({', '.join(_FILES)}), or mnist.npz, there, or name their "
+        f"folder with out_dir="
+    )
     raise SessionError(f"{told}; nothing is downloaded: {mend}")
 
 
 def read_idx(path: Path) -> np.ndarray[Any, Any]:
-    """An IDX file of unsigned bytes (http://yann.lecun.com/exdb/mnist), plain or gzipped. Raises SessionError for another file, or one that is cut off."""
+    """An IDX file of unsigned bytes (http://yann.lecun.com/exdb/mnist), plain or gzipped. Raises
+    SessionError for another file, or one that is cut off."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError) as error:
@@ -66,17 +82,28 @@ def read_idx(path: Path) -> np.ndarray[Any, Any]:
         raise SessionError(f"load_mnist: {path} is no IDX file of unsigned bytes")
     dims = content[3]
     if len(content) < 4 + 4 * dims:
-        raise SessionError(f"load_mnist: {path} ends in its header, which should name {dims} sizes: it is damaged")
+        raise SessionError(
+            f"load_mnist: {path} ends in its header, which should name {dims} sizes: it is damaged"
+        )
     shape = struct.unpack_from(f">{dims}I", content, 4)
     start = 4 + 4 * dims
     if len(content) - start != math.prod(shape):
-        raise SessionError(f"load_mnist: {path} says {list(shape)}, but holds {len(content) - start} bytes: it is damaged")
+        raise SessionError(
+            f"load_mnist: {path} says {list(shape)}, but holds {len(content) - start} bytes: it "
+            f"is damaged"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _batches(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], size: int, data_format: str) -> Arrays:
+def _batches(
+    images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], size: int, data_format: str
+) -> Arrays:
     n = len(images) // size
     if not n or len(images) != len(labels):
-        raise SessionError(f"load_mnist: {len(images)} images and {len(labels)} labels make no batch of {size}")
+        raise SessionError(
+            f"load_mnist: {len(images)} images and {len(labels)} labels make no batch of {size}"
+        )
     pixels = (images[: n * size].astype(np.float32) / 255.0).reshape(n, size, *images.shape[1:])
-    return np.expand_dims(pixels, 2 if data_format == "NCHW" else -1), labels[: n * size].astype(np.int32).reshape(n, size)
+    return np.expand_dims(pixels, 2 if data_format == "NCHW" else -1), labels[: n * size].astype(
+        np.int32
+    ).reshape(n, size)

@@ -14,6 +14,8 @@ def fixed_placement(device_tag: str, machine_device_ids: str | Sequence[str]) ->
     return placement(device_tag, machine_device_ids)
 
 
-def device_prior_placement(device_tag: str, machine_device_ids: str | Sequence[str]) -> PlacementScope:
+def device_prior_placement(
+    device_tag: str, machine_device_ids: str | Sequence[str]
+) -> PlacementScope:
     """An older name of ``scope.placement``."""
     return placement(device_tag, machine_device_ids)

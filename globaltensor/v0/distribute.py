@@ -1,4 +1,5 @@
-"""``flow.distribute``: how a blob lies on the devices of its placement; older names of the views."""
+"""``flow.distribute``: how a blob lies on the devices of its placement; older names of the
+views."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from ..sharding.sbp import Sbp
 from ..sharding.sbp import broadcast as sbp_broadcast
 from ..sharding.sbp import split as sbp_split
 from .errors import JobError
-from .scope import ConsistentView, MirroredView, consistent_view, consistent_view_enabled, mirrored_view, mirrored_view_enabled
+from .scope import (
+    ConsistentView,
+    MirroredView,
+    consistent_view,
+    consistent_view_enabled,
+    mirrored_view,
+    mirrored_view_enabled,
+)
 
 __all__ = [
-    "Distribute", "assert_is_valid_distribute", "auto", "broadcast", "consistent_strategy", "consistent_strategy_enabled", "mirrored_strategy",
+    "Distribute", "assert_is_valid_distribute", "auto", "broadcast", "consistent_strategy",
+    "consistent_strategy_enabled", "mirrored_strategy",
     "mirrored_strategy_enabled", "split",
 ]  # fmt: skip
 
@@ -26,7 +35,9 @@ class Distribute:
     def __repr__(self) -> str:
         if self.sbp is None:
             return "distribute.auto()"
-        return f"distribute.split({self.sbp.dim})" if self.sbp.is_split else "distribute.broadcast()"
+        return (
+            f"distribute.split({self.sbp.dim})" if self.sbp.is_split else "distribute.broadcast()"
+        )
 
 
 def split(axis: int) -> Distribute:
@@ -47,9 +58,13 @@ def auto() -> Distribute:
 
 
 def assert_is_valid_distribute(distribute: Any) -> None:
-    """Raises JobError for what is neither ``distribute.split(axis)`` nor ``broadcast()`` nor ``auto()``."""
+    """Raises JobError for what is neither ``distribute.split(axis)`` nor ``broadcast()`` nor
+    ``auto()``."""
     if not isinstance(distribute, Distribute):
-        raise JobError(f"a distribute is wanted: flow.distribute.split(axis), broadcast() or auto(); got {distribute!r}")
+        raise JobError(
+            f"a distribute is wanted: flow.distribute.split(axis), broadcast() or auto(); got "
+            f"{distribute!r}"
+        )
 
 
 def consistent_strategy() -> ConsistentView:

@@ -15,24 +15,39 @@ from .session.settings import logger
 
 __all__ = ["FunctionConfig", "function_config"]
 
-#: Choices of the original's compiler, memory planner and cudnn that have no effect here: torch chooses itself.
+#: Choices of the original's compiler, memory planner and cudnn that have no effect here: torch
+#: chooses itself.
 HINTS = frozenset({
-    "all_reduce_fp16", "all_reduce_group_min_mbyte", "all_reduce_group_num", "all_reduce_group_size_warmup", "all_reduce_lazy_ratio", "allow_cpu_return_op",
-    "concurrency_width", "cudnn_buf_limit_mbyte", "cudnn_conv_enable_pseudo_half", "cudnn_conv_enable_true_half", "cudnn_conv_force_bwd_data_algo",
-    "cudnn_conv_force_bwd_filter_algo", "cudnn_conv_force_fwd_algo", "cudnn_conv_heuristic_search_algo", "cudnn_conv_use_deterministic_algo_only",
-    "default_initializer_conf", "disable_all_reduce_sequence", "do_parallel_cast_before_widening_type_cast", "enable_all_reduce_group", "enable_cudnn",
-    "enable_cudnn_conv_pseudo_half", "enable_cudnn_fused_normalization_add_relu", "enable_float_compute_for_half_gemm", "enable_fuse_add_to_output",
-    "enable_fuse_cast_scale", "enable_fuse_model_update_ops", "enable_gradients_stats_aggregation", "enable_inplace", "enable_inplace_in_reduce_struct",
-    "enable_keep_header_only", "enable_nccl", "enable_reused_mem", "enable_true_half_config_when_conv",
-    "exp_run_conf", "indexed_slices_optimizer_conf", "non_distributed_optimizer_group_size_mbyte", "prune_cast_to_static_shape_ops",
-    "prune_parallel_cast_ops", "use_boxing_v2", "use_memory_allocation_algorithm_v2", "use_nccl_inter_node_communication",
+    "all_reduce_fp16", "all_reduce_group_min_mbyte", "all_reduce_group_num",
+    "all_reduce_group_size_warmup", "all_reduce_lazy_ratio", "allow_cpu_return_op",
+    "concurrency_width", "cudnn_buf_limit_mbyte", "cudnn_conv_enable_pseudo_half",
+    "cudnn_conv_enable_true_half", "cudnn_conv_force_bwd_data_algo",
+    "cudnn_conv_force_bwd_filter_algo", "cudnn_conv_force_fwd_algo",
+    "cudnn_conv_heuristic_search_algo", "cudnn_conv_use_deterministic_algo_only",
+    "default_initializer_conf", "disable_all_reduce_sequence",
+    "do_parallel_cast_before_widening_type_cast", "enable_all_reduce_group", "enable_cudnn",
+    "enable_cudnn_conv_pseudo_half", "enable_cudnn_fused_normalization_add_relu",
+    "enable_float_compute_for_half_gemm", "enable_fuse_add_to_output",
+    "enable_fuse_cast_scale", "enable_fuse_model_update_ops", "enable_gradients_stats_aggregation",
+    "enable_inplace", "enable_inplace_in_reduce_struct",
+    "enable_keep_header_only", "enable_nccl", "enable_reused_mem",
+    "enable_true_half_config_when_conv",
+    "exp_run_conf", "indexed_slices_optimizer_conf", "non_distributed_optimizer_group_size_mbyte",
+    "prune_cast_to_static_shape_ops",
+    "prune_parallel_cast_ops", "use_boxing_v2", "use_memory_allocation_algorithm_v2",
+    "use_nccl_inter_node_communication",
 })  # fmt: skip
 GONE = {
-    "enable_quantization_aware_training": "quantization-aware training: use torch.ao.quantization on a torch model instead",
+    "enable_quantization_aware_training": (
+        "quantization-aware training: use torch.ao.quantization on a torch model instead"
+    ),
     "qat": "quantization-aware training: use torch.ao.quantization on a torch model instead",
     "use_tensorrt": "TensorRT: export the model with torch and use torch_tensorrt instead",
     "tensorrt": "TensorRT: export the model with torch and use torch_tensorrt instead",
-    "ssp_stage": "stages: use flow.scope.placement with flow.unpack and flow.pack, or globaltensor.nn.Graph with set_stage instead",
+    "ssp_stage": (
+        "stages: use flow.scope.placement with flow.unpack and flow.pack, or "
+        "globaltensor.nn.Graph with set_stage instead"
+    ),
     "static_mem_alloc_policy_white_list": "memory plans: torch's allocator is used instead",
     "static_mem_alloc_algo_white_list": "memory plans: torch's allocator is used instead",
 }
@@ -40,7 +55,8 @@ _ZERO_MODES = ("none", "distributed_split", "non_distributed")
 
 
 class FunctionConfig:
-    """Settings of a job function: ``@flow.global_function(type="train", function_config=config)``. Each returns nothing; hints without effect are taken too."""
+    """Settings of a job function: ``@flow.global_function(type="train", function_config=config)``.
+    Each returns nothing; hints without effect are taken too."""
 
     def __init__(self) -> None:
         self.dtype: torch.dtype = torch.float32
@@ -50,15 +66,22 @@ class FunctionConfig:
         self.train = _Train()
 
     def default_data_type(self, value: torch.dtype) -> None:
-        """The dtype of floating-point values that say none. Raises JobError for what is no dtype."""
+        """The dtype of floating-point values that say none. Raises JobError for what is no
+        dtype."""
         if not isinstance(value, torch.dtype):
-            raise JobError(f"default_data_type: one of flow.float, flow.double, flow.float16 ...; got {value!r}")
+            raise JobError(
+                f"default_data_type: one of flow.float, flow.double, flow.float16 ...; got "
+                f"{value!r}"
+            )
         self.dtype = value
 
     def default_logical_view(self, value: View) -> None:
         """``scope.consistent_view()`` or ``scope.mirrored_view()``. Raises JobError for another."""
         if not isinstance(value, View):
-            raise JobError(f"default_logical_view: flow.scope.consistent_view() or flow.scope.mirrored_view(), got {value!r}")
+            raise JobError(
+                f"default_logical_view: flow.scope.consistent_view() or "
+                f"flow.scope.mirrored_view(), got {value!r}"
+            )
         self.view = value
 
     def default_distribute_strategy(self, value: View) -> None:
@@ -66,26 +89,37 @@ class FunctionConfig:
         self.default_logical_view(value)
 
     def default_placement_scope(self, value: PlacementScope) -> None:
-        """``scope.placement(...)``: the devices of ops outside of any such block. Raises JobError for another."""
+        """``scope.placement(...)``: the devices of ops outside of any such block. Raises JobError
+        for another."""
         if not isinstance(value, PlacementScope):
-            raise JobError(f'default_placement_scope: flow.scope.placement("gpu", "0:0-3"), got {value!r}')
+            raise JobError(
+                f'default_placement_scope: flow.scope.placement("gpu", "0:0-3"), got {value!r}'
+            )
         self.scope = value
 
     def enable_auto_mixed_precision(self, value: bool = True) -> None:
-        """Compute in float16 on GPUs, in bfloat16 on CPUs, where that is safe (torch.autocast); variables stay as they are."""
+        """Compute in float16 on GPUs, in bfloat16 on CPUs, where that is safe (torch.autocast);
+        variables stay as they are."""
         self.options["amp"] = bool(value)
 
     def optimizer_placement_optimization_mode(self, mode: str) -> None:
-        """"distributed_split" (and "non_distributed", its older form): each device keeps a part of the optimizer's state (ZeRO stage 1). "none": all of it.
-        Raises JobError for another."""
+        """ "distributed_split" (and "non_distributed", its older form): each device keeps a part of
+        the optimizer's state (ZeRO stage 1). "none": all of it. Raises JobError for another."""
         if mode not in _ZERO_MODES:
-            raise JobError(f"optimizer_placement_optimization_mode: one of {', '.join(_ZERO_MODES)}; got {mode!r}")
+            raise JobError(
+                f"optimizer_placement_optimization_mode: one of {', '.join(_ZERO_MODES)}; got "
+                f"{mode!r}"
+            )
         self.options["zero"] = mode != "none"
 
     def optimizer_placement_optimization_threshold(self, value: int) -> None:
-        """Variables of fewer elements for each device are not shared out. Raises JobError below 1."""
+        """Variables of fewer elements for each device are not shared out. Raises JobError below
+        1."""
         if not isinstance(value, int) or value < 1:
-            raise JobError(f"optimizer_placement_optimization_threshold: a number of elements, at least 1; got {value!r}")
+            raise JobError(
+                f"optimizer_placement_optimization_threshold: a number of elements, at least 1; "
+                f"got {value!r}"
+            )
         self.options["zero_least"] = value
 
     def enable_non_distributed_optimizer(self, value: bool = True) -> None:
@@ -98,10 +132,14 @@ class FunctionConfig:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name in HINTS:
-            return lambda *_, **__: logger.info("function_config.%s has no effect: torch chooses itself", name)
+            return lambda *_, **__: logger.info(
+                "function_config.%s has no effect: torch chooses itself", name
+            )
         if name in GONE:
             raise AttributeError(f"function_config.{name} is gone. It was for {GONE[name]}")
-        near = difflib.get_close_matches(name, [*HINTS, *(n for n in dir(type(self)) if not n.startswith("_"))], 1)
+        near = difflib.get_close_matches(
+            name, [*HINTS, *(n for n in dir(type(self)) if not n.startswith("_"))], 1
+        )
         raise AttributeError(f"function_config has no {name!r}{f'; {near[0]}?' if near else ''}")
 
 
@@ -111,7 +149,8 @@ def function_config() -> FunctionConfig:
 
 
 class _Train:
-    """The older way to set the optimizer: with ``losses.add_loss(loss)`` in the job. ``minimize`` is the newer way."""
+    """The older way to set the optimizer: with ``losses.add_loss(loss)`` in the job. ``minimize``
+    is the newer way."""
 
     def __init__(self) -> None:
         self.rates: list[float | None] = [None, None]
@@ -131,20 +170,28 @@ class _Train:
         self.scale = float(value)
 
     def model_update_conf(self, value: Mapping[str, Any]) -> None:
-        """``{"naive_conf": {}}``, ``{"momentum_conf": {"beta": 0.9}}`` and so on; beside it ``learning_rate_decay``, ``warmup_conf``, ``clip_conf``,
-        ``weight_decay_conf``. Raises JobError where it names no update."""
+        """``{"naive_conf": {}}``, ``{"momentum_conf": {"beta": 0.9}}`` and so on; beside it
+        ``learning_rate_decay``, ``warmup_conf``, ``clip_conf``, ``weight_decay_conf``. Raises
+        JobError where it names no update."""
         self.update = dict(value)
 
     def optimizer(self) -> optimizers.Optimizer | None:
-        """What these settings come to; None where there are none. Raises JobError where they are incomplete."""
+        """What these settings come to; None where there are none. Raises JobError where they are
+        incomplete."""
         if self.update is None and self.rates[0] is None:
             return None
         if self.rates[0] is None:
-            raise JobError("function_config.train: primary_lr is missing; use flow.optimizer.SGD(...).minimize(loss) instead of these settings")
+            raise JobError(
+                "function_config.train: primary_lr is missing; use "
+                "flow.optimizer.SGD(...).minimize(loss) instead of these settings"
+            )
         update = dict(self.update or {"naive_conf": {}})
         kinds = [name for name in update if name in _UPDATES]
         if len(kinds) != 1:
-            raise JobError(f"function_config.train.model_update_conf: exactly one of {', '.join(_UPDATES)} is wanted, got {', '.join(update) or 'none'}")
+            raise JobError(
+                f"function_config.train.model_update_conf: exactly one of {', '.join(_UPDATES)} "
+                f"is wanted, got {', '.join(update) or 'none'}"
+            )
         kind, arguments = _UPDATES[kinds[0]]
         conf = dict(update[kinds[0]] or {})
         options = {arguments.get(name, name): value for name, value in conf.items()}
@@ -154,12 +201,18 @@ class _Train:
         if clip:
             options["grad_clipping"] = optimizers.grad_clipping.by_global_norm(clip["clip_norm"])
         try:
-            made: optimizers.Optimizer = kind(_schedule(self.rates[0], update), loss_scale_factor=self.scale, **options)
+            made: optimizers.Optimizer = kind(
+                _schedule(self.rates[0], update), loss_scale_factor=self.scale, **options
+            )
         except TypeError as error:
-            raise JobError(f"function_config.train.model_update_conf: {kinds[0]}: {error}") from None
+            raise JobError(
+                f"function_config.train.model_update_conf: {kinds[0]}: {error}"
+            ) from None
         decay = update.get("weight_decay_conf")
         if decay:
-            made._decays(decay["weight_decay_rate"], _named(decay, "includes"), _named(decay, "excludes"))
+            made._decays(
+                decay["weight_decay_rate"], _named(decay, "includes"), _named(decay, "excludes")
+            )
         made.secondary = self.rates[1]
         return made
 
@@ -183,18 +236,26 @@ def _schedule(rate: float, update: Mapping[str, Any]) -> optimizers.LrScheduler:
     warm = update.get("warmup_conf") or {}
     warmup = None
     if "constant_conf" in warm:
-        warmup = optimizers.warmup.constant(warm["constant_conf"]["warmup_batches"], warm["constant_conf"]["multiplier"])
+        warmup = optimizers.warmup.constant(
+            warm["constant_conf"]["warmup_batches"], warm["constant_conf"]["multiplier"]
+        )
     elif "linear_conf" in warm:
-        warmup = optimizers.warmup.linear(warm["linear_conf"]["warmup_batches"], warm["linear_conf"]["start_multiplier"])
+        warmup = optimizers.warmup.linear(
+            warm["linear_conf"]["warmup_batches"], warm["linear_conf"]["start_multiplier"]
+        )
     decay = update.get("learning_rate_decay") or {}
     if not decay:
         return optimizers.PiecewiseConstantScheduler([], [rate], warmup)
     name, conf = next(iter(decay.items()))
     conf = dict(conf)
     if name == "piecewise_constant_conf":
-        return optimizers.PiecewiseConstantScheduler(list(conf["boundaries"]), list(conf["values"]), warmup)
+        return optimizers.PiecewiseConstantScheduler(
+            list(conf["boundaries"]), list(conf["values"]), warmup
+        )
     if name == "piecewise_scaling_conf":
-        return optimizers.PiecewiseScalingScheduler(rate, list(conf["boundaries"]), list(conf["scales"])[1:], warmup)
+        return optimizers.PiecewiseScalingScheduler(
+            rate, list(conf["boundaries"]), list(conf["scales"])[1:], warmup
+        )
     kinds = {
         "cosine_conf": optimizers.CosineScheduler,
         "polynomial_conf": optimizers.PolynomialScheduler,
@@ -204,6 +265,11 @@ def _schedule(rate: float, update: Mapping[str, Any]) -> optimizers.LrScheduler:
         "natural_exp_conf": optimizers.NaturalExpScheduler,
     }
     if name not in kinds:
-        raise JobError(f"function_config.train.model_update_conf: learning_rate_decay is one of {', '.join(kinds)}; got {name!r}")
-    made: optimizers.LrScheduler = kinds[name](rate, conf.pop("decay_batches"), **conf, warmup=warmup)
+        raise JobError(
+            f"function_config.train.model_update_conf: learning_rate_decay is one of "
+            f"{', '.join(kinds)}; got {name!r}"
+        )
+    made: optimizers.LrScheduler = kinds[name](
+        rate, conf.pop("decay_batches"), **conf, warmup=warmup
+    )
     return made

@@ -1,4 +1,5 @@
-"""Starting values of variables. An initializer is a value: the same one and the same seed give the same numbers on every device."""
+"""Starting values of variables. An initializer is a value: the same one and the same seed give the
+same numbers on every device."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ import torch
 from .errors import JobError
 
 __all__ = [
-    "Constant", "Initializer", "Normal", "TruncatedNormal", "Uniform", "VarianceScaling", "constant_initializer", "glorot_normal_initializer",
-    "glorot_uniform_initializer", "kaiming_initializer", "ones_initializer", "random_normal_initializer", "random_uniform_initializer", "truncated_normal",
-    "truncated_normal_initializer", "variance_scaling_initializer", "xavier_normal_initializer", "xavier_uniform_initializer", "zeros_initializer",
+    "Constant", "Initializer", "Normal", "TruncatedNormal", "Uniform", "VarianceScaling",
+    "constant_initializer", "glorot_normal_initializer",
+    "glorot_uniform_initializer", "kaiming_initializer", "ones_initializer",
+    "random_normal_initializer", "random_uniform_initializer", "truncated_normal",
+    "truncated_normal_initializer", "variance_scaling_initializer", "xavier_normal_initializer",
+    "xavier_uniform_initializer", "zeros_initializer",
 ]  # fmt: skip
 
 # The standard deviation of a standard normal distribution cut at -2 and 2.
@@ -70,12 +74,15 @@ class TruncatedNormal(Initializer):
 
     def fill(self, out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         low, high = self.mean - 2 * self.deviation, self.mean + 2 * self.deviation
-        return torch.nn.init.trunc_normal_(out, self.mean, self.deviation, low, high, generator=generator)
+        return torch.nn.init.trunc_normal_(
+            out, self.mean, self.deviation, low, high, generator=generator
+        )
 
 
 @dataclass(frozen=True)
 class VarianceScaling(Initializer):
-    """Variance ``scale / n``, where n counts the inputs or outputs of a unit, or is their mean (He et al. 2015, Glorot and Bengio 2010)."""
+    """Variance ``scale / n``, where n counts the inputs or outputs of a unit, or is their mean (He
+    et al. 2015, Glorot and Bengio 2010)."""
 
     scale: float
     mode: str
@@ -85,19 +92,28 @@ class VarianceScaling(Initializer):
     def fill(self, out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         deviation = math.sqrt(self.scale / fan(out.shape, self.mode, self.data_format))
         if self.distribution == "random_uniform":
-            return Uniform(-math.sqrt(3.0) * deviation, math.sqrt(3.0) * deviation).fill(out, generator)
-        kind = Normal(0.0, deviation) if self.distribution == "random_normal" else TruncatedNormal(0.0, deviation / _CUT_DEVIATION)
+            return Uniform(-math.sqrt(3.0) * deviation, math.sqrt(3.0) * deviation).fill(
+                out, generator
+            )
+        kind = (
+            Normal(0.0, deviation)
+            if self.distribution == "random_normal"
+            else TruncatedNormal(0.0, deviation / _CUT_DEVIATION)
+        )
         return kind.fill(out, generator)
 
 
 def fan(shape: Sequence[int], mode: str, data_format: str) -> float:
-    """Inputs or outputs of a unit whose weight has this shape: (outputs, inputs), for convolutions with the window's dims after the inputs, or before them.
+    """Inputs or outputs of a unit whose weight has this shape: (outputs, inputs), for convolutions
+    with the window's dims after the inputs, or before them.
 
     >>> fan((8, 3, 5, 5), "fan_in", "NCHW"), fan((8, 3, 5, 5), "fan_out", "NCHW")
     (75.0, 200.0)
     """
     if len(shape) < 2:
-        raise JobError(f"this initializer is for weights of 2 dims or more, got shape {list(shape)}")
+        raise JobError(
+            f"this initializer is for weights of 2 dims or more, got shape {list(shape)}"
+        )
     window = shape[1:-1] if data_format.endswith("C") else shape[2:]
     into, out = float(math.prod(shape[1:])), float(shape[0] * math.prod(window))
     return {"fan_in": into, "fan_out": out, "fan_avg": (into + out) / 2}[mode]
@@ -118,12 +134,19 @@ def ones_initializer(dtype: torch.dtype = torch.float32) -> Initializer:
     return Constant(1)
 
 
-def random_uniform_initializer(minval: float = 0, maxval: float = 1, dtype: torch.dtype = torch.float32) -> Initializer:
+def random_uniform_initializer(
+    minval: float = 0, maxval: float = 1, dtype: torch.dtype = torch.float32
+) -> Initializer:
     """Uniform from ``minval`` to ``maxval``."""
     return Uniform(minval, maxval)
 
 
-def random_normal_initializer(mean: float = 0.0, stddev: float = 1.0, seed: int | None = None, dtype: torch.dtype | None = None) -> Initializer:
+def random_normal_initializer(
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    seed: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Initializer:
     """Normal."""
     return Normal(mean, stddev, seed)
 
@@ -138,9 +161,15 @@ def truncated_normal(stddev: float = 1.0) -> Initializer:
     return TruncatedNormal(0.0, stddev)
 
 
-def variance_scaling_initializer(scale: float = 1.0, mode: str = "fan_in", distribution: str = "truncated_normal", data_format: str = "") -> Initializer:
-    """Variance ``scale / n``: ``mode`` says what n is, "fan_in", "fan_out" or "fan_avg"; ``distribution``: "truncated_normal", "random_normal" or
-    "random_uniform". Raises JobError for others."""
+def variance_scaling_initializer(
+    scale: float = 1.0,
+    mode: str = "fan_in",
+    distribution: str = "truncated_normal",
+    data_format: str = "",
+) -> Initializer:
+    """Variance ``scale / n``: ``mode`` says what n is, "fan_in", "fan_out" or "fan_avg";
+    ``distribution``: "truncated_normal", "random_normal" or "random_uniform". Raises JobError for
+    others."""
     _among("mode", mode.lower(), _MODES)
     _among("distribution", distribution.lower(), _DISTRIBUTIONS)
     return VarianceScaling(float(scale), mode.lower(), distribution.lower(), data_format)
@@ -156,14 +185,19 @@ def glorot_normal_initializer(data_format: str = "") -> Initializer:
     return variance_scaling_initializer(1.0, "fan_avg", "random_normal", data_format)
 
 
-xavier_uniform_initializer, xavier_normal_initializer = glorot_uniform_initializer, glorot_normal_initializer
+xavier_uniform_initializer, xavier_normal_initializer = (
+    glorot_uniform_initializer,
+    glorot_normal_initializer,
+)
 
 
 def kaiming_initializer(
-    shape: Sequence[int], distribution: str = "random_normal", mode: str = "fan_in", nonlinearity: str | None = "leaky_relu",
+    shape: Sequence[int], distribution: str = "random_normal", mode: str = "fan_in",
+    nonlinearity: str | None = "leaky_relu",
     negative_slope: float = 0.0, data_format: str = "NCHW",
 ) -> Initializer:  # fmt: skip
-    """For weights of this shape before such a nonlinearity: "leaky_relu", "relu", "tanh", "sigmoid" or None (He et al. 2015). Raises JobError for others."""
+    """For weights of this shape before such a nonlinearity: "leaky_relu", "relu", "tanh", "sigmoid"
+    or None (He et al. 2015). Raises JobError for others."""
     _among("mode", mode, _MODES)
     _among("distribution", distribution, _DISTRIBUTIONS[1:])
     gains: dict[Any, float] = {
@@ -182,4 +216,6 @@ def kaiming_initializer(
 
 def _among(what: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
-        raise JobError(f"initializer: {what} is one of {', '.join(map(repr, allowed))}; got {value!r}")
+        raise JobError(
+            f"initializer: {what} is one of {', '.join(map(repr, allowed))}; got {value!r}"
+        )

@@ -10,15 +10,23 @@ __all__ = ["add_loss"]
 
 
 def add_loss(loss: Blob) -> None:
-    """Add to what the job trains against the mean over the elements of ``loss``. ``optimizer.*.minimize`` does it; alone it belongs to the older settings
-    ``function_config().train.*``. Raises JobError for what is no blob of numbers, a job that does not train, or losses of different shapes."""
+    """Add to what the job trains against the mean over the elements of ``loss``.
+    ``optimizer.*.minimize`` does it; alone it belongs to the older settings
+    ``function_config().train.*``. Raises JobError for what is no blob of numbers, a job that does
+    not train, or losses of different shapes."""
     tape = recording()
     if not isinstance(loss, Blob) or not loss.dtype.is_floating_point:
         raise JobError(f"add_loss: a blob of floating-point numbers is wanted, got {loss!r}")
     if not tape.record.training:
-        raise JobError(f'add_loss: job {tape.record.name} is of type "predict": use @flow.global_function(type="train")')
+        raise JobError(
+            f'add_loss: job {tape.record.name} is of type "predict": use '
+            f'@flow.global_function(type="train")'
+        )
     tape.seen(loss)
     if tape.record.losses and tape.loss_shape != loss.shape:
-        raise JobError(f"add_loss: losses of shapes {list(tape.loss_shape)} and {list(loss.shape)}: bring them to one shape, or reduce each to a scalar")
+        raise JobError(
+            f"add_loss: losses of shapes {list(tape.loss_shape)} and {list(loss.shape)}: bring "
+            f"them to one shape, or reduce each to a scalar"
+        )
     tape.loss_shape = loss.shape
     tape.record.losses.append(Ref(loss.index))

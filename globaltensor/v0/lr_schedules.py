@@ -1,4 +1,5 @@
-"""Learning rates by step. Steps count from 0: the first batch is trained with ``rate(0)``. A warm-up takes the place of a schedule's first steps."""
+"""Learning rates by step. Steps count from 0: the first batch is trained with ``rate(0)``. A
+warm-up takes the place of a schedule's first steps."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Any
 from .errors import JobError
 
 __all__ = [
-    "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler", "LinearCosineScheduler", "LrScheduler", "NaturalExpScheduler",
-    "PiecewiseConstantScheduler", "PiecewiseScalingScheduler", "PolynomialScheduler", "WarmupConf", "constant", "linear",
+    "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler",
+    "LinearCosineScheduler", "LrScheduler", "NaturalExpScheduler",
+    "PiecewiseConstantScheduler", "PiecewiseScalingScheduler", "PolynomialScheduler", "WarmupConf",
+    "constant", "linear",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WarmupConf:
-    """How the first ``steps`` batches are trained; made by ``warmup.constant`` and ``warmup.linear``."""
+    """How the first ``steps`` batches are trained; made by ``warmup.constant`` and
+    ``warmup.linear``."""
 
     steps: int
     start: float
@@ -34,7 +38,8 @@ def constant(steps: int, multiplier: float) -> WarmupConf:
 
 
 def linear(steps: int, start_multiplier: float) -> WarmupConf:
-    """For ``steps`` batches from the base rate times ``start_multiplier`` up to the base rate, in even steps."""
+    """For ``steps`` batches from the base rate times ``start_multiplier`` up to the base rate, in
+    even steps."""
     return WarmupConf(_steps("warmup.linear", steps), float(start_multiplier), True)
 
 
@@ -46,7 +51,9 @@ class LrScheduler:
 
     def decayed(self, step: int) -> float:
         """The rate at a step, warm-ups aside."""
-        raise JobError(f"{type(self).__name__} is no schedule: take one of flow.optimizer.*Scheduler")
+        raise JobError(
+            f"{type(self).__name__} is no schedule: take one of flow.optimizer.*Scheduler"
+        )
 
     def rate(self, step: int) -> float:
         """The rate at a step.
@@ -75,7 +82,8 @@ class CosineScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class PiecewiseConstantScheduler(LrScheduler):
-    """``values[i]`` up to and including step ``boundaries[i]``, then the next; one value more than boundaries."""
+    """``values[i]`` up to and including step ``boundaries[i]``, then the next; one value more than
+    boundaries."""
 
     boundaries: Sequence[int]
     values: Sequence[float]
@@ -83,7 +91,10 @@ class PiecewiseConstantScheduler(LrScheduler):
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.boundaries) + 1:
-            raise JobError(f"PiecewiseConstantScheduler: {len(self.boundaries)} boundaries part {len(self.boundaries) + 1} values, got {len(self.values)}")
+            raise JobError(
+                f"PiecewiseConstantScheduler: {len(self.boundaries)} boundaries part "
+                f"{len(self.boundaries) + 1} values, got {len(self.values)}"
+            )
 
     @property
     def base_lr(self) -> float:  # type: ignore[override]
@@ -95,7 +106,8 @@ class PiecewiseConstantScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class PiecewiseScalingScheduler(LrScheduler):
-    """``base_lr`` up to and including the first boundary, then times ``scale[0]``, then ``scale[1]`` ... (of ``base_lr``). One number serves all."""
+    """``base_lr`` up to and including the first boundary, then times ``scale[0]``, then
+    ``scale[1]`` ... (of ``base_lr``). One number serves all."""
 
     base_lr: float
     boundaries: Sequence[int]
@@ -104,16 +116,24 @@ class PiecewiseScalingScheduler(LrScheduler):
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Sequence) and len(self.scale) != len(self.boundaries):
-            raise JobError(f"PiecewiseScalingScheduler: one scale for each of {len(self.boundaries)} boundaries, got {len(self.scale)}")
+            raise JobError(
+                f"PiecewiseScalingScheduler: one scale for each of {len(self.boundaries)} "
+                f"boundaries, got {len(self.scale)}"
+            )
 
     def decayed(self, step: int) -> float:
-        scales = list(self.scale) if isinstance(self.scale, Sequence) else [self.scale] * len(self.boundaries)
+        scales = (
+            list(self.scale)
+            if isinstance(self.scale, Sequence)
+            else [self.scale] * len(self.boundaries)
+        )
         return self.base_lr * [1.0, *scales][sum(step > b for b in self.boundaries)]
 
 
 @dataclass(frozen=True)
 class PolynomialScheduler(LrScheduler):
-    """From ``base_lr`` to ``end_learning_rate`` at ``steps``, along a power; with ``cycle`` again and again, over longer and longer stretches."""
+    """From ``base_lr`` to ``end_learning_rate`` at ``steps``, along a power; with ``cycle`` again
+    and again, over longer and longer stretches."""
 
     base_lr: float
     steps: int
@@ -129,12 +149,15 @@ class PolynomialScheduler(LrScheduler):
             steps *= math.ceil(at / steps)
         else:
             at = min(at, steps)
-        return (self.base_lr - self.end_learning_rate) * (1.0 - at / steps) ** self.power + self.end_learning_rate
+        return (self.base_lr - self.end_learning_rate) * (
+            1.0 - at / steps
+        ) ** self.power + self.end_learning_rate
 
 
 @dataclass(frozen=True)
 class LinearCosineScheduler(LrScheduler):
-    """A falling line times a cosine of ``num_periods`` periods: ``(alpha + line) * cosine + beta`` times ``base_lr`` (Bello et al. 2017)."""
+    """A falling line times a cosine of ``num_periods`` periods: ``(alpha + line) * cosine + beta``
+    times ``base_lr`` (Bello et al. 2017)."""
 
     base_lr: float
     steps: int
@@ -151,7 +174,8 @@ class LinearCosineScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class _Decay(LrScheduler):
-    """What the next three share: a rate that falls with ``step / steps``, of which ``staircase`` takes the whole part."""
+    """What the next three share: a rate that falls with ``step / steps``, of which ``staircase``
+    takes the whole part."""
 
     base_lr: float
     steps: int
@@ -185,12 +209,15 @@ class NaturalExpScheduler(_Decay):
 
 
 class CustomScheduler(LrScheduler):
-    """A rate of your own: a function of the step. The original took the name of a blob; raises JobError for one, since a job's blobs are not known before
-    its step."""
+    """A rate of your own: a function of the step. The original took the name of a blob; raises
+    JobError for one, since a job's blobs are not known before its step."""
 
     def __init__(self, lbn: Callable[[int], float] | Any) -> None:
         if not callable(lbn):
-            raise JobError(f"CustomScheduler({lbn!r}): use a function of the step instead of a blob's name: CustomScheduler(lambda step: 0.1 / (1 + step))")
+            raise JobError(
+                f"CustomScheduler({lbn!r}): use a function of the step instead of a blob's name: "
+                f"CustomScheduler(lambda step: 0.1 / (1 + step))"
+            )
         self.function = lbn
         self.base_lr = float(lbn(0))
 
@@ -198,7 +225,7 @@ class CustomScheduler(LrScheduler):
         return float(self.function(step))
 
     def __repr__(self) -> str:
-        return f"CustomScheduler({getattr(self.function, '__qualname__', type(self.function).__name__)})"
+        return f"CustomScheduler({getattr(self.function, '__qualname__', type(self.function).__name__)})"  # noqa: E501
 
 
 def _steps(what: str, steps: int) -> int:

@@ -1,4 +1,5 @@
-"""``flow.math``: elementwise ops, comparisons and reductions, by table: a name of the interface and torch's function for it."""
+"""``flow.math``: elementwise ops, comparisons and reductions, by table: a name of the interface and
+torch's function for it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from .errors import JobError
 from .ops import cast
 
 _UNARY: dict[str, Callable[..., torch.Tensor]] = {
-    "abs": torch.abs, "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin, "asinh": torch.asinh, "atan": torch.atan, "atanh": torch.atanh,
-    "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "erfc": torch.erfc, "exp": torch.exp, "expm1": torch.expm1,
-    "floor": torch.floor, "gelu": F.gelu, "gelu_v2": F.gelu, "hardsigmoid": F.hardsigmoid, "hardswish": F.hardswish, "lgamma": torch.lgamma, "log": torch.log,
-    "log1p": torch.log1p, "log_sigmoid": F.logsigmoid, "logical_not": torch.logical_not, "mish": F.mish, "negative": torch.neg, "reciprocal": torch.reciprocal,
-    "relu": torch.relu, "relu6": F.relu6, "rint": torch.round, "round": torch.round, "rsqrt": torch.rsqrt, "sigmoid": torch.sigmoid,
-    "sigmoid_v2": torch.sigmoid, "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh, "softplus": F.softplus, "sqrt": torch.sqrt, "square": torch.square,
+    "abs": torch.abs, "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin,
+    "asinh": torch.asinh, "atan": torch.atan, "atanh": torch.atanh,
+    "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "erfc": torch.erfc,
+    "exp": torch.exp, "expm1": torch.expm1,
+    "floor": torch.floor, "gelu": F.gelu, "gelu_v2": F.gelu, "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish, "lgamma": torch.lgamma, "log": torch.log,
+    "log1p": torch.log1p, "log_sigmoid": F.logsigmoid, "logical_not": torch.logical_not,
+    "mish": F.mish, "negative": torch.neg, "reciprocal": torch.reciprocal,
+    "relu": torch.relu, "relu6": F.relu6, "rint": torch.round, "round": torch.round,
+    "rsqrt": torch.rsqrt, "sigmoid": torch.sigmoid,
+    "sigmoid_v2": torch.sigmoid, "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh,
+    "softplus": F.softplus, "sqrt": torch.sqrt, "square": torch.square,
     "swish": F.silu, "tan": torch.tan, "tanh": torch.tanh, "tanh_v2": torch.tanh,
 }  # fmt: skip
 
@@ -43,10 +50,14 @@ def _floordiv(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    "add": torch.add, "atan2": torch.atan2, "divide": torch.div, "divide_no_nan": _divide_no_nan, "equal": torch.eq, "floor_mod": torch.remainder,
-    "floordiv": _floordiv, "fmod": torch.fmod, "greater": torch.gt, "greater_equal": torch.ge, "less": torch.lt, "less_equal": torch.le,
-    "logical_and": torch.logical_and, "maximum": torch.maximum, "minimum": torch.minimum, "mod": torch.remainder, "multiply": torch.mul,
-    "not_equal": torch.ne, "pow": torch.pow, "scalar_add": torch.add, "scalar_mul": torch.mul, "squared_difference": _squared_difference,
+    "add": torch.add, "atan2": torch.atan2, "divide": torch.div, "divide_no_nan": _divide_no_nan,
+    "equal": torch.eq, "floor_mod": torch.remainder,
+    "floordiv": _floordiv, "fmod": torch.fmod, "greater": torch.gt, "greater_equal": torch.ge,
+    "less": torch.lt, "less_equal": torch.le,
+    "logical_and": torch.logical_and, "maximum": torch.maximum, "minimum": torch.minimum,
+    "mod": torch.remainder, "multiply": torch.mul,
+    "not_equal": torch.ne, "pow": torch.pow, "scalar_add": torch.add, "scalar_mul": torch.mul,
+    "squared_difference": _squared_difference,
     "subtract": torch.sub, "xdivy": _xdivy, "xlogy": torch.xlogy,
 }  # fmt: skip
 
@@ -82,13 +93,17 @@ def _variance(x: torch.Tensor, axis: list[int], keepdim: bool) -> torch.Tensor:
 
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "reduce_all": _all, "reduce_any": _any, "reduce_euclidean_norm": _euclidean, "reduce_logsumexp": torch.logsumexp, "reduce_max": torch.amax,
-    "reduce_mean": torch.mean, "reduce_min": torch.amin, "reduce_prod": _product, "reduce_std": _deviation, "reduce_sum": torch.sum,
+    "reduce_all": _all, "reduce_any": _any, "reduce_euclidean_norm": _euclidean,
+    "reduce_logsumexp": torch.logsumexp, "reduce_max": torch.amax,
+    "reduce_mean": torch.mean, "reduce_min": torch.amin, "reduce_prod": _product,
+    "reduce_std": _deviation, "reduce_sum": torch.sum,
     "reduce_variance": _variance,
 }  # fmt: skip
 
 
-def _reduced(x: torch.Tensor, function: Callable[..., torch.Tensor], axis: Any, keepdims: bool) -> torch.Tensor:
+def _reduced(
+    x: torch.Tensor, function: Callable[..., torch.Tensor], axis: Any, keepdims: bool
+) -> torch.Tensor:
     dims = _dims(x, axis)
     return function(x, dims, keepdims) if dims else x
 
@@ -102,14 +117,27 @@ def _unary(op: Callable[..., Any], called: str) -> Callable[..., Any]:
 
 def _binary(op: Callable[..., Any], called: str) -> Callable[..., Any]:
     def run(x: Any, y: Any, name: str | None = None) -> Blob:
-        x, y = (v if isinstance(v, Blob) else _beside(v, x if isinstance(x, Blob) else y) for v in (x, y))
+        x, y = (
+            v if isinstance(v, Blob) else _beside(v, x if isinstance(x, Blob) else y)
+            for v in (x, y)
+        )
         return apply(op, x, y, op_name=name)  # type: ignore[no-any-return]
 
-    return named(run, called, f"``torch.{getattr(op, '__name__', called).lstrip('_')}`` of two blobs, or a blob and a number, element by element.")
+    return named(
+        run,
+        called,
+        f"``torch.{getattr(op, '__name__', called).lstrip('_')}`` of two blobs, or a blob and a "
+        f"number, element by element.",
+    )
 
 
 def _reduction(op: Callable[..., Any], called: str) -> Callable[..., Any]:
-    def run(input_tensor: Blob, axis: int | Sequence[int] | None = None, keepdims: bool = False, name: str | None = None) -> Blob:
+    def run(
+        input_tensor: Blob,
+        axis: int | Sequence[int] | None = None,
+        keepdims: bool = False,
+        name: str | None = None,
+    ) -> Blob:
         return apply(_reduced, input_tensor, op, axis, keepdims, op_name=name or called)  # type: ignore[no-any-return]
 
     return named(run, called, f"``{called.removeprefix('reduce_')}`` over dims, by default all.")
@@ -120,7 +148,11 @@ def _beside(value: Any, blob: Any) -> Any:
     if not isinstance(blob, Blob) or not isinstance(value, (int, float)):
         raise JobError(f"flow.math: blobs and numbers are wanted, got {value!r}")
     whole = isinstance(value, int) or not blob.dtype.is_floating_point
-    dtype = blob.dtype if blob.dtype.is_floating_point or (whole and isinstance(value, int)) else torch.float32
+    dtype = (
+        blob.dtype
+        if blob.dtype.is_floating_point or (whole and isinstance(value, int))
+        else torch.float32
+    )
     return own_step("constant", value, (), dtype, shape=(), dtype=dtype, times=1, variable=True)
 
 
@@ -144,7 +176,12 @@ def add_n(inputs: Sequence[Blob], name: str | None = None) -> Blob:
     return apply(_total, *inputs, op_name=name)  # type: ignore[no-any-return]
 
 
-def clip_by_value(values: Blob, min_value: float | None = None, max_value: float | None = None, name: str | None = None) -> Blob:
+def clip_by_value(
+    values: Blob,
+    min_value: float | None = None,
+    max_value: float | None = None,
+    name: str | None = None,
+) -> Blob:
     """Elements below ``min_value`` become that, elements above ``max_value`` that."""
     return apply(torch.clamp, values, min_value, max_value, op_name=name)  # type: ignore[no-any-return]
 
@@ -153,7 +190,9 @@ def _top(x: torch.Tensor, k: int, sort: bool) -> torch.Tensor:
     return torch.topk(x, k, sorted=sort).indices.to(torch.int32)
 
 
-def top_k(input: Blob, axis: int = -1, k: int = 1, sorted: bool = True, name: str | None = None) -> Blob:
+def top_k(
+    input: Blob, axis: int = -1, k: int = 1, sorted: bool = True, name: str | None = None
+) -> Blob:
     """Where along the last dim the ``k`` largest elements are."""
     if axis % len(input.shape) != len(input.shape) - 1:
         raise JobError("top_k: the last dim is looked at; transpose another one to the end")
@@ -164,13 +203,17 @@ def _largest(x: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.argmax(x, axis).to(torch.int32)
 
 
-def argmax(input: Blob, axis: int = -1, output_type: torch.dtype | None = None, name: str | None = None) -> Blob:
+def argmax(
+    input: Blob, axis: int = -1, output_type: torch.dtype | None = None, name: str | None = None
+) -> Blob:
     """Where along a dim the largest element is."""
     out = apply(_largest, input, axis, op_name=name)
     return out if output_type is None else cast(out, output_type)
 
 
-def l2_normalize(input: Blob, axis: int | None = None, epsilon: float = 1e-12, name: str | None = None) -> Blob:
+def l2_normalize(
+    input: Blob, axis: int | None = None, epsilon: float = 1e-12, name: str | None = None
+) -> Blob:
     """Divided by the Euclidean norm along a dim (None: the first)."""
     return apply(_l2, input, 0 if axis is None else axis, epsilon, op_name=name)  # type: ignore[no-any-return]
 
@@ -187,4 +230,14 @@ def polyval(coeffs: Sequence[float], x: Blob, name: str | None = None) -> Blob:
     return out  # type: ignore[no-any-return]
 
 
-__all__ = [*_UNARY, *_BINARY, *_REDUCTIONS, "add_n", "argmax", "clip_by_value", "l2_normalize", "polyval", "top_k"]
+__all__ = [
+    *_UNARY,
+    *_BINARY,
+    *_REDUCTIONS,
+    "add_n",
+    "argmax",
+    "clip_by_value",
+    "l2_normalize",
+    "polyval",
+    "top_k",
+]

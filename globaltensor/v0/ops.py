@@ -1,4 +1,5 @@
-"""Ops on shapes and layouts, and constants: ``flow.reshape``, ``flow.matmul``, ``flow.concat``, ``flow.parallel_cast``, ``flow.unpack`` ..."""
+"""Ops on shapes and layouts, and constants: ``flow.reshape``, ``flow.matmul``, ``flow.concat``,
+``flow.parallel_cast``, ``flow.unpack`` ..."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from .distribute import Distribute
 from .errors import JobError
 
 __all__ = [
-    "acc", "cast", "concat", "constant", "constant_like", "constant_scalar", "expand_dims", "flatten", "gather", "identity", "matmul", "one_hot", "ones",
-    "ones_like", "pack", "pad", "parallel_cast", "repeat", "reshape", "reshape_like", "slice", "split_like", "squeeze", "stack", "transpose", "unpack", "where",
+    "acc", "cast", "concat", "constant", "constant_like", "constant_scalar", "expand_dims",
+    "flatten", "gather", "identity", "matmul", "one_hot", "ones",
+    "ones_like", "pack", "pad", "parallel_cast", "repeat", "reshape", "reshape_like", "slice",
+    "split_like", "squeeze", "stack", "transpose", "unpack", "where",
     "zeros", "zeros_like",
 ]  # fmt: skip
 
 
 def reshape(x: Blob, shape: Sequence[int], name: str | None = None) -> Blob:
-    """The same elements in another shape; one size may be -1. Raises JobError where they do not fit."""
+    """The same elements in another shape; one size may be -1. Raises JobError where they do not
+    fit."""
     wanted, n = [int(s) for s in shape], math.prod(x.shape)
     if wanted.count(-1) == 1:
         rest = -math.prod(wanted)
@@ -41,9 +45,20 @@ def flatten(input: Blob, start_dim: int = 0, end_dim: int = -1, name: str | None
     return apply(torch.flatten, input, start_dim, end_dim, op_name=name)  # type: ignore[no-any-return]
 
 
-def transpose(a: Blob, perm: Sequence[int] | None = None, conjugate: bool = False, batch_axis_non_change: bool = False, name: str | None = None) -> Blob:
+def transpose(
+    a: Blob,
+    perm: Sequence[int] | None = None,
+    conjugate: bool = False,
+    batch_axis_non_change: bool = False,
+    name: str | None = None,
+) -> Blob:
     """Dims in another order; without ``perm`` reversed."""
-    return apply(torch.permute, a, tuple(reversed(range(len(a.shape)))) if perm is None else tuple(perm), op_name=name)  # type: ignore[no-any-return]
+    return apply(
+        torch.permute,
+        a,
+        tuple(reversed(range(len(a.shape)))) if perm is None else tuple(perm),
+        op_name=name,
+    )  # type: ignore[no-any-return]
 
 
 def expand_dims(input: Blob, axis: int, name: str | None = None) -> Blob:
@@ -53,22 +68,43 @@ def expand_dims(input: Blob, axis: int, name: str | None = None) -> Blob:
 
 def squeeze(input: Blob, axis: Sequence[int] | None = None, name: str | None = None) -> Blob:
     """Without dims of size 1: all of them, or those named."""
-    dims = [i for i, n in enumerate(input.shape) if n == 1] if axis is None else [a % len(input.shape) for a in axis]
+    dims = (
+        [i for i, n in enumerate(input.shape) if n == 1]
+        if axis is None
+        else [a % len(input.shape) for a in axis]
+    )
     if any(input.shape[d] != 1 for d in dims):
         raise JobError(f"squeeze: not all of dims {dims} of {input!r} have size 1")
-    return apply(torch.reshape, input, tuple(n for i, n in enumerate(input.shape) if i not in dims), op_name=name)  # type: ignore[no-any-return]
+    return apply(
+        torch.reshape,
+        input,
+        tuple(n for i, n in enumerate(input.shape) if i not in dims),
+        op_name=name,
+    )  # type: ignore[no-any-return]
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool, alpha: float) -> torch.Tensor:
+def _matmul(
+    a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool, alpha: float
+) -> torch.Tensor:
     if transpose_b and not transpose_a:
         out = F.linear(a, b) if b.dim() == 2 else torch.matmul(a, b.transpose(-1, -2))
     else:
-        out = torch.matmul(a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b)
+        out = torch.matmul(
+            a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b
+        )
     return out if alpha == 1.0 else out * alpha
 
 
-def matmul(a: Blob, b: Blob, transpose_a: bool = False, transpose_b: bool = False, alpha: float = 1.0, name: str | None = None) -> Blob:
-    """The product of matrices, the last two dims, times ``alpha``. A device with a piece of the rows of a transposed ``b`` makes that piece of the columns."""
+def matmul(
+    a: Blob,
+    b: Blob,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    alpha: float = 1.0,
+    name: str | None = None,
+) -> Blob:
+    """The product of matrices, the last two dims, times ``alpha``. A device with a piece of the
+    rows of a transposed ``b`` makes that piece of the columns."""
     return apply(_matmul, a, b, transpose_a, transpose_b, alpha, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -80,7 +116,9 @@ def _stack(*xs: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.stack(xs, axis)
 
 
-def concat(inputs: Sequence[Blob], axis: int = 0, max_dim_size: int | None = None, name: str | None = None) -> Blob:
+def concat(
+    inputs: Sequence[Blob], axis: int = 0, max_dim_size: int | None = None, name: str | None = None
+) -> Blob:
     """One after the other along a dim."""
     return apply(_concat, *inputs, axis=axis, op_name=name)  # type: ignore[no-any-return]
 
@@ -90,19 +128,26 @@ def stack(inputs: Sequence[Blob], axis: int = 0, name: str | None = None) -> Blo
     return apply(_stack, *inputs, axis=axis, op_name=name)  # type: ignore[no-any-return]
 
 
-def _slice(x: torch.Tensor, begin: Sequence[int | None], size: Sequence[int | None]) -> torch.Tensor:
+def _slice(
+    x: torch.Tensor, begin: Sequence[int | None], size: Sequence[int | None]
+) -> torch.Tensor:
     for d, (b, n) in enumerate(zip(begin, size, strict=True)):
         start = 0 if b is None else b % x.shape[d] if b < 0 else b
         x = x.narrow(d, start, x.shape[d] - start if n is None or n == -1 else n)
     return x
 
 
-def slice(x: Blob, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None) -> Blob:
-    """``size[d]`` elements from ``begin[d]`` on of every dim d; None: from the start, or all that follow."""
+def slice(
+    x: Blob, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
+) -> Blob:
+    """``size[d]`` elements from ``begin[d]`` on of every dim d; None: from the start, or all that
+    follow."""
     return apply(_slice, x, tuple(begin), tuple(size), op_name=name)  # type: ignore[no-any-return]
 
 
-def split_like(input: Blob, like: Sequence[Blob], axis: int = 0, name: str | None = None) -> tuple[Blob, ...]:
+def split_like(
+    input: Blob, like: Sequence[Blob], axis: int = 0, name: str | None = None
+) -> tuple[Blob, ...]:
     """Pieces along a dim, as long there as these blobs."""
     found: list[Blob] = []
     at = 0
@@ -118,37 +163,62 @@ def split_like(input: Blob, like: Sequence[Blob], axis: int = 0, name: str | Non
 def _gather(x: torch.Tensor, indices: torch.Tensor, axis: int) -> torch.Tensor:
     if axis == 0 and x.dim() == 2:
         return F.embedding(indices.long(), x)
-    return torch.index_select(x, axis, indices.long().flatten()).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return torch.index_select(x, axis, indices.long().flatten()).reshape(
+        *x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]
+    )
 
 
-def gather(params: Blob, indices: Blob, validate_indices: Any = None, axis: int | None = None, batch_dims: int = 0, name: str | None = None) -> Blob:
+def gather(
+    params: Blob,
+    indices: Blob,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    batch_dims: int = 0,
+    name: str | None = None,
+) -> Blob:
     """Entries of a dim (the first) by number: an embedding's rows."""
     if batch_dims:
-        raise JobError("gather: batch_dims is not taken here; use torch.gather on the blobs instead")
+        raise JobError(
+            "gather: batch_dims is not taken here; use torch.gather on the blobs instead"
+        )
     return apply(_gather, params, indices, (axis or 0) % len(params.shape), op_name=name)  # type: ignore[no-any-return]
 
 
-def _one_hot(indices: torch.Tensor, depth: int, on: float, off: float, dtype: torch.dtype) -> torch.Tensor:
+def _one_hot(
+    indices: torch.Tensor, depth: int, on: float, off: float, dtype: torch.dtype
+) -> torch.Tensor:
     return F.one_hot(indices.long(), depth).to(dtype) * (on - off) + off
 
 
 def one_hot(
-    indices: Blob, depth: int, on_value: float = 1, off_value: float = 0, axis: int = -1, dtype: torch.dtype | None = None, name: str | None = None
+    indices: Blob,
+    depth: int,
+    on_value: float = 1,
+    off_value: float = 0,
+    axis: int = -1,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
 ) -> Blob:
     """A new last dim of size ``depth`` with ``on_value`` where an index points to."""
     if axis not in (-1, len(indices.shape)):
         raise JobError("one_hot: the new dim is the last; transpose it elsewhere")
-    return apply(_one_hot, indices, depth, on_value, off_value, dtype or torch.float32, op_name=name)  # type: ignore[no-any-return]
+    return apply(
+        _one_hot, indices, depth, on_value, off_value, dtype or torch.float32, op_name=name
+    )  # type: ignore[no-any-return]
 
 
 def _pad(x: torch.Tensor, paddings: Sequence[Sequence[int]], value: float) -> torch.Tensor:
     return F.pad(x, [n for pair in reversed(paddings) for n in pair], value=value)
 
 
-def pad(x: Blob, paddings: Sequence[Sequence[int]], constant_value: float = 0, name: str | None = None) -> Blob:
+def pad(
+    x: Blob, paddings: Sequence[Sequence[int]], constant_value: float = 0, name: str | None = None
+) -> Blob:
     """More elements (before, after) along every dim."""
     if len(paddings) != len(x.shape):
-        raise JobError(f"pad: a pair for each of {len(x.shape)} dims is wanted, got {len(paddings)}")
+        raise JobError(
+            f"pad: a pair for each of {len(x.shape)} dims is wanted, got {len(paddings)}"
+        )
     return apply(_pad, x, tuple(map(tuple, paddings)), constant_value, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -175,18 +245,37 @@ def identity(x: Blob, name: str | None = None) -> Blob:
     return apply(torch.clone, x, op_name=name)  # type: ignore[no-any-return]
 
 
-def constant(value: float, dtype: torch.dtype | None = None, shape: Sequence[int] = (1,), name: str | None = None) -> Blob:
+def constant(
+    value: float,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] = (1,),
+    name: str | None = None,
+) -> Blob:
     """Every element is ``value``."""
     kind = dtype or recording().dtype
-    return own_step("constant", value, tuple(shape), kind, shape=shape, dtype=kind, times=1, name=name, variable=True)
+    return own_step(
+        "constant",
+        value,
+        tuple(shape),
+        kind,
+        shape=shape,
+        dtype=kind,
+        times=1,
+        name=name,
+        variable=True,
+    )
 
 
-def constant_scalar(value: float, dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
+def constant_scalar(
+    value: float, dtype: torch.dtype | None = None, name: str | None = None
+) -> Blob:
     """A blob of one element."""
     return constant(value, dtype, (1,), name)
 
 
-def constant_like(like: Blob, value: float, dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
+def constant_like(
+    like: Blob, value: float, dtype: torch.dtype | None = None, name: str | None = None
+) -> Blob:
     """``value`` in the shape of another blob."""
     return apply(torch.full_like, like, value, dtype=dtype or like.dtype, op_name=name)  # type: ignore[no-any-return]
 
@@ -211,46 +300,103 @@ def ones_like(like: Blob, dtype: torch.dtype | None = None, name: str | None = N
     return constant_like(like, 1, dtype, name)
 
 
-def parallel_cast(input: Blob, name: str | None = None, distribute: Distribute | None = None, gradient_distribute: Distribute | None = None) -> Blob:
-    """The same blob, lying so on the devices of its placement, and with a gradient that lies so; None or ``auto()``: as it does."""
+def parallel_cast(
+    input: Blob,
+    name: str | None = None,
+    distribute: Distribute | None = None,
+    gradient_distribute: Distribute | None = None,
+) -> Blob:
+    """The same blob, lying so on the devices of its placement, and with a gradient that lies so;
+    None or ``auto()``: as it does."""
     return cast_distribute(input, distribute, gradient_distribute, name)
 
 
 def unpack(input: Blob, unpack_num: int, name: str | None = None) -> Blob:
-    """Dim 0 in ``unpack_num`` pieces that come one after the other: what follows runs once for each, until `pack` or `acc`. Variables serve all of them, their
-    gradients add up. With ``scope.placement`` this is a pipeline of micro-batches. Raises JobError where dim 0 does not divide."""
+    """Dim 0 in ``unpack_num`` pieces that come one after the other: what follows runs once for
+    each, until `pack` or `acc`. Variables serve all of them, their gradients add up. With
+    ``scope.placement`` this is a pipeline of micro-batches. Raises JobError where dim 0 does not
+    divide."""
     input = scoped(input)
-    if not isinstance(unpack_num, int) or unpack_num < 1 or not input.shape or input.shape[0] % unpack_num:
-        raise JobError(f"unpack: dim 0 of {input!r} must divide by the number of pieces, {unpack_num!r}")
+    if (
+        not isinstance(unpack_num, int)
+        or unpack_num < 1
+        or not input.shape
+        or input.shape[0] % unpack_num
+    ):
+        raise JobError(
+            f"unpack: dim 0 of {input!r} must divide by the number of pieces, {unpack_num!r}"
+        )
     shape = (input.shape[0] // unpack_num, *input.shape[1:])
-    return own_step("unpack", input, unpack_num, shape=shape, dtype=input.dtype, times=input.times * unpack_num, name=name, devices=input.devices)
+    return own_step(
+        "unpack",
+        input,
+        unpack_num,
+        shape=shape,
+        dtype=input.dtype,
+        times=input.times * unpack_num,
+        name=name,
+        devices=input.devices,
+    )
 
 
 def pack(input: Blob, pack_num: int, name: str | None = None) -> Blob:
-    """The opposite of `unpack`: ``pack_num`` pieces one after the other along dim 0. Raises JobError where the blob does not come in so many pieces."""
+    """The opposite of `unpack`: ``pack_num`` pieces one after the other along dim 0. Raises
+    JobError where the blob does not come in so many pieces."""
     input = scoped(input)
     _gathered("pack", input, pack_num)
     if not input.shape:
         raise JobError(f"pack: {input!r} has no dims")
     shape = (input.shape[0] * pack_num, *input.shape[1:])
-    return own_step("pack", input, pack_num, shape=shape, dtype=input.dtype, times=input.times // pack_num, name=name, devices=input.devices)
+    return own_step(
+        "pack",
+        input,
+        pack_num,
+        shape=shape,
+        dtype=input.dtype,
+        times=input.times // pack_num,
+        name=name,
+        devices=input.devices,
+    )
 
 
 def repeat(input: Blob, repeat_num: int, name: str | None = None) -> Blob:
-    """The same blob for each of ``repeat_num`` pieces; its gradients add up. Raises JobError below 1."""
+    """The same blob for each of ``repeat_num`` pieces; its gradients add up. Raises JobError below
+    1."""
     if not isinstance(repeat_num, int) or repeat_num < 1:
         raise JobError(f"repeat: a number of pieces, at least 1; got {repeat_num!r}")
     input = scoped(input)
-    return own_step("repeat", input, repeat_num, shape=input.shape, dtype=input.dtype, times=input.times * repeat_num, name=name, devices=input.devices)
+    return own_step(
+        "repeat",
+        input,
+        repeat_num,
+        shape=input.shape,
+        dtype=input.dtype,
+        times=input.times * repeat_num,
+        name=name,
+        devices=input.devices,
+    )
 
 
 def acc(one: Blob, max_acc_num: int, name: str | None = None) -> Blob:
-    """The sum of ``max_acc_num`` pieces. Raises JobError where the blob does not come in so many."""
+    """The sum of ``max_acc_num`` pieces. Raises JobError where the blob does not come in so
+    many."""
     one = scoped(one)
     _gathered("acc", one, max_acc_num)
-    return own_step("acc", one, max_acc_num, shape=one.shape, dtype=one.dtype, times=one.times // max_acc_num, name=name, devices=one.devices)
+    return own_step(
+        "acc",
+        one,
+        max_acc_num,
+        shape=one.shape,
+        dtype=one.dtype,
+        times=one.times // max_acc_num,
+        name=name,
+        devices=one.devices,
+    )
 
 
 def _gathered(what: str, blob: Blob, pieces: Any) -> None:
     if not isinstance(pieces, int) or pieces < 1 or blob.times % pieces:
-        raise JobError(f"{what}: {blob!r} comes in {blob.times} piece{'s' if blob.times > 1 else ''}, which {pieces!r} does not divide")
+        raise JobError(
+            f"{what}: {blob!r} comes in {blob.times} piece{'s' if blob.times > 1 else ''}, which "
+            f"{pieces!r} does not divide"
+        )

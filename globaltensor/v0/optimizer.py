@@ -1,4 +1,5 @@
-"""``flow.optimizer``: how a job trains. ``optimizer.SGD(schedule, momentum=0).minimize(loss)`` in a job function of type "train"."""
+"""``flow.optimizer``: how a job trains. ``optimizer.SGD(schedule, momentum=0).minimize(loss)`` in a
+job function of type "train"."""
 
 from __future__ import annotations
 
@@ -30,15 +31,18 @@ from .lr_schedules import (
 from .recording.program import Declared
 
 __all__ = [
-    "LAMB", "LARS", "SGD", "SGDW", "Adam", "AdamW", "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler", "LazyAdam",
-    "LinearCosineScheduler", "LrScheduler", "NaturalExpScheduler", "Optimizer", "PiecewiseConstantScheduler", "PiecewiseScalingScheduler",
+    "LAMB", "LARS", "SGD", "SGDW", "Adam", "AdamW", "CosineScheduler", "CustomScheduler",
+    "ExponentialScheduler", "InverseTimeScheduler", "LazyAdam",
+    "LinearCosineScheduler", "LrScheduler", "NaturalExpScheduler", "Optimizer",
+    "PiecewiseConstantScheduler", "PiecewiseScalingScheduler",
     "PolynomialScheduler", "RMSProp", "grad_clipping", "loss_scale", "warmup",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ByGlobalNorm:
-    """Where the norm over all gradients is larger than ``clip_norm``, they are scaled down to it."""
+    """Where the norm over all gradients is larger than ``clip_norm``, they are scaled down to
+    it."""
 
     clip_norm: float
 
@@ -55,15 +59,21 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that grows by ``multiplier`` after ``increment_period`` steps whose gradients were finite; a step with others is skipped, the factor
-    falls."""
+    """A factor of the loss that grows by ``multiplier`` after ``increment_period`` steps whose
+    gradients were finite; a step with others is skipped, the factor falls."""
 
     initial_loss_scale: float = 2.0**30
     increment_period: int = 2000
     multiplier: float = 2.0
 
     def scaler(self, device: str) -> Any:
-        return GradScaler(device, float(self.initial_loss_scale), self.multiplier, 1.0 / self.multiplier, self.increment_period)
+        return GradScaler(
+            device,
+            float(self.initial_loss_scale),
+            self.multiplier,
+            1.0 / self.multiplier,
+            self.increment_period,
+        )
 
 
 #: ``warmup.constant(steps, multiplier)`` and ``warmup.linear(steps, start_multiplier)``
@@ -71,11 +81,15 @@ warmup = types.SimpleNamespace(constant=lr_schedules.constant, linear=lr_schedul
 #: ``grad_clipping.by_global_norm(clip_norm)``
 grad_clipping = types.SimpleNamespace(by_global_norm=ByGlobalNorm)
 #: ``loss_scale.static_loss_scale(factor)`` and ``loss_scale.dynamic_loss_scale(...)``
-loss_scale = types.SimpleNamespace(static_loss_scale=StaticLossScale, dynamic_loss_scale=DynamicLossScale)
+loss_scale = types.SimpleNamespace(
+    static_loss_scale=StaticLossScale, dynamic_loss_scale=DynamicLossScale
+)
 
 
 class Optimizer:
-    """What all have. ``loss_scale_factor``: short for ``loss_scale_policy=loss_scale.static_loss_scale(factor)``; ``variables``: train only these, by name."""
+    """What all have. ``loss_scale_factor``: short for
+    ``loss_scale_policy=loss_scale.static_loss_scale(factor)``; ``variables``: train only these, by
+    name."""
 
     def __init__(
         self,
@@ -88,46 +102,82 @@ class Optimizer:
     ) -> None:
         kind = type(self).__name__
         if not isinstance(lr_scheduler, LrScheduler):
-            raise JobError(f"optimizer.{kind}: the first argument is a schedule, like PiecewiseConstantScheduler([], [0.1]); got {lr_scheduler!r}")
+            raise JobError(
+                f"optimizer.{kind}: the first argument is a schedule, like "
+                f"PiecewiseConstantScheduler([], [0.1]); got {lr_scheduler!r}"
+            )
         if train_step_lbn is not None:
-            raise JobError(f"optimizer.{kind}: train_step_lbn names a blob that counts steps; the session counts them itself now: leave it out")
+            raise JobError(
+                f"optimizer.{kind}: train_step_lbn names a blob that counts steps; the session "
+                f"counts them itself now: leave it out"
+            )
         if loss_scale_factor is not None and loss_scale_policy is not None:
-            raise JobError(f"optimizer.{kind}: loss_scale_factor and loss_scale_policy say the same thing: give one of them")
+            raise JobError(
+                f"optimizer.{kind}: loss_scale_factor and loss_scale_policy say the same thing: "
+                f"give one of them"
+            )
         self.lr_scheduler, self.grad_clipping = lr_scheduler, grad_clipping
-        self.loss_scale_policy = StaticLossScale(loss_scale_factor) if loss_scale_factor is not None else loss_scale_policy
+        self.loss_scale_policy = (
+            StaticLossScale(loss_scale_factor)
+            if loss_scale_factor is not None
+            else loss_scale_policy
+        )
         self.variables = None if variables is None else list(variables)
-        self.secondary: float | None = None  # rate of variables with the model name "bias", as older settings give it
-        self.weight_decay: tuple[float, Sequence[str] | None, Sequence[str] | None] = (0.0, None, None)
+        self.secondary: float | None = (
+            None  # rate of variables with the model name "bias", as older settings give it
+        )
+        self.weight_decay: tuple[float, Sequence[str] | None, Sequence[str] | None] = (
+            0.0,
+            None,
+            None,
+        )
 
     def minimize(self, loss: Blob | Sequence[Blob]) -> None:
-        """Train this job: each call is a step against the gradient of the loss. Of a loss with several elements the mean counts, of several losses the sum of
-        their means. Raises JobError in a job that is not of type "train", or has an optimizer."""
+        """Train this job: each call is a step against the gradient of the loss. Of a loss with
+        several elements the mean counts, of several losses the sum of their means. Raises JobError
+        in a job that is not of type "train", or has an optimizer."""
         tape = recording()
         if not tape.record.training:
-            raise JobError(f'minimize: job {tape.record.name} is of type "predict": use @flow.global_function(type="train")')
+            raise JobError(
+                f'minimize: job {tape.record.name} is of type "predict": use '
+                f'@flow.global_function(type="train")'
+            )
         if tape.record.optimizer is not None:
-            raise JobError(f"minimize: job {tape.record.name} has an optimizer already; several losses go to one minimize([...])")
+            raise JobError(
+                f"minimize: job {tape.record.name} has an optimizer already; several losses go to "
+                f"one minimize([...])"
+            )
         tape.record.optimizer = self
         for one in loss if isinstance(loss, (list, tuple)) else [loss]:
             add_loss(one)
 
     def _decays(self, weight_decay: float | None, includes: Any, excludes: Any) -> None:
         if includes is not None and excludes is not None:
-            raise JobError(f"optimizer.{type(self).__name__}: weight_decay_includes and weight_decay_excludes cannot both be given")
+            raise JobError(
+                f"optimizer.{type(self).__name__}: weight_decay_includes and "
+                f"weight_decay_excludes cannot both be given"
+            )
         self.weight_decay = (float(weight_decay or 0.0), _patterns(includes), _patterns(excludes))
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
         """The update, and its options."""
         raise JobError(f"{type(self).__name__} is no optimizer: take one of flow.optimizer")
 
-    def made(self, declared: Sequence[Declared], held: Mapping[str, torch.nn.Parameter]) -> optimizer_updates.Update:
+    def made(
+        self, declared: Sequence[Declared], held: Mapping[str, torch.nn.Parameter]
+    ) -> optimizer_updates.Update:
         """The torch optimizer of a job's variables."""
         kind, options = self.rule()
         own = {
             "l1": [d.regularizer[0] for d in declared],
             "l2": [d.regularizer[1] for d in declared],
             "decay": [self._decay_of(d.name) for d in declared],
-            "scale": [1.0 if self.secondary is None or d.model_name != "bias" else self.secondary / self.lr_scheduler.base_lr for d in declared],
+            "scale": [
+                1.0
+                if self.secondary is None or d.model_name != "bias"
+                else self.secondary / self.lr_scheduler.base_lr
+                for d in declared
+            ],
         }
         if self.grad_clipping is not None:
             options["clip_grad_max_norm"] = float(self.grad_clipping.clip_norm)
@@ -151,10 +201,19 @@ class SGD(Optimizer):
     """Stochastic gradient descent. With momentum: ``v = momentum * v + rate * g; w -= v``."""
 
     def __init__(
-        self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None, momentum: float = 0.9, grad_clipping: ByGlobalNorm | None = None,
-        train_step_lbn: str | None = None, loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
+        self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None,
+        momentum: float = 0.9, grad_clipping: ByGlobalNorm | None = None,
+        train_step_lbn: str | None = None, loss_scale_policy: Any = None,
+        variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
+        super().__init__(
+            lr_scheduler,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
         self.momentum = momentum
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
@@ -162,15 +221,27 @@ class SGD(Optimizer):
 
 
 class SGDW(SGD):
-    """SGD with decoupled weight decay: w loses ``rate * weight_decay * w`` as well. ``weight_decay_includes`` or ``_excludes``: regular expressions, searched
-    in the names of variables."""
+    """SGD with decoupled weight decay: w loses ``rate * weight_decay * w`` as well.
+    ``weight_decay_includes`` or ``_excludes``: regular expressions, searched in the names of
+    variables."""
 
     def __init__(
-        self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None, momentum: float = 0.9, weight_decay: float | None = None,
-        weight_decay_includes: str | Sequence[str] | None = None, weight_decay_excludes: str | Sequence[str] | None = None,
-        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None, loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
+        self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None,
+        momentum: float = 0.9, weight_decay: float | None = None,
+        weight_decay_includes: str | Sequence[str] | None = None,
+        weight_decay_excludes: str | Sequence[str] | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, loss_scale_factor, momentum, grad_clipping, train_step_lbn, loss_scale_policy, variables)
+        super().__init__(
+            lr_scheduler,
+            loss_scale_factor,
+            momentum,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
         self._decays(weight_decay, weight_decay_includes, weight_decay_excludes)
 
 
@@ -180,24 +251,46 @@ class Adam(Optimizer):
     update: type[optimizer_updates.Update] = optimizer_updates.AdamUpdate
 
     def __init__(
-        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, do_bias_correction: bool = False,
-        loss_scale_factor: float | None = None, grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None, loss_scale_policy: Any = None,
+        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-8, do_bias_correction: bool = False,
+        loss_scale_factor: float | None = None, grad_clipping: ByGlobalNorm | None = None,
+        train_step_lbn: str | None = None, loss_scale_policy: Any = None,
         variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
-        self.beta1, self.beta2, self.epsilon, self.do_bias_correction = beta1, beta2, epsilon, do_bias_correction
+        super().__init__(
+            lr_scheduler,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
+        self.beta1, self.beta2, self.epsilon, self.do_bias_correction = (
+            beta1,
+            beta2,
+            epsilon,
+            do_bias_correction,
+        )
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
-        return self.update, {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon, "correct": self.do_bias_correction}
+        return self.update, {
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "epsilon": self.epsilon,
+            "correct": self.do_bias_correction,
+        }
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay (see `SGDW`)."""
 
     def __init__(
-        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, do_bias_correction: bool = False,
-        loss_scale_factor: float | None = None, weight_decay: float | None = None, weight_decay_includes: str | Sequence[str] | None = None,
-        weight_decay_excludes: str | Sequence[str] | None = None, grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-8, do_bias_correction: bool = False,
+        loss_scale_factor: float | None = None, weight_decay: float | None = None,
+        weight_decay_includes: str | Sequence[str] | None = None,
+        weight_decay_excludes: str | Sequence[str] | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
         loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         common = (loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
@@ -211,10 +304,23 @@ class LazyAdam(Adam):
     update = optimizer_updates.LazyAdamUpdate
 
     def __init__(
-        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, loss_scale_factor: float | None = None,
-        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None, loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
+        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-8, loss_scale_factor: float | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, beta1, beta2, epsilon, False, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
+        super().__init__(
+            lr_scheduler,
+            beta1,
+            beta2,
+            epsilon,
+            False,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
 
 
 class LAMB(Adam):
@@ -223,11 +329,25 @@ class LAMB(Adam):
     update = optimizer_updates.LambUpdate
 
     def __init__(
-        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-6, loss_scale_factor: float | None = None,
-        weight_decay: float | None = None, weight_decay_includes: str | Sequence[str] | None = None, weight_decay_excludes: str | Sequence[str] | None = None,
-        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None, loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
+        self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-6, loss_scale_factor: float | None = None,
+        weight_decay: float | None = None, weight_decay_includes: str | Sequence[str] | None = None,
+        weight_decay_excludes: str | Sequence[str] | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, beta1, beta2, epsilon, True, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
+        super().__init__(
+            lr_scheduler,
+            beta1,
+            beta2,
+            epsilon,
+            True,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
         self._decays(weight_decay, weight_decay_includes, weight_decay_excludes)
 
 
@@ -235,28 +355,59 @@ class RMSProp(Optimizer):
     """Divides the gradient by the root of its mean square; ``centered``: of its variance."""
 
     def __init__(
-        self, lr_scheduler: LrScheduler, decay_rate: float = 0.99, epsilon: float = 1e-8, centered: bool = False, loss_scale_factor: float | None = None,
-        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None, loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
+        self, lr_scheduler: LrScheduler, decay_rate: float = 0.99, epsilon: float = 1e-8,
+        centered: bool = False, loss_scale_factor: float | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
+        super().__init__(
+            lr_scheduler,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
         self.decay_rate, self.epsilon, self.centered = decay_rate, epsilon, centered
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
-        return optimizer_updates.RMSPropUpdate, {"decay_rate": self.decay_rate, "epsilon": self.epsilon, "centered": self.centered}
+        return optimizer_updates.RMSPropUpdate, {
+            "decay_rate": self.decay_rate,
+            "epsilon": self.epsilon,
+            "centered": self.centered,
+        }
 
 
 class LARS(Optimizer):
     """Momentum with a rate for each variable, by the norms of it and its gradient."""
 
     def __init__(
-        self, lr_scheduler: LrScheduler, momentum_beta: float = 0.9, epsilon: float = 1e-9, lars_coefficient: float = 0.0001,
-        loss_scale_factor: float | None = None, weight_decay: float | None = None, weight_decay_includes: str | Sequence[str] | None = None,
-        weight_decay_excludes: str | Sequence[str] | None = None, grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
+        self, lr_scheduler: LrScheduler, momentum_beta: float = 0.9, epsilon: float = 1e-9,
+        lars_coefficient: float = 0.0001,
+        loss_scale_factor: float | None = None, weight_decay: float | None = None,
+        weight_decay_includes: str | Sequence[str] | None = None,
+        weight_decay_excludes: str | Sequence[str] | None = None,
+        grad_clipping: ByGlobalNorm | None = None, train_step_lbn: str | None = None,
         loss_scale_policy: Any = None, variables: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
-        self.momentum_beta, self.epsilon, self.lars_coefficient = momentum_beta, epsilon, lars_coefficient
+        super().__init__(
+            lr_scheduler,
+            loss_scale_factor,
+            grad_clipping,
+            train_step_lbn,
+            loss_scale_policy,
+            variables,
+        )
+        self.momentum_beta, self.epsilon, self.lars_coefficient = (
+            momentum_beta,
+            epsilon,
+            lars_coefficient,
+        )
         self._decays(weight_decay, weight_decay_includes, weight_decay_excludes)
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
-        return optimizer_updates.LarsUpdate, {"beta": self.momentum_beta, "epsilon": self.epsilon, "coefficient": self.lars_coefficient}
+        return optimizer_updates.LarsUpdate, {
+            "beta": self.momentum_beta,
+            "epsilon": self.epsilon,
+            "coefficient": self.lars_coefficient,
+        }

@@ -1,7 +1,9 @@
-"""How optimizers of the job-function view change parameters, as ``torch.optim`` optimizers: formulas that differ from torch's own in the details given.
+"""How optimizers of the job-function view change parameters, as ``torch.optim`` optimizers:
+formulas that differ from torch's own in the details given.
 
-One group holds all parameters, so that clipping sees one norm; what differs between them stands in lists, in the order of the parameters:
-``l1`` and ``l2`` (regularizers), ``decay`` (decoupled weight decay), ``scale`` (of the learning rate).
+One group holds all parameters, so that clipping sees one norm; what differs between them stands in
+lists, in the order of the parameters: ``l1`` and ``l2`` (regularizers), ``decay`` (decoupled weight
+decay), ``scale`` (of the learning rate).
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from torch import Tensor
 
 from ..optim.local_step import ELEMENTWISE
 
-__all__ = ["AdamUpdate", "LambUpdate", "LarsUpdate", "LazyAdamUpdate", "RMSPropUpdate", "SGDUpdate", "Update"]
+__all__ = [
+    "AdamUpdate",
+    "LambUpdate",
+    "LarsUpdate",
+    "LazyAdamUpdate",
+    "RMSPropUpdate",
+    "SGDUpdate",
+    "Update",
+]
 
 
 class Update(torch.optim.Optimizer):
@@ -24,7 +34,10 @@ class Update(torch.optim.Optimizer):
 
     def __init__(self, params: Sequence[Tensor], **options: Any) -> None:
         n = len(params)
-        lists = {name: options.pop(name, None) or [default] * n for name, default in (("l1", 0.0), ("l2", 0.0), ("decay", 0.0), ("scale", 1.0))}
+        lists = {
+            name: options.pop(name, None) or [default] * n
+            for name, default in (("l1", 0.0), ("l2", 0.0), ("decay", 0.0), ("scale", 1.0))
+        }
         super().__init__([{"params": list(params), **lists}], {"lr": 1.0, "steps": 0, **options})
         for p in params:
             for name in self.kept(options):
@@ -46,22 +59,46 @@ class Update(torch.optim.Optimizer):
                     grad = grad + group["l1"][i] * p.sign()
                 if group["l2"][i]:
                     grad = grad + group["l2"][i] * p
-                self.change(p, grad, self.state[p], group, group["lr"] * group["scale"][i], group["decay"][i])
+                self.change(
+                    p,
+                    grad,
+                    self.state[p],
+                    group,
+                    group["lr"] * group["scale"][i],
+                    group["decay"][i],
+                )
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         """Change one parameter."""
         raise TypeError(f"{type(self).__name__} has no rule of change")
 
 
 class SGDUpdate(Update):
-    """``v = beta * v - rate * g; p += v``: the rate goes into v, so a rate that falls later does not shrink what v has collected (torch: it does)."""
+    """``v = beta * v - rate * g; p += v``: the rate goes into v, so a rate that falls later does
+    not shrink what v has collected (torch: it does)."""
 
     states = ("momentum",)
 
     def kept(self, options: dict[str, Any]) -> tuple[str, ...]:
         return self.states if options["beta"] else ()
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         if group["beta"]:
             v = state["momentum"]
             v.mul_(group["beta"]).sub_(grad * rate)
@@ -72,11 +109,20 @@ class SGDUpdate(Update):
 
 
 class AdamUpdate(Update):
-    """Adam (Kingma and Ba 2015), by default without the correction of its bias; weight decay decoupled (Loshchilov and Hutter 2019)."""
+    """Adam (Kingma and Ba 2015), by default without the correction of its bias; weight decay
+    decoupled (Loshchilov and Hutter 2019)."""
 
     states = ("m", "v")
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         direction = self.direction(grad, state, group)
         p.sub_((direction + p * decay if decay else direction) * rate)
 
@@ -85,14 +131,25 @@ class AdamUpdate(Update):
         m.mul_(group["beta1"]).add_(grad * (1 - group["beta1"]))
         v.mul_(group["beta2"]).add_(grad * grad * (1 - group["beta2"]))
         if group["correct"]:
-            m, v = m / (1 - group["beta1"] ** group["steps"]), v / (1 - group["beta2"] ** group["steps"])
+            m, v = (
+                m / (1 - group["beta1"] ** group["steps"]),
+                v / (1 - group["beta2"] ** group["steps"]),
+            )
         return m / (v.sqrt() + group["epsilon"])
 
 
 class LazyAdamUpdate(AdamUpdate):
     """Adam that leaves alone, state and all, the elements whose gradient is zero."""
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         touched = grad != 0
         before = {name: state[name].clone() for name in self.states}
         direction = self.direction(grad, state, group)
@@ -102,14 +159,23 @@ class LazyAdamUpdate(AdamUpdate):
 
 
 class RMSPropUpdate(Update):
-    """Divides by the root of a mean square, ``epsilon`` under the root (torch: beside it); ``centered``: of the deviation from a mean."""
+    """Divides by the root of a mean square, ``epsilon`` under the root (torch: beside it);
+    ``centered``: of the deviation from a mean."""
 
     states = ("mean_square", "mean_gradient")
 
     def kept(self, options: dict[str, Any]) -> tuple[str, ...]:
         return self.states if options["centered"] else self.states[:1]
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         rho = group["decay_rate"]
         square = state["mean_square"].mul_(rho).add_(grad * grad * (1 - rho))
         if group["centered"]:
@@ -123,7 +189,15 @@ class LarsUpdate(Update):
 
     states = ("momentum",)
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         size, steepness = p.norm(), grad.norm()
         trust = group["coefficient"] * size / (group["epsilon"] + steepness + decay * size)
         own = rate * torch.where((size > 0) & (steepness > 0), trust, torch.ones_like(trust))
@@ -135,12 +209,21 @@ class LarsUpdate(Update):
 class LambUpdate(AdamUpdate):
     """Adam with a rate for each parameter, by the norms of it and its step (You et al. 2020)."""
 
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, decay: float) -> None:
+    def change(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        rate: float,
+        decay: float,
+    ) -> None:
         direction = self.direction(grad, state, group) + p * decay
         size, length = p.norm(), direction.norm()
         trust = torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))
         p.sub_(direction * (trust * rate))
 
 
-# Their change of an element depends on that element alone: they step on local tensors, and ZeRO may share what they keep.
+# Their change of an element depends on that element alone: they step on local tensors, and ZeRO may
+# share what they keep.
 ELEMENTWISE.update({SGDUpdate, AdamUpdate, LazyAdamUpdate, RMSPropUpdate})

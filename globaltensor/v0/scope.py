@@ -12,14 +12,16 @@ from .errors import JobError
 from .session.device_layout import Devices
 
 __all__ = [
-    "ConsistentView", "MirroredView", "PlacementScope", "Scope", "View", "consistent_view", "consistent_view_enabled", "current_scope", "default_view",
+    "ConsistentView", "MirroredView", "PlacementScope", "Scope", "View", "consistent_view",
+    "consistent_view_enabled", "current_scope", "default_view",
     "mirrored_view", "mirrored_view_enabled", "namespace", "placement",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What holds here. ``devices``, ``mirrored``: None where the job's defaults hold; ``names``: the namespaces around."""
+    """What holds here. ``devices``, ``mirrored``: None where the job's defaults hold; ``names``:
+    the namespaces around."""
 
     devices: Devices | None = None
     mirrored: bool | None = None
@@ -31,7 +33,9 @@ class Scope:
 
 
 _current: ContextVar[Scope] = ContextVar("globaltensor.v0.scope", default=Scope())  # noqa: B039 - immutable
-_default_view: ContextVar[bool] = ContextVar("globaltensor.v0.default_view", default=False)  # of the job that is being recorded: is it the mirrored one?
+_default_view: ContextVar[bool] = ContextVar(
+    "globaltensor.v0.default_view", default=False
+)  # of the job that is being recorded: is it the mirrored one?
 
 
 def current_scope() -> Scope:
@@ -82,22 +86,26 @@ class MirroredView(View):
 
 
 def placement(device_tag: str, machine_device_ids: str | Sequence[str]) -> PlacementScope:
-    """The ops in this block run on these devices: ``with flow.scope.placement("gpu", "0:0-3")``. Raises JobError for text that names no devices."""
+    """The ops in this block run on these devices: ``with flow.scope.placement("gpu", "0:0-3")``.
+    Raises JobError for text that names no devices."""
     return PlacementScope(Devices.parse(device_tag, machine_device_ids))
 
 
 def consistent_view() -> ConsistentView:
-    """The ops in this block, or a job with this as its ``default_logical_view``, see one logical device (the default)."""
+    """The ops in this block, or a job with this as its ``default_logical_view``, see one logical
+    device (the default)."""
     return ConsistentView()
 
 
 def mirrored_view() -> MirroredView:
-    """The ops in this block, or a job with this as its ``default_logical_view``, run on each device's own batch; gradients are averaged over the devices."""
+    """The ops in this block, or a job with this as its ``default_logical_view``, run on each
+    device's own batch; gradients are averaged over the devices."""
     return MirroredView()
 
 
 def namespace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Names of variables and ops in this block begin with ``name-``. Raises JobError for what is no name."""
+    """Names of variables and ops in this block begin with ``name-``. Raises JobError for what is no
+    name."""
     if not isinstance(name, str) or not name:
         raise JobError(f"scope.namespace: a name is wanted, got {name!r}")
 

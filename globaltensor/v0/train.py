@@ -35,7 +35,11 @@ class SimpleCheckPointManager:
 
     def list_checkpoints(self) -> list[str]:
         """The names of the complete ones, oldest first."""
-        found = [p for p in self.root.glob(f"{self.prefix}*") if (p / checkpoint.DONE).exists() and p.name[len(self.prefix) :].isdecimal()]
+        found = [
+            p
+            for p in self.root.glob(f"{self.prefix}*")
+            if (p / checkpoint.DONE).exists() and p.name[len(self.prefix) :].isdecimal()
+        ]
         return [p.name for p in sorted(found, key=lambda p: int(p.name[len(self.prefix) :]))]
 
     def latest_checkpoint(self) -> str | None:

@@ -1,4 +1,5 @@
-"""Variables of job functions: ``get_variable``. They belong to the session: jobs that name the same variable share it."""
+"""Variables of job functions: ``get_variable``. They belong to the session: jobs that name the same
+variable share it."""
 
 from __future__ import annotations
 
@@ -34,21 +35,30 @@ def get_variable(
     distribute: Distribute = broadcast(),  # noqa: B008 - a value
     reuse: bool = True,
 ) -> Blob:
-    """The variable of this name in the current namespace, as this job sees it; made by the first job that names it.
+    """The variable of this name in the current namespace, as this job sees it; made by the first
+    job that names it.
 
-    ``trainable=False``: this job does not train it (others may). ``distribute``: ``split(axis)`` cuts it over the devices of the scope. Without an initializer
-    it starts with zeros; ``random_seed``: else the numbers follow from ``torch.manual_seed`` and the name.
-    Raises JobError where shape or dtype are missing, or, where a shape is given, not those that it has already; ``reuse=False``: where this job has it already.
+    ``trainable=False``: this job does not train it (others may). ``distribute``: ``split(axis)``
+    cuts it over the devices of the scope. Without an initializer it starts with zeros;
+    ``random_seed``: else the numbers follow from ``torch.manual_seed`` and the name. Raises
+    JobError where shape or dtype are missing, or, where a shape is given, not those that it has
+    already; ``reuse=False``: where this job has it already.
     """
     tape = recording()
     full = current_scope().named(name)
     found = tape.blobs_of.get(full)
     if found is not None:
         if not reuse:
-            raise JobError(f"variable {full} is there already in job {tape.record.name}: give the layers names of their own, or share it with reuse=True")
+            raise JobError(
+                f"variable {full} is there already in job {tape.record.name}: give the layers "
+                f"names of their own, or share it with reuse=True"
+            )
         known = tape.record.variables[full]
         if shape is not None and (tuple(shape), dtype or known.dtype) != (known.shape, known.dtype):
-            raise JobError(f"variable {full} has shape {list(known.shape)} and {known.dtype}, but is named again with {list(shape)} and {dtype}")
+            raise JobError(
+                f"variable {full} has shape {list(known.shape)} and {known.dtype}, but is named "
+                f"again with {list(shape)} and {dtype}"
+            )
         if found.mirrored == tape.scoped_view() and found.devices == tape.scoped_devices():
             return found  # type: ignore[no-any-return]
         shape, dtype, trainable = known.shape, known.dtype, known.trainable
@@ -57,51 +67,105 @@ def get_variable(
     assert_is_valid_distribute(distribute)
     if not all(isinstance(n, (int, np.integer)) and n > 0 for n in shape):
         raise JobError(f"variable {full}: a shape is a tuple of sizes, got {shape!r}")
-    if distribute.sbp is not None and distribute.sbp.is_split and not 0 <= distribute.sbp.dim < len(shape):
-        raise JobError(f"variable {full} of shape {list(shape)} has no dim {distribute.sbp.dim} to be split")
+    if (
+        distribute.sbp is not None
+        and distribute.sbp.is_split
+        and not 0 <= distribute.sbp.dim < len(shape)
+    ):
+        raise JobError(
+            f"variable {full} of shape {list(shape)} has no dim {distribute.sbp.dim} to be split"
+        )
     trained = dtype.is_floating_point if trainable is None else bool(trainable)
     if found is None:
         start = Constant(0) if initializer is None else initializer
         if not isinstance(start, Initializer):
-            raise JobError(f"variable {full}: the initializer is one of flow.*_initializer, got {start!r}")
+            raise JobError(
+                f"variable {full}: the initializer is one of flow.*_initializer, got {start!r}"
+            )
         seed = start.seed if random_seed is None else random_seed
-        kinds = (regularizer or Regularizer(), trained, distribute, tape.scoped_devices(), seed, model_name)
+        kinds = (
+            regularizer or Regularizer(),
+            trained,
+            distribute,
+            tape.scoped_devices(),
+            seed,
+            model_name,
+        )
         tape.declare(Declared(full, tuple(int(n) for n in shape), dtype, start, *kinds))
-    blob = own_step("variable", full, trained, shape=shape, dtype=dtype, times=1, name=name, variable=True)
+    blob = own_step(
+        "variable", full, trained, shape=shape, dtype=dtype, times=1, name=name, variable=True
+    )
     tape.blobs_of[full] = blob
-    return blob if distribute.sbp is None or distribute.sbp.is_broadcast else blob.with_distribute(distribute)
+    return (
+        blob
+        if distribute.sbp is None or distribute.sbp.is_broadcast
+        else blob.with_distribute(distribute)
+    )
 
 
-def assign(ref: Blob, value: Blob, dtype: torch.dtype | None = None, name: str | None = None, keep: float = 0.0) -> None:
-    """Write a value into a variable, of which a share ``keep`` of what it was is kept. Raises JobError for what is no variable, or another shape."""
+def assign(
+    ref: Blob,
+    value: Blob,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    keep: float = 0.0,
+) -> None:
+    """Write a value into a variable, of which a share ``keep`` of what it was is kept. Raises
+    JobError for what is no variable, or another shape."""
     named = {blob.index: full for full, blob in recording().blobs_of.items()}
     if not isinstance(ref, Blob) or ref.index not in named:
-        raise JobError(f"assign: the first argument is a variable, as get_variable gives it; got {ref!r}")
+        raise JobError(
+            f"assign: the first argument is a variable, as get_variable gives it; got {ref!r}"
+        )
     if value.shape != ref.shape:
-        raise JobError(f"assign: variable {named[ref.index]} has shape {list(ref.shape)}, the value {list(value.shape)}")
-    own_step("assign", named[ref.index], value, keep, shape=ref.shape, dtype=ref.dtype, times=1, name=name, variable=True)
+        raise JobError(
+            f"assign: variable {named[ref.index]} has shape {list(ref.shape)}, the value "
+            f"{list(value.shape)}"
+        )
+    own_step(
+        "assign",
+        named[ref.index],
+        value,
+        keep,
+        shape=ref.shape,
+        dtype=ref.dtype,
+        times=1,
+        name=name,
+        variable=True,
+    )
 
 
 def merged(records: Sequence[Any]) -> dict[str, Declared]:
-    """The variables of all jobs; how one is made, the first job says. Raises JobError for a name with two shapes or dtypes."""
+    """The variables of all jobs; how one is made, the first job says. Raises JobError for a name
+    with two shapes or dtypes."""
     found: dict[str, Declared] = {}
     for record in records:
         for name, declared in record.variables.items():
             first = found.setdefault(name, declared)
             if (first.shape, first.dtype) != (declared.shape, declared.dtype):
-                told = f"variable {name} is {list(first.shape)} {first.dtype} in one job and {list(declared.shape)} {declared.dtype} in {record.name}"
+                told = (
+                    f"variable {name} is {list(first.shape)} {first.dtype} in one job and "
+                    f"{list(declared.shape)} {declared.dtype} in {record.name}"
+                )
                 raise JobError(f"{told}: jobs share variables by name, so they must agree")
     return found
 
 
-def created(declared: Mapping[str, Declared], trained: set[str], layout: Layout, seed: int) -> dict[str, torch.nn.Parameter]:
-    """The variables, as global parameters with their starting values. ``trained``: the names of those that some job trains."""
+def created(
+    declared: Mapping[str, Declared], trained: set[str], layout: Layout, seed: int
+) -> dict[str, torch.nn.Parameter]:
+    """The variables, as global parameters with their starting values. ``trained``: the names of
+    those that some job trains."""
     out = {}
     for name, d in declared.items():
-        generator = torch.Generator().manual_seed((seed ^ zlib.crc32(name.encode())) & 0x7FFFFFFFFFFFFFFF if d.seed is None else d.seed)
+        generator = torch.Generator().manual_seed(
+            (seed ^ zlib.crc32(name.encode())) & 0x7FFFFFFFFFFFFFFF if d.seed is None else d.seed
+        )
         whole = d.initializer.fill(torch.empty(d.shape, dtype=d.dtype), generator)
         sbp = d.distribute.sbp or broadcast().sbp
-        value: GlobalTensor = whole.to_global(layout.placement(d.devices.__class__("cpu", d.devices.ids)), broadcast().sbp)  # type: ignore[attr-defined]
+        value: GlobalTensor = whole.to_global(
+            layout.placement(d.devices.__class__("cpu", d.devices.ids)), broadcast().sbp
+        )  # type: ignore[attr-defined]
         value = value.to_global(layout.placement(d.devices), sbp).detach().clone()  # type: ignore[attr-defined]
         out[name] = torch.nn.Parameter(value, requires_grad=name in trained)
     return out

@@ -1,4 +1,5 @@
-"""Test bodies that several ranks run: on simulated ranks one by one, and all of a file once more on real processes."""
+"""Test bodies that several ranks run: on simulated ranks one by one, and all of a file once more on
+real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Bodies:
         self.real: list[Body] = []
 
     def on(self, n: int = 2, real: bool = True) -> Callable[[Body], Body]:
-        """The function is what each of ``n`` simulated ranks does; those on two run on real processes too, unless ``real`` is false."""
+        """The function is what each of ``n`` simulated ranks does; those on two run on real
+        processes too, unless ``real`` is false."""
 
         def test(body: Body) -> Body:
             if real and n == 2:

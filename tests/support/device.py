@@ -1,7 +1,10 @@
-"""The device that tests run on: with GLOBALTENSOR_TEST_DEVICE=cuda every placement that a test puts on "cpu" lies on the GPU, which the ranks share.
+"""The device that tests run on: with GLOBALTENSOR_TEST_DEVICE=cuda every placement that a test puts
+on "cpu" lies on the GPU, which the ranks share.
 
-What tests make themselves stays on the CPU, and comparing brings both sides there. That is enough for whatever a test does with global tensors; one that
-is about the CPU itself (its name in a text, its generator, an index out of range, which a GPU does not forgive) cannot pass. `make test-gpu` names files.
+What tests make themselves stays on the CPU, and comparing brings both sides there. That is enough
+for whatever a test does with global tensors; one that is about the CPU itself (its name in a text,
+its generator, an index out of range, which a GPU does not forgive) cannot pass. `make test-gpu`
+names files.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import torch
 
 DEVICE = os.environ.get("GLOBALTENSOR_TEST_DEVICE", "cpu")
-#: The names of device types in `globaltensor.sharding.placement`; by its path, for the package's own name of it is the class.
+#: The names of device types in `globaltensor.sharding.placement`; by its path, for the package's
+#: own name of it is the class.
 _ALIASES: dict[str, str] = importlib.import_module("globaltensor.sharding.placement")._ALIASES
 
 
@@ -33,7 +37,13 @@ def move() -> None:
 
 
 def _here(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) and not getattr(value, "is_global", False) and value.is_cuda else value
+    return (
+        value.cpu()
+        if isinstance(value, torch.Tensor)
+        and not getattr(value, "is_global", False)
+        and value.is_cuda
+        else value
+    )
 
 
 def _on_the_cpu(compare: Callable[..., bool]) -> Callable[..., bool]:

@@ -1,7 +1,9 @@
-"""Programs drawn at random, in which one rank may do one thing otherwise: another operation, number, slice, dtype, layout, order or branch.
+"""Programs drawn at random, in which one rank may do one thing otherwise: another operation,
+number, slice, dtype, layout, order or branch.
 
-A program is a list of steps on a few global tensors. `Program.run` runs it as one rank does; the step that is ``odd`` is done in its other way where the rank
-is the odd one. What differs is seldom a shape, so most of these programs end, and give wrong numbers, if nobody compares what ranks do.
+A program is a list of steps on a few global tensors. `Program.run` runs it as one rank does; the
+step that is ``odd`` is done in its other way where the rank is the odd one. What differs is seldom
+a shape, so most of these programs end, and give wrong numbers, if nobody compares what ranks do.
 """
 
 from __future__ import annotations
@@ -89,7 +91,12 @@ def tensors(seed: int) -> Held:
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)).double()
     flow.parallelize(model, where, "data" if seed % 2 else "fsdp")
     x = whole.to_global(where, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
-    return {"x": x, "z": (whole * 0.5).to_global(where, B), "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}  # type: ignore[attr-defined]
+    return {
+        "x": x,
+        "z": (whole * 0.5).to_global(where, B),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # type: ignore[attr-defined]
 
 
 def put(name: str, make: Callable[[Held], Tensor]) -> Callable[[Held], None]:
@@ -99,7 +106,9 @@ def put(name: str, make: Callable[[Held], Tensor]) -> Callable[[Held], None]:
     return step
 
 
-def both(name: str, usual: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> tuple[Callable[[Held], None], Callable[[Held], None]]:
+def both(
+    name: str, usual: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
+) -> tuple[Callable[[Held], None], Callable[[Held], None]]:
     return put(name, lambda held: usual(held[name])), put(name, lambda held: other(held[name]))
 
 
@@ -114,7 +123,8 @@ def operation(draw: random.Random) -> Step:
 def factor(draw: random.Random) -> Step:
     one, two = draw.sample([0.5, 2.0, -1.0, 3, 0.25, 1.5], 2)
     forms: list[Callable[[Tensor, Any], Tensor]] = [
-        lambda t, k: t * k, lambda t, k: t + k, lambda t, k: k - t, lambda t, k: t.clamp(max=k), lambda t, k: torch.add(t, t, alpha=k), lambda t, k: t.mul(k),
+        lambda t, k: t * k, lambda t, k: t + k, lambda t, k: k - t, lambda t, k: t.clamp(max=k),
+        lambda t, k: torch.add(t, t, alpha=k), lambda t, k: t.mul(k),
     ]  # fmt: skip
     form = draw.choice(forms)
     return Step("factor", *both(draw.choice("xz"), lambda t: form(t, one), lambda t: form(t, two)))
@@ -132,13 +142,19 @@ def cut(draw: random.Random) -> Step:
 
 def dtype(draw: random.Random) -> Step:
     one, two = draw.sample([torch.float32, torch.float16, torch.bfloat16, torch.float64], 2)
-    return Step("dtype", *both(draw.choice("xz"), lambda t: t.to(one).sin().double(), lambda t: t.to(two).sin().double()))
+    return Step(
+        "dtype",
+        *both(
+            draw.choice("xz"),
+            lambda t: t.to(one).sin().double(),
+            lambda t: t.to(two).sin().double(),
+        ),
+    )
 
 
 def layout(draw: random.Random) -> Step:
     one, two = draw.sample([S(0), S(1), B], 2)
     name = draw.choice("xz")
-
 
     def through(sbp: Any) -> Callable[[Any], Tensor]:
         return lambda t: t.to_global(sbp=sbp).cumsum(0).to_global(sbp=t.sbp)  # type: ignore[no-any-return]
@@ -151,10 +167,15 @@ def order(draw: random.Random) -> Step:
         a = held["x"] if first == "x" else held["z"].to_global(sbp=S(0))
         b = held["x"] if second == "x" else held["z"].to_global(sbp=S(0))
         left, right = a.to_global(sbp=S(1)), b.to_global(sbp=S(1))
-        held[first], held[second] = left.to_global(sbp=S(0)), right.to_global(sbp=S(0) if second == "x" else B)
+        held[first], held[second] = (
+            left.to_global(sbp=S(0)),
+            right.to_global(sbp=S(0) if second == "x" else B),
+        )
         held[first] = held[first] if first == "x" else held[first].to_global(sbp=B)
 
-    return Step("order", lambda held: exchanged(held, "x", "z"), lambda held: exchanged(held, "z", "x"))
+    return Step(
+        "order", lambda held: exchanged(held, "x", "z"), lambda held: exchanged(held, "z", "x")
+    )
 
 
 def branch(draw: random.Random) -> Step:
@@ -179,14 +200,21 @@ def in_place(draw: random.Random) -> Step:
 def reduction(draw: random.Random) -> Step:
     one, two = draw.sample([torch.sum, torch.mean, torch.amax, torch.amin], 2)
     name, dim = draw.choice("xz"), draw.choice([0, 1])
-    return Step("reduction", *both(name, lambda t: t - one(t, dim, keepdim=True), lambda t: t - two(t, dim, keepdim=True)))
+    return Step(
+        "reduction",
+        *both(
+            name, lambda t: t - one(t, dim, keepdim=True), lambda t: t - two(t, dim, keepdim=True)
+        ),
+    )
 
 
 def seed(draw: random.Random) -> Step:
     def noise(n: int) -> Callable[[Held], None]:
         def step(held: Held) -> None:
             torch.manual_seed(n)
-            held["x"] = held["x"] + flow.randn(N, N, placement=flow.placement.all("cpu"), sbp=S(0), dtype=torch.float64)
+            held["x"] = held["x"] + flow.randn(
+                N, N, placement=flow.placement.all("cpu"), sbp=S(0), dtype=torch.float64
+            )
 
         return step
 
@@ -204,9 +232,17 @@ KINDS = [operation, factor, cut, dtype, layout, order, branch, in_place, reducti
 
 
 def drawn(number: int, graph: bool = False) -> Program:
-    """Return program ``number``: its odd step goes through the kinds in turn, all else is drawn. A graph's build() may not seed."""
+    """Return program ``number``: its odd step goes through the kinds in turn, all else is drawn. A
+    graph's build() may not seed."""
     draw, kinds = random.Random(number), [kind for kind in KINDS if not (graph and kind is seed)]
     steps = [draw.choice(kinds)(draw) for _ in range(draw.randint(1, 5))]
     odd = draw.randrange(len(steps) + 1)
     steps.insert(odd, kinds[number % len(kinds)](draw))
-    return Program(number, steps, odd, trains=draw.random() < 0.5, reads=draw.random() < 0.7, kinds=[s.kind for s in steps])
+    return Program(
+        number,
+        steps,
+        odd,
+        trains=draw.random() < 0.5,
+        reads=draw.random() < 0.7,
+        kinds=[s.kind for s in steps],
+    )

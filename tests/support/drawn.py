@@ -1,4 +1,5 @@
-"""Small models, machines and meshes as chance has them, for tests of the search; and what a problem's least cost is, by trying everything."""
+"""Small models, machines and meshes as chance has them, for tests of the search; and what a
+problem's least cost is, by trying everything."""
 
 from __future__ import annotations
 
@@ -79,17 +80,26 @@ def tiny(seed: int) -> Case:
         if kind == 0:
             model: nn.Module = nn.Linear(width, out)
         elif kind == 1:
-            model = nn.Sequential(nn.Linear(width, out, bias=False), nn.GELU(), nn.Linear(out, 8, bias=False))
+            model = nn.Sequential(
+                nn.Linear(width, out, bias=False), nn.GELU(), nn.Linear(out, 8, bias=False)
+            )
         elif kind == 2:
             model = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, out, bias=bias))
         elif kind == 3:
             model = Residual(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()))
         else:
-            model, x = nn.Sequential(nn.Conv2d(3, draw.choice((4, 16)), 3, padding=1, bias=bias), nn.ReLU()), torch.empty(rows, 3, 8, 8)
+            model, x = (
+                nn.Sequential(
+                    nn.Conv2d(3, draw.choice((4, 16)), 3, padding=1, bias=bias), nn.ReLU()
+                ),
+                torch.empty(rows, 3, 8, 8),
+            )
     return _case(draw, model, x, ((2,), (2,), (4,), (3,), (2, 2)))
 
 
-def _case(draw: random.Random, model: nn.Module, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> Case:
+def _case(
+    draw: random.Random, model: nn.Module, x: Tensor, shapes: Sequence[tuple[int, ...]]
+) -> Case:
     shape = draw.choice(shapes)
     cluster = _cluster(draw, math.prod(shape))
     mesh = Placement("cpu", np.arange(math.prod(shape)).reshape(shape))
@@ -97,7 +107,11 @@ def _case(draw: random.Random, model: nn.Module, x: Tensor, shapes: Sequence[tup
 
 
 def _model(draw: random.Random) -> tuple[nn.Module, Tensor]:
-    kind, width, rows = draw.choice(("rows", "rows", "words", "pictures")), draw.choice((8, 32, 128, 512, 2048)), draw.choice(ROWS)
+    kind, width, rows = (
+        draw.choice(("rows", "rows", "words", "pictures")),
+        draw.choice((8, 32, 128, 512, 2048)),
+        draw.choice(ROWS),
+    )
     layers: list[nn.Module] = []
     if kind == "pictures":
         channels, side = draw.choice((3, 8, 64)), draw.choice((8, 16))
@@ -109,10 +123,26 @@ def _model(draw: random.Random) -> tuple[nn.Module, Tensor]:
         if draw.random() < 0.5:
             layers.append(nn.AdaptiveAvgPool2d(1))
             side = 1
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, draw.choice((4, 16)))), x
-    x = torch.empty(rows, width) if kind == "rows" else torch.empty(rows, draw.choice((4, 16, 64)), width)
+        return nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(channels * side**2, draw.choice((4, 16)))
+        ), x
+    x = (
+        torch.empty(rows, width)
+        if kind == "rows"
+        else torch.empty(rows, draw.choice((4, 16, 64)), width)
+    )
     for _ in range(draw.randint(1, 4)):
-        what = draw.choice(["linear", "linear", "gelu", "norm", "mlp", "residual", *(["attention"] * 2 if kind == "words" else [])])
+        what = draw.choice(
+            [
+                "linear",
+                "linear",
+                "gelu",
+                "norm",
+                "mlp",
+                "residual",
+                *(["attention"] * 2 if kind == "words" else []),
+            ]
+        )
         if what == "linear":
             out = draw.choice((8, width, 4 * width))
             layers.append(nn.Linear(width, out, bias=draw.random() < 0.6))
@@ -122,7 +152,9 @@ def _model(draw: random.Random) -> tuple[nn.Module, Tensor]:
         elif what == "norm":
             layers.append(nn.LayerNorm(width))
         elif what == "mlp":
-            layers.append(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)))
+            layers.append(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            )
         elif what == "residual":
             layers.append(Residual(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))))
         else:
@@ -139,13 +171,15 @@ def _cluster(draw: random.Random, size: int) -> Cluster:
         return 10.0 ** draw.uniform(low, high)
 
     return Cluster(
-        name="made up", size=size, launch=magnitude(-7, -4), latency=magnitude(-7, -4), bandwidth=magnitude(8, 12), memory_bandwidth=magnitude(9, 12.5),
-        kernel=magnitude(-7, -5), flops={"float32": magnitude(10, 14)}, overlap=draw.choice((1.0, 1.15, 1.5, 2.0)), skew=draw.choice((0.0, magnitude(-6, -3))),
+        name="made up", size=size, launch=magnitude(-7, -4), latency=magnitude(-7, -4),
+        bandwidth=magnitude(8, 12), memory_bandwidth=magnitude(9, 12.5),
+        kernel=magnitude(-7, -5), flops={"float32": magnitude(10, 14)},
+        overlap=draw.choice((1.0, 1.15, 1.5, 2.0)), skew=draw.choice((0.0, magnitude(-6, -3))),
         bucketed=draw.choice((1.0, 0.4)), updating=draw.choice((1.0, 3.0)),
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------- trying everything
+# -------------------------------------------------------------------------------- trying everything
 
 
 def both(f: Formulation) -> tuple[Problem, Problem]:
@@ -154,7 +188,8 @@ def both(f: Formulation) -> tuple[Problem, Problem]:
 
 
 def everything_tried(f: Formulation, limit: int | None, most: float = 3e6) -> float | None:
-    """The least cost of all choices that fit into the limit, each of them tried; inf where none does. None: there are more than ``most``."""
+    """The least cost of all choices that fit into the limit, each of them tried; inf where none
+    does. None: there are more than ``most``."""
     problems = both(f)
     sizes = [len(c) for c in problems[0].costs]
     if math.prod(sizes) > most:
@@ -190,18 +225,25 @@ class TooLarge(Exception):
     """More choices than a test has time for."""
 
 
-Points = dict[tuple[int, ...], Array]  # strategies of some nodes -> the pairs of sums that they can have, of which none is below another in both
+# strategies of some nodes -> the pairs of sums that they can have, of which none is below another
+# in both
+Points = dict[tuple[int, ...], Array]
 
 
 def cheaper(f: Formulation, cost: float, most: int = 60_000) -> bool:
-    """Return True if some choice costs less than ``cost``, whatever memory it takes. All choices are gone through, node by node, but of those that are alike in
-    what touches the rest such as are above others in both sums. Raises TooLarge."""
+    """Return True if some choice costs less than ``cost``, whatever memory it takes. All choices
+    are gone through, node by node, but of those that are alike in what touches the rest such as are
+    above others in both sums. Raises TooLarge."""
     factors = _factors(*both(f), cost)
     left = {node for nodes, _ in factors for node in nodes}
     while left:
-        node = min(left, key=lambda x: (len({v for nodes, _ in factors if x in nodes for v in nodes}), x))
+        node = min(
+            left, key=lambda x: (len({v for nodes, _ in factors if x in nodes for v in nodes}), x)
+        )
         left.remove(node)
-        own = sorted((factor for factor in factors if node in factor[0]), key=lambda factor: len(factor[0]))
+        own = sorted(
+            (factor for factor in factors if node in factor[0]), key=lambda factor: len(factor[0])
+        )
         nodes, points = own[0]
         for more, table in own[1:]:
             nodes, points = _joined(nodes, points, more, table, cost)
@@ -211,7 +253,9 @@ def cheaper(f: Formulation, cost: float, most: int = 60_000) -> bool:
         for key, pairs in points.items():
             rest.setdefault(key[:at] + key[at + 1 :], []).append(pairs)
         merged = {key: _front(np.concatenate(pairs)) for key, pairs in rest.items()}
-        factors = [factor for factor in factors if node not in factor[0]] + [(nodes[:at] + nodes[at + 1 :], merged)]
+        factors = [factor for factor in factors if node not in factor[0]] + [
+            (nodes[:at] + nodes[at + 1 :], merged)
+        ]
     total: Points = {(): np.zeros((1, 2))}
     for nodes, points in factors:
         _, total = _joined((), total, nodes, points, cost)
@@ -220,19 +264,33 @@ def cheaper(f: Formulation, cost: float, most: int = 60_000) -> bool:
 
 def _factors(one: Problem, other: Problem, cost: float) -> list[tuple[tuple[int, ...], Points]]:
     found: list[tuple[tuple[int, ...], Points]] = []
-    tables = [((node,), a, b) for node, (a, b) in enumerate(zip(one.costs, other.costs, strict=True))]
+    tables = [
+        ((node,), a, b) for node, (a, b) in enumerate(zip(one.costs, other.costs, strict=True))
+    ]
     for nodes, first, second in [*tables, *zip(one.edges, one.tables, other.tables, strict=True)]:
         pair = np.stack([first, second], -1).astype(float)
-        found.append((tuple(nodes), {tuple(map(int, key)): pair[tuple(key)][None] for key in np.argwhere((pair < cost).all(-1))}))
+        found.append(
+            (
+                tuple(nodes),
+                {
+                    tuple(map(int, key)): pair[tuple(key)][None]
+                    for key in np.argwhere((pair < cost).all(-1))
+                },
+            )
+        )
     return found
 
 
-def _joined(nodes: tuple[int, ...], points: Points, more: tuple[int, ...], table: Points, cost: float) -> tuple[tuple[int, ...], Points]:
+def _joined(
+    nodes: tuple[int, ...], points: Points, more: tuple[int, ...], table: Points, cost: float
+) -> tuple[tuple[int, ...], Points]:
     """Sums of two factors, where what both are of is the same, and both sums are below ``cost``."""
     shared, new = [n for n in more if n in nodes], [n for n in more if n not in nodes]
     index: dict[tuple[int, ...], list[tuple[tuple[int, ...], Array]]] = {}
     for key, pairs in table.items():
-        index.setdefault(tuple(key[more.index(n)] for n in shared), []).append((tuple(key[more.index(n)] for n in new), pairs))
+        index.setdefault(tuple(key[more.index(n)] for n in shared), []).append(
+            (tuple(key[more.index(n)] for n in new), pairs)
+        )
     found: Points = {}
     for key, pairs in points.items():
         for rest, theirs in index.get(tuple(key[nodes.index(n)] for n in shared), ()):

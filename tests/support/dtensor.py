@@ -1,4 +1,5 @@
-"""The same samples on torch's own distributed tensors (DTensor), two ranks simulated in one process: what the coverage report compares with."""
+"""The same samples on torch's own distributed tensors (DTensor), two ranks simulated in one
+process: what the coverage report compares with."""
 
 from __future__ import annotations
 
@@ -20,16 +21,32 @@ RANKS = 2
 
 
 def outcomes_of_dtensor(op: Any, samples: int) -> Iterator[Outcome]:
-    """As ``opinfo.outcomes``, for DTensor: forward and backward in the fixed layouts on two ranks. Any exception is an "error"."""
+    """As ``opinfo.outcomes``, for DTensor: forward and backward in the fixed layouts on two ranks.
+    Any exception is an "error"."""
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=RANKS)
     for number, call, want in calls_of(op, samples):
         if call.what != "forward" or not call.tensors:
             continue
         for layouts in fixed_layouts(call.tensors, 1):
-            uneven = any(t.shape[e.dim] % RANKS for t, s in zip(call.tensors, layouts, strict=True) for e in s if e.is_split)
+            uneven = any(
+                t.shape[e.dim] % RANKS
+                for t, s in zip(call.tensors, layouts, strict=True)
+                for e in s
+                if e.is_split
+            )
             for what, how, why in _on(call, layouts, want):
-                yield Outcome(name_of(op), number, (RANKS,), shown(call.tensors, layouts), what, how, "", why, uneven)
+                yield Outcome(
+                    name_of(op),
+                    number,
+                    (RANKS,),
+                    shown(call.tensors, layouts),
+                    what,
+                    how,
+                    "",
+                    why,
+                    uneven,
+                )
 
 
 def _on(call: Call, layouts: Any, want: Any) -> list[tuple[str, str, str]]:
@@ -39,7 +56,13 @@ def _on(call: Call, layouts: Any, want: Any) -> list[tuple[str, str, str]]:
             warnings.simplefilter("ignore")
             mesh = init_device_mesh("cpu", (RANKS,))
             ours = [
-                distribute_tensor(t.detach().clone(), mesh, [Shard(e.dim) if e.is_split else Replicate() for e in s]).detach().requires_grad_(g)
+                distribute_tensor(
+                    t.detach().clone(),
+                    mesh,
+                    [Shard(e.dim) if e.is_split else Replicate() for e in s],
+                )
+                .detach()
+                .requires_grad_(g)
                 for t, s, g in zip(call.tensors, layouts, call.leaves(), strict=True)
             ]
             torch.manual_seed(0)
@@ -50,8 +73,19 @@ def _on(call: Call, layouts: Any, want: Any) -> list[tuple[str, str, str]]:
                 return found
             what = "backward"
             if _back(call, result, mesh):
-                grads = ((i, t.grad, g) for i, (t, g) in enumerate(zip(ours, want[1], strict=True)) if g is not None and g.any())
-                why = next((f"gradient {i}: {w}" for i, t, g in grads if (w := "missing" if t is None else call.differs(t, g, _gathered))), "")
+                grads = (
+                    (i, t.grad, g)
+                    for i, (t, g) in enumerate(zip(ours, want[1], strict=True))
+                    if g is not None and g.any()
+                )
+                why = next(
+                    (
+                        f"gradient {i}: {w}"
+                        for i, t, g in grads
+                        if (w := "missing" if t is None else call.differs(t, g, _gathered))
+                    ),
+                    "",
+                )
                 found.append(("backward", "wrong" if why else "right", why))
     except Exception as error:
         found.append((what, "error", first_line(error)))
@@ -62,7 +96,11 @@ def _gathered(x: Any) -> torch.Tensor:
     value = x.full_tensor() if isinstance(x, DTensor) else x
     parts = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
     # A value on which the ranks differ is no value: NaN compares unequal.
-    return parts[0].detach() if all(torch.equal(p.nan_to_num(), parts[0].nan_to_num()) for p in parts[1:]) else torch.full_like(parts[0], float("nan"))
+    return (
+        parts[0].detach()
+        if all(torch.equal(p.nan_to_num(), parts[0].nan_to_num()) for p in parts[1:])
+        else torch.full_like(parts[0], float("nan"))
+    )
 
 
 def _back(call: Call, result: Any, mesh: Any) -> bool:
@@ -72,7 +110,17 @@ def _back(call: Call, result: Any, mesh: Any) -> bool:
     for i, o in enumerate(outs):
         o = torch.real(o) + 2 * torch.imag(o) if o.is_complex() else o
         weight = call.weight(i, torch.empty(o.shape, dtype=o.dtype))
-        total = total + (o * (distribute_tensor(weight, mesh, [Replicate()]) if isinstance(o, DTensor) else weight)).sum()
+        total = (
+            total
+            + (
+                o
+                * (
+                    distribute_tensor(weight, mesh, [Replicate()])
+                    if isinstance(o, DTensor)
+                    else weight
+                )
+            ).sum()
+        )
     if outs and not call.drawn and any(call.leaves()):
         total.backward()
         return True

@@ -1,4 +1,5 @@
-"""Functions on global tensors against plain torch on simulated ranks: drawn layouts of every operand, forward and gradient, through the whole library."""
+"""Functions on global tensors against plain torch on simulated ranks: drawn layouts of every
+operand, forward and gradient, through the whole library."""
 
 from __future__ import annotations
 
@@ -19,8 +20,16 @@ from .oracle import close, swapped, tensors_in
 GRIDS = ((2,), (3,), (2, 2))
 
 
-def compare(func: Callable[..., Any], *args: Any, grids: Sequence[Sequence[int]] = GRIDS, draws: int = 6, fallback: bool = False, **kwargs: Any) -> None:
-    """Run ``func`` on global operands in ``draws`` drawn layouts on each grid; results and gradients must be plain torch's."""
+def compare(
+    func: Callable[..., Any],
+    *args: Any,
+    grids: Sequence[Sequence[int]] = GRIDS,
+    draws: int = 6,
+    fallback: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Run ``func`` on global operands in ``draws`` drawn layouts on each grid; results and
+    gradients must be plain torch's."""
     tensors = tensors_in([args, kwargs])
     for grid in grids:
         choose = random.Random(f"{func} {grid}")
@@ -31,12 +40,20 @@ def compare(func: Callable[..., Any], *args: Any, grids: Sequence[Sequence[int]]
 
 
 def _draw(t: torch.Tensor, axes: int, choose: random.Random) -> list[Sbp]:
-    kinds = [broadcast, *[split(d) for d in range(t.ndim)] * 2, *([partial_sum] if t.is_floating_point() else [])]
+    kinds = [
+        broadcast,
+        *[split(d) for d in range(t.ndim)] * 2,
+        *([partial_sum] if t.is_floating_point() else []),
+    ]
     return [choose.choice(kinds) for _ in range(axes)]
 
 
-def _on_rank(func: Any, tensors: Any, args: Any, kwargs: Any, grid: Any, layouts: Any, fallback: bool) -> None:
-    placement = flow.placement("cpu", torch.arange(int(torch.tensor(grid).prod())).reshape(tuple(grid)).tolist())
+def _on_rank(
+    func: Any, tensors: Any, args: Any, kwargs: Any, grid: Any, layouts: Any, fallback: bool
+) -> None:
+    placement = flow.placement(
+        "cpu", torch.arange(int(torch.tensor(grid).prod())).reshape(tuple(grid)).tolist()
+    )
     whole = [broadcast] * len(grid)
     for layout in layouts:
         try:
@@ -44,15 +61,27 @@ def _on_rank(func: Any, tensors: Any, args: Any, kwargs: Any, grid: Any, layouts
                 warnings.simplefilter("ignore" if fallback else "error")
                 _one(func, tensors, args, kwargs, placement, whole, layout)
         except Exception as error:
-            shown = [f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layout, strict=True)]
-            noted(error, f"in {getattr(func, '__name__', func)} of {', '.join(shown)} on {list(grid)}")
+            shown = [
+                f"{list(t.shape)} {' '.join(e.short for e in s)}"
+                for t, s in zip(tensors, layout, strict=True)
+            ]
+            noted(
+                error, f"in {getattr(func, '__name__', func)} of {', '.join(shown)} on {list(grid)}"
+            )
             raise
 
 
-def _one(func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole: Any, layout: Any) -> None:
+def _one(
+    func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole: Any, layout: Any
+) -> None:
     plain = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     ours = [
-        t.detach().clone().to_global(placement=placement, sbp=whole).to_global(placement=placement, sbp=s).detach().requires_grad_(t.is_floating_point())
+        t.detach()
+        .clone()
+        .to_global(placement=placement, sbp=whole)
+        .to_global(placement=placement, sbp=s)
+        .detach()
+        .requires_grad_(t.is_floating_point())
         for t, s in zip(tensors, layout, strict=True)
     ]
     want = tensors_in(_call(func, args, kwargs, plain))
@@ -60,17 +89,25 @@ def _one(func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole:
     assert len(got) == len(want), f"{len(got)} results, not {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.is_global
-        assert (g.dtype, g.shape) == (w.dtype, w.shape), f"result {i} is {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}"
+        assert (g.dtype, g.shape) == (w.dtype, w.shape), (
+            f"result {i} is {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}"
+        )
         close(full(g), w.detach(), f"result {i}")
     smooth = [i for i, w in enumerate(want) if w.requires_grad]
     if not smooth:
         return
     gen = torch.Generator().manual_seed(13)
-    want, got = ([torch.real(t) + 2 * torch.imag(t) if t.is_complex() else t for t in ts] for ts in (want, got))
+    want, got = (
+        [torch.real(t) + 2 * torch.imag(t) if t.is_complex() else t for t in ts]
+        for ts in (want, got)
+    )
     weights = [torch.randn(want[i].shape, dtype=want[i].dtype, generator=gen) for i in smooth]
     total = sum((want[i] * w).sum() for i, w in zip(smooth, weights, strict=True))
     total.backward()  # type: ignore[union-attr]
-    mine = sum((got[i] * w.to_global(placement=placement, sbp=whole)).sum() for i, w in zip(smooth, weights, strict=True))
+    mine = sum(
+        (got[i] * w.to_global(placement=placement, sbp=whole)).sum()
+        for i, w in zip(smooth, weights, strict=True)
+    )
     mine.backward()  # type: ignore[union-attr]
     for i, (o, p) in enumerate(zip(ours, plain, strict=True)):
         if p.grad is not None:
@@ -80,7 +117,9 @@ def _one(func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole:
 
 def full(x: Any) -> torch.Tensor:
     """The whole value, on every rank."""
-    return x.detach().to_global(placement=x.placement, sbp=[broadcast] * x.placement.axes).to_local()
+    return (
+        x.detach().to_global(placement=x.placement, sbp=[broadcast] * x.placement.axes).to_local()
+    )
 
 
 def _call(func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:

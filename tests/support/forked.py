@@ -1,7 +1,8 @@
-"""Whole programs as ranks that end as processes end: ``forked(2, fn, *args)`` -> their exit codes and what they said.
+"""Whole programs as ranks that end as processes end: ``forked(2, fn, *args)`` -> their exit codes
+and what they said.
 
-A server process has imported the library and forks them (support/forked_server.py), so a program costs a tenth of a second, not ten. It starts at first use
-and dies with pytest.
+A server process has imported the library and forks them (support/forked_server.py), so a program
+costs a tenth of a second, not ten. It starts at first use and dies with pytest.
 """
 
 from __future__ import annotations
@@ -27,10 +28,31 @@ SECONDS = 60.0
 
 class _Server:
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="globaltensor_test_", ignore_cleanup_errors=True)
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), sys.executable, str(SERVER)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=variables)
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="globaltensor_test_", ignore_cleanup_errors=True
+        )
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(parent_death.__file__),
+            str(os.getpid()),
+            sys.executable,
+            str(SERVER),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=variables,
+        )
 
     def run(self, task: dict[str, Any]) -> list[int | None]:
         assert self.process.stdin is not None
@@ -54,17 +76,32 @@ _servers: list[_Server] = []
 
 
 def forked(
-    n: int, fn: Callable[..., Any], *args: Any, seconds: float = SECONDS, variables: dict[str, str] | None = None
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    seconds: float = SECONDS,
+    variables: dict[str, str] | None = None,
 ) -> tuple[list[int | None], list[str]]:
-    """Run ``fn(*args)`` as a program on ``n`` ranks -> (exit codes, what each rank has written to both streams). A code is -n for signal n, None where a rank
-    had to be killed after ``seconds``. ``fn`` must be importable, its arguments picklable."""
+    """Run ``fn(*args)`` as a program on ``n`` ranks -> (exit codes, what each rank has written to
+    both streams). A code is -n for signal n, None where a rank had to be killed after ``seconds``.
+    ``fn`` must be importable, its arguments picklable."""
     if not _servers:
         _servers.append(_Server())
         atexit.register(close_server)
     server = _servers[0]
     call = base64.b64encode(pickle.dumps((fn, args))).decode()
-    codes = server.run({"ranks": n, "call": call, "seconds": seconds, "variables": variables or {}, "folder": server.folder.name})
-    return codes, [Path(server.folder.name, str(rank)).read_text(errors="replace") for rank in range(n)]
+    codes = server.run(
+        {
+            "ranks": n,
+            "call": call,
+            "seconds": seconds,
+            "variables": variables or {},
+            "folder": server.folder.name,
+        }
+    )
+    return codes, [
+        Path(server.folder.name, str(rank)).read_text(errors="replace") for rank in range(n)
+    ]
 
 
 def close_server() -> None:

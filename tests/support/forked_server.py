@@ -1,6 +1,8 @@
-"""Forks the ranks of a world for each call that it is told of on standard input, and says with which exit codes they ended (support/forked.py).
+"""Forks the ranks of a world for each call that it is told of on standard input, and says with
+which exit codes they ended (support/forked.py).
 
-Importing the library takes seconds, starting a world a tenth of one: so many programs can be tried as whole processes, which end as processes end.
+Importing the library takes seconds, starting a world a tenth of one: so many programs can be tried
+as whole processes, which end as processes end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from typing import Any
 def child(task: dict[str, Any], rank: int, port: int) -> None:
     os.setpgid(0, 0)
     n = str(task["ranks"])
-    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     os.environ |= world | task["variables"]
     said = os.open(f"{task['folder']}/{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(said, 1)
@@ -59,7 +68,8 @@ def main() -> None:
 
 
 def ended(pids: list[int], seconds: float) -> list[int | None]:
-    """The exit codes of these processes, -n for signal n; None: still there after so many seconds, and killed."""
+    """The exit codes of these processes, -n for signal n; None: still there after so many seconds,
+    and killed."""
     codes: dict[int, int | None] = {}
     until = time.monotonic() + seconds
     while len(codes) < len(pids) and time.monotonic() < until:

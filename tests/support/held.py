@@ -21,9 +21,17 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor) and t.device.type != "meta"}
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in args
+            if isinstance(t, torch.Tensor) and t.device.type != "meta"
+        }
         for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.device.type != "meta" and t.untyped_storage().data_ptr() not in given:
+            if (
+                isinstance(t, torch.Tensor)
+                and t.device.type != "meta"
+                and t.untyped_storage().data_ptr() not in given
+            ):
                 storage = t.untyped_storage()
                 self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}

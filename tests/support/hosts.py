@@ -1,8 +1,10 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with its own loopback, address, host name and /etc/hosts.
+"""Several hosts on one machine: network namespaces on a bridge, each with its own loopback,
+address, host name and /etc/hosts.
 
-Namespaces need root or user namespaces, and iproute2; where they are not to be had the "hosts" are loopback addresses, 127.0.0.2 and on, whose links
-cannot be cut. ``kind()`` says which, by trying. A namespace lives as long as the process that holds it, and that ends with its stdin: with the
-test, and with pytest however that dies, everything is gone, links included.
+Namespaces need root or user namespaces, and iproute2; where they are not to be had the "hosts" are
+loopback addresses, 127.0.0.2 and on, whose links cannot be cut. ``kind()`` says which, by trying. A
+namespace lives as long as the process that holds it, and that ends with its stdin: with the test,
+and with pytest however that dies, everything is gone, links included.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _PORT = 29500  # in a namespace of their own it is free
 
 
 class Host:
-    """A place to run processes. ``addr``: where the others reach it; ``interface``: by which network interface."""
+    """A place to run processes. ``addr``: where the others reach it; ``interface``: by which
+    network interface."""
 
     def __init__(self, name: str, addr: str, interface: str) -> None:
         self.name, self.addr, self.interface = name, addr, interface
@@ -39,15 +42,37 @@ class Host:
         self._mark = uuid.uuid4().hex
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start a command here, in a session of its own; stdout and stderr go to the file."""
-        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "TEST_HOST": self._mark}
+        ours = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "TEST_HOST": self._mark,
+        }
         environment = {**os.environ, **ours, **(variables or {})}
         with open(output, "wb") as file:
-            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
-            tied = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command]  # it ends with us
-            place = ["env", "-C", str(output.parent)] if self.enter else []  # entering a namespace of mounts leads to its root
-            process = subprocess.Popen([*self.enter, *place, *tied], env=environment, cwd=output.parent, **options)
+            options: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": file,
+                "stderr": file,
+                "start_new_session": True,
+            }
+            tied = [
+                sys.executable,
+                "-I",
+                "-S",
+                str(parent_death.__file__),
+                str(os.getpid()),
+                *command,
+            ]  # it ends with us
+            place = (
+                ["env", "-C", str(output.parent)] if self.enter else []
+            )  # entering a namespace of mounts leads to its root
+            process = subprocess.Popen(
+                [*self.enter, *place, *tied], env=environment, cwd=output.parent, **options
+            )
         self._processes.append(process)
         return process
 
@@ -61,7 +86,8 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End all that runs here, at once: the host is down, but says so (its connections are closed)."""
+        """End all that runs here, at once: the host is down, but says so (its connections are
+        closed)."""
         for _ in range(50):
             for pid in self.alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -82,14 +108,18 @@ class Host:
 
 
 class Network:
-    """``n`` hosts that reach each other. Leaving the block ends all that runs there and removes them."""
+    """``n`` hosts that reach each other. Leaving the block ends all that runs there and removes
+    them."""
 
     def __init__(self, n: int, kind: str) -> None:
         self.kind, self.hosts, self._stack = kind, list[Host](), contextlib.ExitStack()
         try:
             if kind == NAMESPACES:
-                self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts_")))
-                # Names that /etc/hosts does not know are unknown at once: asking servers that cannot be reached takes seconds.
+                self._folder = Path(
+                    self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts_"))
+                )
+                # Names that /etc/hosts does not know are unknown at once: asking servers that
+                # cannot be reached takes seconds.
                 self._nobody = self._folder / "resolv.conf"
                 self._nobody.write_text("nameserver 127.0.0.1\n")
                 self._switch = self._hold([*_alone(), "--net"])
@@ -105,7 +135,12 @@ class Network:
     def __enter__(self) -> Network:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -121,14 +156,19 @@ class Network:
         self._ip(self._switch, f"link set {host.name} up")
 
     def name_resolves_to(self, host: Host, address: str) -> None:
-        """Let the host's own name mean this address there; the other hosts' names stay unknown, as they do without a name server."""
+        """Let the host's own name mean this address there; the other hosts' names stay unknown, as
+        they do without a name server."""
         (self._folder / host.name).write_text(f"127.0.0.1 localhost\n{address} {host.name}\n")
 
     def _add_host(self, i: int) -> None:
         host = Host(f"host{i}", f"10.77.0.{i + 1}", "eth0")
         pid = self._hold([*_entering(self._switch, "net"), "unshare", "--net", "--uts", "--mount"])
         host.enter = _entering(pid, "net", "uts", "mount")
-        self._ip(self._switch, f"link add name {host.name} type veth peer name eth0 netns {pid}", f"link set {host.name} master bridge up")
+        self._ip(
+            self._switch,
+            f"link add name {host.name} type veth peer name eth0 netns {pid}",
+            f"link set {host.name} master bridge up",
+        )
         self._ip(pid, "link set lo up", f"addr add {host.addr}/24 dev eth0", "link set eth0 up")
         self.name_resolves_to(host, host.addr)
         _run([*host.enter, "mount", "--bind", str(self._folder / host.name), "/etc/hosts"])
@@ -137,8 +177,16 @@ class Network:
         self.hosts.append(host)
 
     def _hold(self, command: Sequence[str]) -> int:
-        """Start a process that holds what the command makes, until its stdin is closed -> its pid, once it is there."""
-        process = self._stack.enter_context(subprocess.Popen([*command, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        """Start a process that holds what the command makes, until its stdin is closed -> its pid,
+        once it is there."""
+        process = self._stack.enter_context(
+            subprocess.Popen(
+                [*command, "cat"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -155,7 +203,8 @@ class Network:
 
 
 def _alone() -> list[str]:
-    """The start of a command with a namespace of its own; others than root need one of users too."""
+    """The start of a command with a namespace of its own; others than root need one of users
+    too."""
     return ["unshare"] if os.geteuid() == 0 else ["unshare", "--map-root-user"]
 
 
@@ -173,13 +222,19 @@ def _run(command: Sequence[str]) -> None:
 @functools.cache
 def kind() -> tuple[str, str]:
     """What hosts are made of on this machine, and why not of something better."""
-    missing = [name for name in ("unshare", "nsenter", "ip", "mount", "hostname") if shutil.which(name) is None]
+    missing = [
+        name
+        for name in ("unshare", "nsenter", "ip", "mount", "hostname")
+        if shutil.which(name) is None
+    ]
     if missing:
         return LOOPBACK, f"no network namespaces here: {', '.join(missing)} not found"
     try:
         with Network(2, NAMESPACES) as network:
             one, other = network.hosts
-            _run([*one.enter, sys.executable, "-S", "-c", "import os; assert os.path.isdir('/proc')"])
+            _run(
+                [*one.enter, sys.executable, "-S", "-c", "import os; assert os.path.isdir('/proc')"]
+            )
             network.cut(other)
     except OSError as error:
         return LOOPBACK, f"no network namespaces here: {error}"

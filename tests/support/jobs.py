@@ -1,4 +1,5 @@
-"""Jobs of the job-function view on simulated devices: what a session does in its processes, in threads of this one."""
+"""Jobs of the job-function view on simulated devices: what a session does in its processes, in
+threads of this one."""
 
 from __future__ import annotations
 
@@ -16,14 +17,21 @@ from globaltensor.v0.session.engine import Engine
 
 
 class Played:
-    """What came of some calls. ``results``: of each call, as its caller gets it; ``variables``: afterwards, by name, with what optimizers keep."""
+    """What came of some calls. ``results``: of each call, as its caller gets it; ``variables``:
+    afterwards, by name, with what optimizers keep."""
 
     def __init__(self, results: list[Any], variables: dict[str, np.ndarray[Any, Any]]) -> None:
         self.results, self.variables = results, variables
 
 
-def play(devices: int, calls: Sequence[tuple[Any, ...]], start: dict[str, Any] | None = None, more: Sequence[Any] = ()) -> Played:
-    """Make these calls, (job, arguments...) each, on so many simulated devices; variables named in ``start`` begin with those values."""
+def play(
+    devices: int,
+    calls: Sequence[tuple[Any, ...]],
+    start: dict[str, Any] | None = None,
+    more: Sequence[Any] = (),
+) -> Played:
+    """Make these calls, (job, arguments...) each, on so many simulated devices; variables named in
+    ``start`` begin with those values."""
     layout = Layout(1, devices, "gpu", "cpu")
     jobs = {job.name: job for job, *_ in [*calls, *((job,) for job in more)]}
     records = {name: job.recorded(layout) for name, job in jobs.items()}
@@ -32,13 +40,23 @@ def play(devices: int, calls: Sequence[tuple[Any, ...]], start: dict[str, Any] |
         first = world().rank == 0
         engine = Engine(list(records.values()), layout, 0)
         if start:
-            engine.load(list(start), {name: np.asarray(v) for name, v in start.items()} if first else None)
+            engine.load(
+                list(start), {name: np.asarray(v) for name, v in start.items()} if first else None
+            )
         results = []
         for job, *args in calls:
             given = zip(job.signature.placeholders(), job.signature.given(args, {}), strict=True)
-            arrays = [array_of(job.name, name, leaf, value, devices) for (name, leaf), value in given]
+            arrays = [
+                array_of(job.name, name, leaf, value, devices) for (name, leaf), value in given
+            ]
             pieces = engine.run(job.name, arrays if first else None)
-            results.append(job.signature.handed(records[job.name].results, pieces, records[job.name].mirrored_of) if first else None)
+            results.append(
+                job.signature.handed(
+                    records[job.name].results, pieces, records[job.name].mirrored_of
+                )
+                if first
+                else None
+            )
         return Played(results, engine.fetch(engine.names()))
 
     found: Played = simulate(devices, rank)[0]
@@ -54,7 +72,9 @@ def same(got: Any, want: Any, tolerance: float = 1e-6) -> None:
     """Assert that arrays have one shape and, up to the tolerance, the same values."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
-    assert np.abs(got - want).max() <= tolerance * max(1.0, np.abs(want).max()), np.abs(got - want).max()
+    assert np.abs(got - want).max() <= tolerance * max(1.0, np.abs(want).max()), np.abs(
+        got - want
+    ).max()
 
 
 def constant(rate: float) -> Any:

@@ -1,6 +1,8 @@
-"""Launchers as a user starts them, for tests: scripts whose ranks can wait for each other, and nothing left behind whatever the test does.
+"""Launchers as a user starts them, for tests: scripts whose ranks can wait for each other, and
+nothing left behind whatever the test does.
 
-Whoever runs in a test's folder is known by the variable TEST_FOLDER in its environment (/proc shows it).
+Whoever runs in a test's folder is known by the variable TEST_FOLDER in its environment (/proc shows
+it).
 """
 
 from __future__ import annotations
@@ -39,14 +41,23 @@ def sleep():
 class Launched:
     """A launcher in a process of its own. Leaving the block ends it and all that it has started."""
 
-    def __init__(self, folder: Path, *arguments: object, command: list[str] = LAUNCH, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: object, command: list[str] = LAUNCH, **variables: str
+    ) -> None:
         self.folder = folder
         n = len(list(folder.glob("err.*")))
         self._out, self._err = folder / f"out.{n}", folder / f"err.{n}"
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "PYTHONPATH": root, **variables, "TEST_FOLDER": str(folder)}
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            self.process = subprocess.Popen([*command, *map(str, arguments)], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            self.process = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
 
     def __enter__(self) -> Launched:
         return self
@@ -78,7 +89,10 @@ class Launched:
 
     def wait_for(self, pattern: str, n: int) -> None:
         """Until n files match, written by the ranks."""
-        assert within(START_SECONDS, lambda: len(list(self.folder.glob(pattern))) >= n or self.process.poll() is not None)
+        assert within(
+            START_SECONDS,
+            lambda: len(list(self.folder.glob(pattern))) >= n or self.process.poll() is not None,
+        )
         assert len(list(self.folder.glob(pattern))) >= n, f"the launcher ended; stderr:\n{self.err}"
 
 
@@ -87,7 +101,10 @@ def alive(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int(entry.name) != os.getpid() and f"TEST_FOLDER={folder}\0" in (entry / "environ").read_text():
+            if (
+                int(entry.name) != os.getpid()
+                and f"TEST_FOLDER={folder}\0" in (entry / "environ").read_text()
+            ):
                 found.append(int(entry.name))
     return found
 

@@ -1,4 +1,5 @@
-"""Pools of processes that mpirun has started: ``run_by_mpi(2, fn, *args)`` is ``run_on`` in a world over MPI."""
+"""Pools of processes that mpirun has started: ``run_by_mpi(2, fn, *args)`` is ``run_on`` in a world
+over MPI."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def _rooms() -> str:
 
 
 def mpirun(n: int, *command: str) -> list[str]:
-    """A command line that runs ``command`` on ``n`` ranks and dies with this process; mpirun's own files go with it."""
+    """A command line that runs ``command`` on ``n`` ranks and dies with this process; mpirun's own
+    files go with it."""
     program = find_mpirun()
     own = [f"{name}={value}" for name, value in room(tempfile.mkdtemp(dir=_rooms())).items()]
     started = ["env", *own, program, *options(program), "-n", str(n), *command]
@@ -61,9 +63,22 @@ def mpirun(n: int, *command: str) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """Variables for ranks that mpirun starts: none that says who they are."""
-    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOBALTENSOR_BACKEND")
+    told = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOBALTENSOR_BACKEND",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in told}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **more,
+    }
 
 
 class _Rank:
@@ -98,7 +113,14 @@ class MpiPool(Pool):
             door.listen(n)
             door.settimeout(START_SECONDS)
             command = mpirun(n, sys.executable, "-u", str(WORKER), f"{folder}/door")
-            self._program = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=said, process_group=0)
+            self._program = subprocess.Popen(
+                command,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                process_group=0,
+            )
             self._meet(door)
             self._gather(START_SECONDS)
         except BaseException:
@@ -135,7 +157,9 @@ class MpiPool(Pool):
 _pools: dict[int, MpiPool] = {}
 
 
-def run_by_mpi(n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
+def run_by_mpi(
+    n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS
+) -> list[Any]:
     """Call ``fn(*args)`` on ``n`` ranks that mpirun has started -> each rank's result."""
     if n not in _pools:
         _pools[n] = MpiPool(n)

@@ -1,4 +1,5 @@
-"""One process of a pool that mpirun has started: finds its way to the test run, then is a worker as any other."""
+"""One process of a pool that mpirun has started: finds its way to the test run, then is a worker as
+any other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ if __name__ == "__main__":
     door = socket.socket(socket.AF_UNIX)
     door.connect(sys.argv[1])
     connection = Connection(os.dup(door.fileno()))
-    rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK") if name in os.environ)
+    rank = next(
+        int(os.environ[name])
+        for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+        if name in os.environ
+    )
     connection.send_bytes(pickle.dumps((rank, os.getpid())))
     sys.argv[1] = str(door.detach())
     flow.env.get_rank()  # starts the process group

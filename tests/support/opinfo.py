@@ -1,5 +1,6 @@
-"""Torch's own database of ops and sample inputs, run on global tensors: each sample in several layouts, forward, backward, in-place and ``out=``,
-on simulated ranks, beside plain torch. What comes out is data (`Outcome`): `op_coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
+"""Torch's own database of ops and sample inputs, run on global tensors: each sample in several
+layouts, forward, backward, in-place and ``out=``, on simulated ranks, beside plain torch. What
+comes out is data (`Outcome`): `op_coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
 """
 
 from __future__ import annotations
@@ -30,13 +31,39 @@ from .device import DEVICE
 from .everywhere import full
 from .oracle import swapped, tensors_in
 
-__all__ = ["OPS", "Call", "Outcome", "calls_of", "dtype_of", "first_line", "fixed_layouts", "name_of", "outcomes", "shown"]
+__all__ = [
+    "OPS",
+    "Call",
+    "Outcome",
+    "calls_of",
+    "dtype_of",
+    "first_line",
+    "fixed_layouts",
+    "name_of",
+    "outcomes",
+    "shown",
+]
 
 Layouts = list[list[Sbp]]
 
 OPS = list(op_db)
-#: Signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype can be compared.
-_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "empty", "rrelu", "fractional", "uniform", "exponential", "geometric", "cauchy", "lowrank")
+#: Signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype
+#: can be compared.
+_RANDOM = (
+    "dropout",
+    "rand",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "empty",
+    "rrelu",
+    "fractional",
+    "uniform",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "lowrank",
+)
 _DRAWS_IF_ASKED = ("multi_head_attention_forward", "scaled_dot_product_attention")
 TIMEOUT = 30.0
 _LARGE = 20_000  # elements beyond which a sample only takes time
@@ -44,10 +71,12 @@ _LARGE = 20_000  # elements beyond which a sample only takes time
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one call went. ``what``: forward, backward, in-place, out. ``how``: right, wrong, refused (an error of the library's own), error.
+    """How one call went. ``what``: forward, backward, in-place, out. ``how``: right, wrong, refused
+    (an error of the library's own), error.
 
-    ``ran``: native (its rule kept some operand split), composite (written with global ops, none of which made the largest operand whole),
-    whole (an operand was made whole), fallback (no rule), own (no rule needed). ``uneven``: some split was not into equal parts.
+    ``ran``: native (its rule kept some operand split), composite (written with global ops, none of
+    which made the largest operand whole), whole (an operand was made whole), fallback (no rule),
+    own (no rule needed). ``uneven``: some split was not into equal parts.
     """
 
     op: str
@@ -68,7 +97,14 @@ def name_of(op: Any) -> str:
 def dtype_of(op: Any) -> torch.dtype | None:
     """The dtype its samples are made in; None where it has none on the device."""
     known = op.supported_dtypes(DEVICE)
-    return next((d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.int32) if d in known), None)
+    return next(
+        (
+            d
+            for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.int32)
+            if d in known
+        ),
+        None,
+    )
 
 
 def _samples(op: Any, most: int) -> list[Any]:
@@ -77,8 +113,19 @@ def _samples(op: Any, most: int) -> list[Any]:
     if dtype is None:
         return []
     torch.manual_seed(0)
-    every = list(itertools.islice(op.sample_inputs(DEVICE, dtype, requires_grad=bool(op.supports_autograd) and dtype.is_floating_point), 400))
-    small = [s for s in every if all(t.numel() <= _LARGE for t in tensors_in([s.input, s.args, s.kwargs]))]
+    every = list(
+        itertools.islice(
+            op.sample_inputs(
+                DEVICE, dtype, requires_grad=bool(op.supports_autograd) and dtype.is_floating_point
+            ),
+            400,
+        )
+    )
+    small = [
+        s
+        for s in every
+        if all(t.numel() <= _LARGE for t in tensors_in([s.input, s.args, s.kwargs]))
+    ]
     every = small or every
 
     def dims(sample: Any) -> tuple[int, bool]:
@@ -87,35 +134,50 @@ def _samples(op: Any, most: int) -> list[Any]:
 
     best = max(range(len(every)), key=lambda i: (dims(every[i]), -i), default=0)
     step = max(1, -(-len(every) // max(1, most - 1)))
-    return [every[i] for i in dict.fromkeys([0, best, *range(step, len(every), step)]) if i < len(every)][:most]
+    return [
+        every[i] for i in dict.fromkeys([0, best, *range(step, len(every), step)]) if i < len(every)
+    ][:most]
 
 
 def fixed_layouts(tensors: Sequence[torch.Tensor], axes: int) -> Iterator[Layouts]:
     """The batch of every operand split; of the first only; the last dim of all."""
     seen: list[Layouts] = []
     for dims in ([0] * len(tensors), [0, *[None] * (len(tensors) - 1)], [-1] * len(tensors)):
-        found = [[split(d % t.ndim) if t.ndim and d is not None else broadcast] * axes for t, d in zip(tensors, dims, strict=False)]
+        found = [
+            [split(d % t.ndim) if t.ndim and d is not None else broadcast] * axes
+            for t, d in zip(tensors, dims, strict=False)
+        ]
         if found not in seen:
             seen.append(found)
             yield found
 
 
-def _drawn_layouts(tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: random.Random) -> Iterator[Layouts]:
+def _drawn_layouts(
+    tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: random.Random
+) -> Iterator[Layouts]:
     """Layouts as chance has it, partial sums among them."""
     for _ in range(draws):
         found = []
         for t in tensors:
-            kinds = [broadcast, *[split(d) for d in range(t.ndim)] * 2, *([partial_sum] if t.is_floating_point() or t.is_complex() else [])]
+            kinds = [
+                broadcast,
+                *[split(d) for d in range(t.ndim)] * 2,
+                *([partial_sum] if t.is_floating_point() or t.is_complex() else []),
+            ]
             found.append([choose.choice(kinds) for _ in range(axes)])
         yield found
 
 
 def shown(tensors: Sequence[torch.Tensor], layouts: Layouts) -> str:
-    return ", ".join(f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layouts, strict=True))
+    return ", ".join(
+        f"{list(t.shape)} {' '.join(e.short for e in s)}"
+        for t, s in zip(tensors, layouts, strict=True)
+    )
 
 
 def calls_of(op: Any, samples: int) -> Iterator[tuple[int, Call, Any]]:
-    """(number of the sample, the call, plain torch's result and gradients) in each spelling of the op: forward, in-place, out."""
+    """(number of the sample, the call, plain torch's result and gradients) in each spelling of the
+    op: forward, in-place, out."""
     kinds: list[tuple[str, Callable[..., Any]]] = [("forward", op.op)]
     if op.get_inplace() is not None:
         kinds.append(("in-place", op.get_inplace()))
@@ -135,8 +197,11 @@ def calls_of(op: Any, samples: int) -> Iterator[tuple[int, Call, Any]]:
                 yield number, call, want
 
 
-def outcomes(op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int) -> Iterator[Outcome]:
-    """Every outcome of an op, in order. In-place and ``out=``, which share the rule, are tried in two layouts of each sample and grid."""
+def outcomes(
+    op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int
+) -> Iterator[Outcome]:
+    """Every outcome of an op, in order. In-place and ``out=``, which share the rule, are tried in
+    two layouts of each sample and grid."""
     for number, call, want in calls_of(op, samples):
         for grid in grids:
             choose = random.Random(f"{op.name} {number} {grid}")
@@ -145,7 +210,12 @@ def outcomes(op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int
             if not call.tensors:
                 fixed, drawn = _placed_layouts(want[0], len(grid)), []
             for layouts in [*fixed, *drawn] if call.what == "forward" else [*fixed[:1], *drawn[:1]]:
-                uneven = any(t.shape[e.dim] % math.prod(grid) for t, s in zip(call.tensors, layouts, strict=False) for e in s if e.is_split)
+                uneven = any(
+                    t.shape[e.dim] % math.prod(grid)
+                    for t, s in zip(call.tensors, layouts, strict=False)
+                    for e in s
+                    if e.is_split
+                )
                 for what, how, ran, why in call.on(grid, layouts, want):
                     text = shown(call.tensors, layouts) if call.tensors else str(layouts)
                     yield Outcome(name_of(op), number, grid, text, what, how, ran, why, uneven)
@@ -159,9 +229,20 @@ def _placed_layouts(want: Any, axes: int) -> list[Layouts]:
 class Call:
     """One sample of one op in one of its spellings."""
 
-    def __init__(self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str) -> None:
-        self.op, self.function, self.ins, self.kwargs, self.tensors, self.what = op, function, ins, kwargs, tensors, what
-        self.written: dict[int, torch.Tensor] = {}  # operands that plain torch writes into (running statistics) -> what they are then
+    def __init__(
+        self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str
+    ) -> None:
+        self.op, self.function, self.ins, self.kwargs, self.tensors, self.what = (
+            op,
+            function,
+            ins,
+            kwargs,
+            tensors,
+            what,
+        )
+        self.written: dict[
+            int, torch.Tensor
+        ] = {}  # operands that plain torch writes into (running statistics) -> what they are then
         self.drawn = any(part in op.name for part in _RANDOM) or op.name.endswith(_DRAWS_IF_ASKED)
 
     def run(self, tensors: Sequence[torch.Tensor], out: Any = None) -> Any:
@@ -173,19 +254,30 @@ class Call:
 
     def leaves(self) -> list[bool]:
         """Which operands get a gradient."""
-        return [self.what == "forward" and t.requires_grad and (t.is_floating_point() or t.is_complex()) for t in self.tensors]
+        return [
+            self.what == "forward" and t.requires_grad and (t.is_floating_point() or t.is_complex())
+            for t in self.tensors
+        ]
 
     def plain(self) -> tuple[Any, list[Any]] | None:
         """(result, gradients) of plain torch; None where it refuses the sample itself."""
-        tensors = [t.detach().clone().requires_grad_(g) for t, g in zip(self.tensors, self.leaves(), strict=True)]
+        tensors = [
+            t.detach().clone().requires_grad_(g)
+            for t, g in zip(self.tensors, self.leaves(), strict=True)
+        ]
         try:
             torch.manual_seed(0)
             out = self._blank() if self.what == "out" else None
             result = self.run(tensors, out)
-            self.written = {i: t.detach().clone() for i, t in enumerate(tensors) if not t.equal(self.tensors[i].detach()) and self.what == "forward"}
+            self.written = {
+                i: t.detach().clone()
+                for i, t in enumerate(tensors)
+                if not t.equal(self.tensors[i].detach()) and self.what == "forward"
+            }
             if out is not None:
                 if self.differs(out, self.run(tensors)):
-                    return None  # torch's own out= is not its result (ihfft over one dim is not conjugated)
+                    # torch's own out= is not its result (ihfft over one dim is not conjugated)
+                    return None
                 result = out
         except Exception:
             return None
@@ -197,7 +289,10 @@ class Call:
 
     def _blank(self) -> Any:
         with torch.no_grad():
-            return replaced(shape := self.run([t.detach().clone() for t in self.tensors]), iter([torch.zeros_like(t) for t in tensors_in([shape])]))
+            return replaced(
+                shape := self.run([t.detach().clone() for t in self.tensors]),
+                iter([torch.zeros_like(t) for t in tensors_in([shape])]),
+            )
 
     def back(self, result: Any) -> bool:
         """Backward from a weighted sum of all results; False where none has a gradient."""
@@ -213,7 +308,9 @@ class Call:
 
     @staticmethod
     def weight(i: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.linspace(0.5, 1.5 + i, max(like.numel(), 1), dtype=like.dtype, device=like.device)[: like.numel()].reshape(like.shape)
+        return torch.linspace(
+            0.5, 1.5 + i, max(like.numel(), 1), dtype=like.dtype, device=like.device
+        )[: like.numel()].reshape(like.shape)
 
     def on(self, grid: tuple[int, ...], layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
         """[(what, how, ran, why)]: forward and backward."""
@@ -221,12 +318,22 @@ class Call:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                each = simulate(n, self._on_rank if self.tensors else self._made, grid, layouts, want, timeout=TIMEOUT)
+                each = simulate(
+                    n,
+                    self._on_rank if self.tensors else self._made,
+                    grid,
+                    layouts,
+                    want,
+                    timeout=TIMEOUT,
+                )
         except GlobalTensorError as error:
             return [(self.what, "refused", "", first_line(error))]
         except Exception as error:
             return [(self.what, "error", "", first_line(error))]
-        return [max(results, key=lambda r: ("right", "wrong").index(r[1])) for results in zip(*each, strict=True)]
+        return [
+            max(results, key=lambda r: ("right", "wrong").index(r[1]))
+            for results in zip(*each, strict=True)
+        ]
 
     def _made(self, grid: Any, layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
         """A function without operands, asked to make its result on a placement."""
@@ -235,10 +342,14 @@ class Call:
         if make is None or self.what != "forward":
             why = self.differs(self.run([]), want[0])
             return [(self.what, "wrong" if why else "right", "own", why)]
-        placed = {k: v for k, v in self.kwargs.items() if k not in ("device", "layout", "requires_grad")}
+        placed = {
+            k: v for k, v in self.kwargs.items() if k not in ("device", "layout", "requires_grad")
+        }
         result = make(*self.ins, **placed, placement=_placement(grid), sbp=layouts[0])
         why = self.differs(result, want[0])
-        return [(self.what, "wrong" if why else "right", "native" if result.is_global else "own", why)]
+        return [
+            (self.what, "wrong" if why else "right", "native" if result.is_global else "own", why)
+        ]
 
     def _on_rank(self, grid: Any, layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
         placement = _placement(grid)
@@ -248,23 +359,55 @@ class Call:
             spec = Spec.make(t.shape, t.dtype, placement, whole)
             return GlobalTensor.wrap(t.detach().clone(), spec).to_global(sbp=sbp).detach().clone()
 
-        ours = [spread(t, s).requires_grad_(g) for t, s, g in zip(self.tensors, layouts, self.leaves(), strict=True)]
+        ours = [
+            spread(t, s).requires_grad_(g)
+            for t, s, g in zip(self.tensors, layouts, self.leaves(), strict=True)
+        ]
         dispatch._cache.plans.clear()
         torch.manual_seed(0)
         out = None
         if self.what == "out":
-            out = replaced(want[0], iter([spread(torch.zeros_like(t), [split(0) if t.ndim else broadcast] * len(grid)) for t in tensors_in([want[0]])]))
+            out = replaced(
+                want[0],
+                iter(
+                    [
+                        spread(torch.zeros_like(t), [split(0) if t.ndim else broadcast] * len(grid))
+                        for t in tensors_in([want[0]])
+                    ]
+                ),
+            )
         result = self.run(ours, out)
         result = result if out is None else out
-        ran = _how_it_ran(max(t.numel() for t in self.tensors)) if any(e is not broadcast for s in layouts for e in s) else ""
+        ran = (
+            _how_it_ran(max(t.numel() for t in self.tensors))
+            if any(e is not broadcast for s in layouts for e in s)
+            else ""
+        )
         if not any(t.ndim for t in self.tensors):
             ran = "own"
-        if ran == "own" and any(t.is_global and not all(e.is_broadcast for e in t._spec.layout) for t in tensors_in([result])):
+        if ran == "own" and any(
+            t.is_global and not all(e.is_broadcast for e in t._spec.layout)
+            for t in tensors_in([result])
+        ):
             ran = "native"  # by a handler, which needs no plan
-        why = self.differs(result, want[0]) or next((f"operand {i}: {w}" for i, t in self.written.items() if (w := self.differs(ours[i], t))), "")
+        why = self.differs(result, want[0]) or next(
+            (
+                f"operand {i}: {w}"
+                for i, t in self.written.items()
+                if (w := self.differs(ours[i], t))
+            ),
+            "",
+        )
         found = [(self.what, "wrong" if why else "right", ran, why)]
         if want[1] and self.back(result):
-            why = next((f"gradient {i}: {w}" for i, (t, g) in enumerate(zip(ours, want[1], strict=True)) if (w := self.differs_grad(t, g))), "")
+            why = next(
+                (
+                    f"gradient {i}: {w}"
+                    for i, (t, g) in enumerate(zip(ours, want[1], strict=True))
+                    if (w := self.differs_grad(t, g))
+                ),
+                "",
+            )
             found.append(("backward", "wrong" if why else "right", ran, why))
         return found
 
@@ -274,8 +417,10 @@ class Call:
             return "" if zero or t.grad is not None else "missing"
         return self.differs(t.grad, want)
 
-    def differs(self, got: Any, want: Any, gathered: Callable[[Any], torch.Tensor] | None = None) -> str:
-        """"" where they agree. ``gathered``: brings a distributed tensor together."""
+    def differs(
+        self, got: Any, want: Any, gathered: Callable[[Any], torch.Tensor] | None = None
+    ) -> str:
+        """ "" where they agree. ``gathered``: brings a distributed tensor together."""
         got_tensors, wanted = tensors_in([got]), tensors_in([want])
         if len(got_tensors) != len(wanted):
             return f"{len(got_tensors)} tensors, not {len(wanted)}"
@@ -288,8 +433,13 @@ class Call:
                 continue
             value = gathered(g) if gathered is not None else full(g) if g.is_global else g.detach()
             exact = 1e-4 if w.dtype in (torch.float32, torch.complex64) else 1e-7
-            if w.layout is torch.strided and not torch.allclose(value, w.detach(), rtol=exact, atol=exact * 0.1, equal_nan=True):
-                return f"values differ by {(value - w).abs().max().item() if w.dtype != torch.bool else 1:.3g}"
+            if w.layout is torch.strided and not torch.allclose(
+                value, w.detach(), rtol=exact, atol=exact * 0.1, equal_nan=True
+            ):
+                return (
+                    f"values differ by "
+                    f"{(value - w).abs().max().item() if w.dtype != torch.bool else 1:.3g}"
+                )
         return ""
 
 
@@ -305,7 +455,10 @@ def _how_it_ran(largest: int) -> str:
     boxed = [p for p in plans.values() if isinstance(p, LocalPlan)]
     through = any(isinstance(p, DelegatePlan) for p in plans.values())
     gathered = any(isinstance(p, ReplicatedPlan) for p in plans.values()) or any(
-        r is not None and 2 * r.src.numel > largest and not any(e.is_broadcast for e in r.src.layout) and all(e.is_broadcast for e in r.dst.layout)
+        r is not None
+        and 2 * r.src.numel > largest
+        and not any(e.is_broadcast for e in r.src.layout)
+        and all(e.is_broadcast for e in r.dst.layout)
         for p in boxed
         for r in p.routes
     )

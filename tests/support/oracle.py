@@ -1,7 +1,9 @@
-"""The oracle: a rule is right if, for every signature it admits, slicing the operands, running each rank and assembling the results gives plain torch's.
+"""The oracle: a rule is right if, for every signature it admits, slicing the operands, running each
+rank and assembling the results gives plain torch's.
 
-No dispatcher, no processes, no boxing: only the algebra (ranks that exchange halos and the like do so as threads). `distribute` and `assemble` say in a few
-lines what a layout means; `check` walks the signatures.
+No dispatcher, no processes, no boxing: only the algebra (ranks that exchange halos and the like do
+so as threads). `distribute` and `assemble` say in a few lines what a layout means; `check` walks
+the signatures.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ Parts = dict[int, list[torch.Tensor]]
 GRIDS = ((2,), (3,), (2, 2))
 
 
-def summands(value: torch.Tensor, parts: int, reduce: str, gen: torch.Generator) -> list[torch.Tensor]:
+def summands(
+    value: torch.Tensor, parts: int, reduce: str, gen: torch.Generator
+) -> list[torch.Tensor]:
     """Different tensors that reduce to ``value``."""
     if value.dtype == torch.bool or not value.numel():
         return [value if i == parts - 1 else torch.zeros_like(value) for i in range(parts)]
-    noise = [torch.randint(-4, 5, value.shape, generator=gen).to(value.device, value.dtype) for _ in range(parts - 1)]
+    noise = [
+        torch.randint(-4, 5, value.shape, generator=gen).to(value.device, value.dtype)
+        for _ in range(parts - 1)
+    ]
     if reduce == "sum":
         return [*noise, value - sum(noise)] if noise else [value]
     sign = {"max": -1, "min": 1}[reduce]
@@ -64,7 +71,10 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
             return
         entry, n = spec.layout[axis], spec.placement.shape[axis]
         if entry.is_split:
-            parts = [part.narrow(entry.dim, a, length) for a, length in balanced_split(part.shape[entry.dim], n, entry.unit)]
+            parts = [
+                part.narrow(entry.dim, a, length)
+                for a, length in balanced_split(part.shape[entry.dim], n, entry.unit)
+            ]
         else:
             parts = [part] * n if entry.is_broadcast else summands(part, n, entry.reduce, gen)
         for i, p in enumerate(parts):
@@ -74,10 +84,16 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
     return found
 
 
-def assemble(locals_: Locals, spec: Spec, what: str = "result", like: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """The local tensors of all ranks -> the global value. Fails where broadcast ranks differ or a local shape is not the spec's."""
+def assemble(
+    locals_: Locals, spec: Spec, what: str = "result", like: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """The local tensors of all ranks -> the global value. Fails where broadcast ranks differ or a
+    local shape is not the spec's."""
     for rank, t in locals_.items():
-        assert tuple(t.shape) == spec.local_shape(rank), f"{what} on rank {rank} has shape {tuple(t.shape)}, its spec {spec} says {spec.local_shape(rank)}"
+        assert tuple(t.shape) == spec.local_shape(rank), (
+            f"{what} on rank {rank} has shape {tuple(t.shape)}, its spec {spec} says "
+            f"{spec.local_shape(rank)}"
+        )
 
     def go(axis: int, where: tuple[int, ...]) -> torch.Tensor:
         if axis == spec.placement.axes:
@@ -95,17 +111,34 @@ def assemble(locals_: Locals, spec: Spec, what: str = "result", like: Sequence[t
     return go(0, ())
 
 
-def close(got: torch.Tensor, want: torch.Tensor, what: str, like: Sequence[torch.Tensor] = ()) -> None:
+def close(
+    got: torch.Tensor, want: torch.Tensor, what: str, like: Sequence[torch.Tensor] = ()
+) -> None:
     """Equal up to rounding in the coarsest dtype among the tensors and ``like``."""
-    near = 1e-5 if any(t.dtype in (torch.float32, torch.complex64, torch.float16, torch.bfloat16) for t in (want, *like)) else 1e-9
-    torch.testing.assert_close(got, want, rtol=near, atol=near, equal_nan=True, msg=lambda text: f"{what}: {text}")
+    near = (
+        1e-5
+        if any(
+            t.dtype in (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+            for t in (want, *like)
+        )
+        else 1e-9
+    )
+    torch.testing.assert_close(
+        got, want, rtol=near, atol=near, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nest of tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    nest = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ()
+    nest = (
+        value
+        if isinstance(value, (tuple, list))
+        else value.values()
+        if isinstance(value, dict)
+        else ()
+    )
     return [t for v in nest for t in tensors_in(v)]
 
 
@@ -115,7 +148,9 @@ def swapped(value: Any, these: Iterator[Any]) -> Any:
         return next(these)
     if isinstance(value, dict):
         return {k: swapped(v, these) for k, v in value.items()}
-    return type(value)([swapped(v, these) for v in value]) if type(value) in (tuple, list) else value
+    return (
+        type(value)([swapped(v, these) for v in value]) if type(value) in (tuple, list) else value
+    )
 
 
 def described(func: Any, specs: Sequence[Spec], args: Any, kwargs: Any) -> OpDescription:
@@ -127,17 +162,33 @@ def described(func: Any, specs: Sequence[Spec], args: Any, kwargs: Any) -> OpDes
 
 
 def _candidates(tensor: torch.Tensor) -> list[Sbp]:
-    entries = [broadcast, *[split_sbp(d) for d in range(tensor.ndim)], *[split_sbp(d).with_unit(2) for d in range(tensor.ndim)], partial_max]
+    entries = [
+        broadcast,
+        *[split_sbp(d) for d in range(tensor.ndim)],
+        *[split_sbp(d).with_unit(2) for d in range(tensor.ndim)],
+        partial_max,
+    ]
     return entries if tensor.dtype == torch.bool else [*entries, partial_sum]
 
 
-def menus(func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any, placement: Placement) -> list[dict[tuple[Sbp, ...], None]]:
-    """For each axis the operand entries of every signature, as they come up for operands that lie in any of their ways."""
+def menus(
+    func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any, placement: Placement
+) -> list[dict[tuple[Sbp, ...], None]]:
+    """For each axis the operand entries of every signature, as they come up for operands that lie
+    in any of their ways."""
     menu: list[dict[tuple[Sbp, ...], None]] = [{} for _ in placement.shape]
     for i, t in enumerate(tensors):
         for entry in _candidates(t):
-            one = [entry if k == i or (entry.is_partial and (u.is_floating_point() or i == k)) else broadcast for k, u in enumerate(tensors)]
-            specs = [Spec.make(u.shape, u.dtype, placement, [e] * placement.axes) for u, e in zip(tensors, one, strict=True)]
+            one = [
+                entry
+                if k == i or (entry.is_partial and (u.is_floating_point() or i == k))
+                else broadcast
+                for k, u in enumerate(tensors)
+            ]
+            specs = [
+                Spec.make(u.shape, u.dtype, placement, [e] * placement.axes)
+                for u, e in zip(tensors, one, strict=True)
+            ]
             op = described(func, specs, args, kwargs)
             if op.composite is None:
                 if not op.out:
@@ -147,13 +198,20 @@ def menus(func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any, pl
     return menu
 
 
-def _exact(op: OpDescription, specs: Sequence[Spec], outs: Sequence[torch.Tensor]) -> tuple[list[Spec], dict[Any, tuple[int, ...]]] | None:
-    """Specs of the results where the operands fit a signature on every axis, as the dispatcher would take it."""
+def _exact(
+    op: OpDescription, specs: Sequence[Spec], outs: Sequence[torch.Tensor]
+) -> tuple[list[Spec], dict[Any, tuple[int, ...]]] | None:
+    """Specs of the results where the operands fit a signature on every axis, as the dispatcher
+    would take it."""
     placement = specs[0].placement
     chosen: list[Signature] = []
     for axis in range(placement.axes):
         for s in op.signatures(axis):
-            if all(spec.replace(layout=[e if a == axis else x for a, x in enumerate(spec.layout)]) is spec for e, spec in zip(s.ins, specs, strict=True)):
+            if all(
+                spec.replace(layout=[e if a == axis else x for a, x in enumerate(spec.layout)])
+                is spec
+                for e, spec in zip(s.ins, specs, strict=True)
+            ):
                 chosen.append(s)
                 break
         else:
@@ -170,8 +228,16 @@ def _exact(op: OpDescription, specs: Sequence[Spec], outs: Sequence[torch.Tensor
     return (found, factors) if all(a is b for a, b in zip(ins, specs, strict=True)) else None
 
 
-def check(func: Any, *args: Any, grids: Sequence[Sequence[int]] = GRIDS, most: int = 60, inplace: bool = False, **kwargs: Any) -> set[str]:
-    """Check every signature of one call (a sample of ``most`` on grids), forward and gradient -> the signatures met, as text.
+def check(
+    func: Any,
+    *args: Any,
+    grids: Sequence[Sequence[int]] = GRIDS,
+    most: int = 60,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> set[str]:
+    """Check every signature of one call (a sample of ``most`` on grids), forward and gradient ->
+    the signatures met, as text.
 
     ``inplace``: operand 0 is written; its new value is the result.
     """
@@ -182,14 +248,19 @@ def check(func: Any, *args: Any, grids: Sequence[Sequence[int]] = GRIDS, most: i
         placement = Placement("cpu", torch.arange(math.prod(grid)).reshape(tuple(grid)).tolist())
         combos = list(itertools.product(*menus(func, tensors, args, kwargs, placement)))
         for combo in combos if len(combos) <= most else choose.sample(combos, most):
-            specs = [Spec.make(t.shape, t.dtype, placement, [entries[i] for entries in combo]) for i, t in enumerate(tensors)]
+            specs = [
+                Spec.make(t.shape, t.dtype, placement, [entries[i] for entries in combo])
+                for i, t in enumerate(tensors)
+            ]
             text = _check_one(func, specs, tensors, args, kwargs, inplace)
             if text:
                 met.add(text)
     return met
 
 
-def _check_one(func: Any, specs: list[Spec], tensors: list[torch.Tensor], args: Any, kwargs: Any, inplace: bool) -> str:
+def _check_one(
+    func: Any, specs: list[Spec], tensors: list[torch.Tensor], args: Any, kwargs: Any, inplace: bool
+) -> str:
     op = described(func, specs, args, kwargs)
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     want = _run(func, leaves, args, kwargs, inplace)
@@ -201,17 +272,24 @@ def _check_one(func: Any, specs: list[Spec], tensors: list[torch.Tensor], args: 
     if found is None:
         return ""
     outs, factors = found
-    text = f"{getattr(func, '__name__', func)}: {', '.join(map(repr, specs))} -> {', '.join(map(repr, outs))}"
+    text = (
+        f"{getattr(func, '__name__', func)}: {', '.join(map(repr, specs))} -> "
+        f"{', '.join(map(repr, outs))}"
+    )
     try:
         _compare(func, op, specs, outs, factors, leaves, want, args, kwargs, inplace)
     except Exception as error:
         noted(error, f"in {text} on {specs[0].placement}")
         raise
-    return f"{' '.join(','.join(e.short for e in s.layout) for s in specs)} -> {' '.join(','.join(e.short for e in s.layout) for s in outs)}"
+    return (
+        f"{' '.join(','.join(e.short for e in s.layout) for s in specs)} -> "
+        f"{' '.join(','.join(e.short for e in s.layout) for s in outs)}"
+    )
 
 
 def _on_ranks(placement: Placement, together: bool, step: Callable[[int], None]) -> None:
-    """``step`` for each rank: on simulated ranks where they communicate, else one after the other."""
+    """``step`` for each rank: on simulated ranks where they communicate, else one after the
+    other."""
     if together:
         simulate(placement.size, lambda: step(world().rank), timeout=20.0)
     else:
@@ -219,7 +297,9 @@ def _on_ranks(placement: Placement, together: bool, step: Callable[[int], None])
             step(rank)
 
 
-def _run(func: Callable[..., Any], leaves: Sequence[torch.Tensor], args: Any, kwargs: Any, inplace: bool) -> list[torch.Tensor]:
+def _run(
+    func: Callable[..., Any], leaves: Sequence[torch.Tensor], args: Any, kwargs: Any, inplace: bool
+) -> list[torch.Tensor]:
     ins = [t * 1 if t.requires_grad else t.clone() for t in leaves] if inplace else list(leaves)
     these = iter(ins)
     out = func(*swapped(args, these), **swapped(kwargs, these))
@@ -245,7 +325,11 @@ def _compare(
     results: Parts = {}
 
     def forward(rank: int) -> None:
-        function = (op.local(LocalContext(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else None) or func
+        function = (
+            op.local(LocalContext(rank, tuple(specs), tuple(outs), factors, op))
+            if op.local is not None
+            else None
+        ) or func
         inputs[rank] = [p[rank].requires_grad_(p[rank].is_floating_point()) for p in parts]
         results[rank] = _run(function, inputs[rank], args, kwargs, inplace)
         assert len(results[rank]) == len(want)
@@ -253,36 +337,62 @@ def _compare(
     together = bool(op.exchanges & factors.keys())
     _on_ranks(placement, together, forward)
     for i, w in enumerate(want):
-        assert all(results[r][i].dtype == w.dtype for r in results), f"result {i} has dtype {results[placement.flat[0]][i].dtype}, not {w.dtype}"
-        close(assemble({r: results[r][i].detach() for r in results}, outs[i], f"result {i}"), w.detach(), f"result {i}")
+        assert all(results[r][i].dtype == w.dtype for r in results), (
+            f"result {i} has dtype {results[placement.flat[0]][i].dtype}, not {w.dtype}"
+        )
+        close(
+            assemble({r: results[r][i].detach() for r in results}, outs[i], f"result {i}"),
+            w.detach(),
+            f"result {i}",
+        )
     kinds = {e.reduce for s in (*specs, *outs) for e in s.layout if e.is_partial}
     smooth = [i for i, w in enumerate(want) if w.requires_grad]
     if kinds - {"sum"} or not smooth:
         return
     wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
     cotangents = [torch.randn(want[i].shape, dtype=want[i].dtype, generator=gen) for i in smooth]
-    truth = torch.autograd.grad([want[i] for i in smooth], [leaves[i] for i in wanted], cotangents, allow_unused=True, materialize_grads=True)
+    truth = torch.autograd.grad(
+        [want[i] for i in smooth],
+        [leaves[i] for i in wanted],
+        cotangents,
+        allow_unused=True,
+        materialize_grads=True,
+    )
     shares = [distribute(c, outs[i].dual(), gen) for i, c in zip(smooth, cotangents, strict=True)]
     grads: dict[int, Any] = {}
 
     def backward(rank: int) -> None:
         mine = [results[rank][i] for i in smooth]
-        # A rank whose result does not depend on its operands would not take part in the collectives of the backward pass.
+        # A rank whose result does not depend on its operands would not take part in the collectives
+        # of the backward pass.
         assert all(m.requires_grad for m in mine), f"result on rank {rank} is cut off from autograd"
-        grads[rank] = torch.autograd.grad(mine, [inputs[rank][i] for i in wanted], [s[rank] for s in shares], allow_unused=True)
+        grads[rank] = torch.autograd.grad(
+            mine, [inputs[rank][i] for i in wanted], [s[rank] for s in shares], allow_unused=True
+        )
         for i, g, t in zip(wanted, grads[rank], truth, strict=True):
-            assert g is not None or not t.any(), f"operand {i} is cut off from autograd on rank {rank}"
+            assert g is not None or not t.any(), (
+                f"operand {i} is cut off from autograd on rank {rank}"
+            )
 
     _on_ranks(placement, together, backward)
     for k, i in enumerate(wanted):
         if all(g[k] is None for g in grads.values()):
             continue
-        filled = {r: torch.zeros(specs[i].local_shape(r), dtype=leaves[i].dtype) if g[k] is None else g[k] for r, g in grads.items()}
-        close(assemble(filled, specs[i].dual(), f"gradient of operand {i}", want), truth[k], f"gradient of operand {i}", want)
+        filled = {
+            r: torch.zeros(specs[i].local_shape(r), dtype=leaves[i].dtype) if g[k] is None else g[k]
+            for r, g in grads.items()
+        }
+        close(
+            assemble(filled, specs[i].dual(), f"gradient of operand {i}", want),
+            truth[k],
+            f"gradient of operand {i}",
+            want,
+        )
 
 
 def spelled(value: Any) -> str:
-    """A parameter of a test in the test's name: as it prints, but for functions, whose addresses are of one process."""
+    """A parameter of a test in the test's name: as it prints, but for functions, whose addresses
+    are of one process."""
     if isinstance(value, partial):
-        return f"{spelled(value.func)}({', '.join([*map(str, value.args), *(f'{k}={v}' for k, v in value.keywords.items())])})"
+        return f"{spelled(value.func)}({', '.join([*map(str, value.args), *(f'{k}={v}' for k, v in value.keywords.items())])})"  # noqa: E501
     return getattr(value, "__name__", None) or str(value)

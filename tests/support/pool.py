@@ -1,13 +1,15 @@
-"""Real processes for tests: one pool of each size, started at first use and shared by the whole run.
+"""Real processes for tests: one pool of each size, started at first use and shared by the whole
+run.
 
     def sum_of_ranks(start):            # any function that can be imported: it runs on every rank, in a world of n
         ...
     def test_sum():
         assert run_on(2, sum_of_ranks, 10) == [11, 11]
 
-A call has a time limit. A rank that fails, or doesn't answer in time, fails the test with every rank's traceback (and what it was doing), and
-ends the pool; the next call starts a new one. The processes die with pytest, however that dies.
-"""
+A call has a time limit. A rank that fails, or doesn't answer in time, fails the test with every
+rank's traceback (and what it was doing), and ends the pool; the next call starts a new one. The
+processes die with pytest, however that dies.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -59,16 +61,47 @@ class Pool:
     def _start(self, rank: int, port: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            world = {"RANK": rank, "WORLD_SIZE": self.n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **{k: str(v) for k, v in world.items()}}
-            command = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), sys.executable, "-u", str(WORKER), str(theirs.fileno())]
+            world = {
+                "RANK": rank,
+                "WORLD_SIZE": self.n,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": self.n,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            variables = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **{k: str(v) for k, v in world.items()},
+            }
+            command = [
+                sys.executable,
+                "-I",
+                "-S",
+                str(parent_death.__file__),
+                str(os.getpid()),
+                sys.executable,
+                "-u",
+                str(WORKER),
+                str(theirs.fileno()),
+            ]
             said = self._said[rank]
-            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=[theirs.fileno()], process_group=0)
+            process = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-        """Call ``fn(*args)`` on every rank -> each rank's result. Raises RanksFailed, after which the pool is closed."""
+        """Call ``fn(*args)`` on every rank -> each rank's result. Raises RanksFailed, after which
+        the pool is closed."""
         message = pickle.dumps((fn, args))
         try:
             for connection in self._connections:
@@ -88,15 +121,29 @@ class Pool:
                 try:
                     answers[rank] = pickle.loads(self._connections[rank].recv_bytes())
                 except (EOFError, OSError):
-                    answers[rank] = (False, f"the process ended with code {self._processes[rank].wait(10)}\n{self._last_words(rank)}")
+                    answers[rank] = (
+                        False,
+                        (
+                            f"the process ended with code "
+                            f"{self._processes[rank].wait(10)}\n{self._last_words(rank)}"
+                        ),
+                    )
                 if not answers[rank][0]:
                     end = min(end, time.monotonic() + _AFTER_A_FAILURE)
         late = [r for r in range(self.n) if r not in answers]
         if not late and all(good for good, _ in answers.values()):
             return [answers[r][1] for r in range(self.n)]
         stacks = self._stacks(late)
-        lines = [f"rank {r} of {self.n}: {text}" for r, (good, text) in sorted(answers.items()) if not good]
-        lines += [f"rank {r} of {self.n}: no answer within {timeout:g} s, or after another's failure; it was here:\n{stacks[r]}" for r in late]
+        lines = [
+            f"rank {r} of {self.n}: {text}"
+            for r, (good, text) in sorted(answers.items())
+            if not good
+        ]
+        lines += [
+            f"rank {r} of {self.n}: no answer within {timeout:g} s, or after another's failure; "
+            f"it was here:\n{stacks[r]}"
+            for r in late
+        ]
         raise RanksFailed("\n".join(lines))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
@@ -108,7 +155,9 @@ class Pool:
 
     def _last_words(self, rank: int, limit: int = 8192) -> str:
         file = self._said[rank]
-        return os.pread(file.fileno(), limit, max(0, os.fstat(file.fileno()).st_size - limit)).decode(errors="replace")
+        return os.pread(
+            file.fileno(), limit, max(0, os.fstat(file.fileno()).st_size - limit)
+        ).decode(errors="replace")
 
     def close(self) -> None:
         """End the processes; the next call of ``run_on`` starts others."""
@@ -127,7 +176,8 @@ _pools: dict[int, Pool] = {}
 
 
 def run_on(n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-    """Call ``fn(*args)`` on ``n`` real processes, ranks of one world -> each rank's result. ``fn`` and the values must be picklable."""
+    """Call ``fn(*args)`` on ``n`` real processes, ranks of one world -> each rank's result. ``fn``
+    and the values must be picklable."""
     if n not in _pools:
         _pools[n] = Pool(n)
     return _pools[n].run(fn, *args, timeout=timeout)

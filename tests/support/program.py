@@ -1,4 +1,5 @@
-"""Programs run as a user runs them: in a process group of their own, under a time limit, with nothing left of them afterwards."""
+"""Programs run as a user runs them: in a process group of their own, under a time limit, with
+nothing left of them afterwards."""
 
 from __future__ import annotations
 
@@ -14,11 +15,19 @@ TESTS = Path(__file__).parent.parent
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
 
 
-def run(command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str) -> tuple[int, str]:
+def run(
+    command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str
+) -> tuple[int, str]:
     """-> exit code, and what was written to stdout and stderr."""
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     process = subprocess.Popen(
-        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment, cwd=folder
+        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, env=environment, cwd=folder
     )  # fmt: skip
     try:
         out, _ = process.communicate(timeout=seconds)

@@ -1,4 +1,5 @@
-"""Job-function scripts on this machine or on several hosts, for tests: ended in bounded time, nothing of them left."""
+"""Job-function scripts on this machine or on several hosts, for tests: ended in bounded time,
+nothing of them left."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def train(x: tp.Numpy.Placeholder((8, 6)), y: tp.Numpy.Placeholder((8,), dtype=f
 
 def steps(first, last):
     return [float(train(drawn(8, 6, seed=i), np.random.RandomState(i).randint(0, 4, 8).astype(np.int32)).mean()) for i in range(first, last)]
-"""
+"""  # noqa: E501
 
 
 def script(folder: Path, body: str, forward: str = "network(x)", name: str = "script.py") -> Path:
@@ -57,7 +58,10 @@ def script(folder: Path, body: str, forward: str = "network(x)", name: str = "sc
 
 def in_plain_torch(start: Mapping[str, Any], steps: int) -> list[float]:
     """The losses of the script's first steps, from these values, without the library."""
-    ps = [torch.tensor(start[name], dtype=torch.float32).requires_grad_() for name in ("hidden-weight", "hidden-bias", "out-weight", "out-bias")]
+    ps = [
+        torch.tensor(start[name], dtype=torch.float32).requires_grad_()
+        for name in ("hidden-weight", "hidden-bias", "out-weight", "out-bias")
+    ]
     velocity = [torch.zeros_like(p) for p in ps]
     losses = []
     for i in range(steps):
@@ -78,8 +82,11 @@ def results(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[7:]) for line in text.splitlines() if line.startswith("RESULT ")]
 
 
-def ran(folder: Path, path: Path, *arguments: object, code: int = 0, **variables: str) -> tuple[list[dict[str, Any]], str, str]:
-    """A script run to its end on this machine -> what it told, all that it printed, and what it wrote to stderr."""
+def ran(
+    folder: Path, path: Path, *arguments: object, code: int = 0, **variables: str
+) -> tuple[list[dict[str, Any]], str, str]:
+    """A script run to its end on this machine -> what it told, all that it printed, and what it
+    wrote to stderr."""
     with Launched(folder, path, *arguments, command=[sys.executable], **variables) as started:
         assert started.code(SECONDS) == code, started.err
         return results(started.out), started.out, started.err
@@ -97,10 +104,18 @@ class Machines:
     def start(self, path: Path, number: int, *arguments: object, **variables: str) -> None:
         """Start it there, with port, addresses and these arguments."""
         host: Host = self.network.hosts[number]
-        command = [sys.executable, str(path), str(self.port), ",".join(self.addresses), *map(str, arguments)]
+        command = [
+            sys.executable,
+            str(path),
+            str(self.port),
+            ",".join(self.addresses),
+            *map(str, arguments),
+        ]
         output = self.folder / f"machine.{len(self.processes)}"
         self.processes.append(host.start(command, output, variables))
-        if self.network.kind == LOOPBACK and len(self.processes) == 1:  # where all addresses are one machine's, who comes first is the master
+        if (
+            self.network.kind == LOOPBACK and len(self.processes) == 1
+        ):  # where all addresses are one machine's, who comes first is the master
             self._listening()
 
     def ended(self, number: int) -> tuple[int, str]:
@@ -109,7 +124,9 @@ class Machines:
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"machine {number} has not ended; it wrote:\n{output.read_text(errors='replace')}") from None
+            raise AssertionError(
+                f"machine {number} has not ended; it wrote:\n{output.read_text(errors='replace')}"
+            ) from None
         return code, output.read_text(errors="replace")
 
     def _listening(self) -> None:

@@ -1,6 +1,8 @@
-"""Every collective of flow.distributed in every way to call it, against values that each rank works out for itself. On any backend.
+"""Every collective of flow.distributed in every way to call it, against values that each rank works
+out for itself. On any backend.
 
-``sweep()`` runs in the ranks of a world; run as a program (under mpirun, say) it does so in a world that starts by itself.
+``sweep()`` runs in the ranks of a world; run as a program (under mpirun, say) it does so in a world
+that starts by itself.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import torch
 import globaltensor.distributed as dist
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
 OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, "BAND": torch.bitwise_and, "BOR": torch.bitwise_or,
+    "SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum,
+    "MAX": torch.maximum, "BAND": torch.bitwise_and, "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }  # fmt: skip
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -43,7 +47,8 @@ class Way:
     uneven: bool = False
 
     def value(self, holder: int, other: int = 0, rows: int | None = None) -> torch.Tensor:
-        """Small whole numbers, exact in every dtype and under every op, that differ with the holder, the receiver and the place."""
+        """Small whole numbers, exact in every dtype and under every op, that differ with the
+        holder, the receiver and the place."""
         shape = self.shape if rows is None else (rows, *self.shape[1:])
         n = torch.arange(int(torch.tensor(shape).prod()))
         return ((n * (holder + 1) + 2 * holder + other) % 3).reshape(shape).to(self.dtype)
@@ -67,7 +72,10 @@ class Way:
             work.wait()
 
     def __str__(self) -> str:
-        return f"{self.op} {self.dtype} ranks {list(self.ranks)}{' async' * self.late} {self.layout} {self.shape}{' uneven' * self.uneven}"
+        return (
+            f"{self.op} {self.dtype} ranks {list(self.ranks)}{' async' * self.late} "
+            f"{self.layout} {self.shape}{' uneven' * self.uneven}"
+        )
 
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -99,7 +107,9 @@ def gather(w: Way, me: int) -> Pairs:
 
 def scatter(w: Way, me: int) -> Pairs:
     out, src = w.blank(), w.ranks[-1]
-    w.call("scatter", out, [w.hold(w.value(src, r)) for r in w.ranks] if me == src else None, src=src)
+    w.call(
+        "scatter", out, [w.hold(w.value(src, r)) for r in w.ranks] if me == src else None, src=src
+    )
     yield out, w.value(src, me)
 
 
@@ -110,7 +120,10 @@ def all_to_all(w: Way, me: int) -> Pairs:
 
 
 def all_to_all_single(w: Way, me: int) -> Pairs:
-    give, take = [w.rows(r) for r in w.ranks], [w.rows(me) for _ in w.ranks]  # rank r gets as many rows from each as its place in the group
+    give, take = (
+        [w.rows(r) for r in w.ranks],
+        [w.rows(me) for _ in w.ranks],
+    )  # rank r gets as many rows from each as its place in the group
     out = w.hold(torch.cat([w.blank(n) for n in take]))
     source = w.hold(torch.cat([w.value(me, r, n) for r, n in zip(w.ranks, give, strict=True)]))
     w.call("all_to_all_single", out, source, *((take, give) if w.uneven else ()))
@@ -132,13 +145,23 @@ def reduce(w: Way, me: int) -> Pairs:
 
 def reduce_scatter(w: Way, me: int) -> Pairs:
     out = w.blank(w.rows(me))
-    w.call("reduce_scatter", out, [w.hold(w.value(me, r, w.rows(r))) for r in w.ranks], op=getattr(dist.ReduceOp, w.op))
+    w.call(
+        "reduce_scatter",
+        out,
+        [w.hold(w.value(me, r, w.rows(r))) for r in w.ranks],
+        op=getattr(dist.ReduceOp, w.op),
+    )
     yield out, w.reduced(me, w.rows(me))
 
 
 def reduce_scatter_tensor(w: Way, me: int) -> Pairs:
     out = w.blank()
-    w.call("reduce_scatter_tensor", out, w.hold(torch.cat([w.value(me, r) for r in w.ranks])), op=getattr(dist.ReduceOp, w.op))
+    w.call(
+        "reduce_scatter_tensor",
+        out,
+        w.hold(torch.cat([w.value(me, r) for r in w.ranks])),
+        op=getattr(dist.ReduceOp, w.op),
+    )
     yield out, w.reduced(me)
 
 
@@ -147,15 +170,29 @@ def point_to_point(w: Way, me: int) -> Pairs:
     at, n = w.ranks.index(me), len(w.ranks)
     after, before = w.ranks[(at + 1) % n], w.ranks[at - 1]
     out, back = w.blank(), w.blank()
-    works = [dist.isend(w.hold(w.value(me)), after, group=w.group), dist.irecv(out, before, group=w.group)]
-    works += [dist.isend(w.hold(w.value(me, 1)), before, group=w.group, tag=3), dist.irecv(back, after, group=w.group, tag=3)]
+    works = [
+        dist.isend(w.hold(w.value(me)), after, group=w.group),
+        dist.irecv(out, before, group=w.group),
+    ]
+    works += [
+        dist.isend(w.hold(w.value(me, 1)), before, group=w.group, tag=3),
+        dist.irecv(back, after, group=w.group, tag=3),
+    ]
     for work in works:
         work.wait()
     yield out, w.value(before)
     yield back, w.value(after, 1)
 
 
-MOVES = (broadcast, all_gather, all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single)
+MOVES = (
+    broadcast,
+    all_gather,
+    all_gather_into_tensor,
+    gather,
+    scatter,
+    all_to_all,
+    all_to_all_single,
+)
 REDUCTIONS = (all_reduce, reduce, reduce_scatter, reduce_scatter_tensor)
 JOINED = (all_gather_into_tensor, all_to_all_single, reduce_scatter_tensor)
 
@@ -179,7 +216,9 @@ def ways(groups: list[Way]) -> Iterator[tuple[Callable[..., Pairs], Way]]:
         for collective, layout in itertools.product(MOVES + REDUCTIONS, LAYOUTS):
             for dtype in (torch.float32, torch.bool):
                 yield collective, replace(base, layout=layout, dtype=dtype)
-        for collective, shape in itertools.product(MOVES + REDUCTIONS, [(), (0, 2), (1,), (1 << 14,)]):
+        for collective, shape in itertools.product(
+            MOVES + REDUCTIONS, [(), (0, 2), (1,), (1 << 14,)]
+        ):
             if shape or collective not in JOINED:
                 yield collective, replace(base, shape=shape)
         for collective in (all_gather, all_to_all_single, reduce_scatter):
@@ -193,7 +232,11 @@ def sweep() -> tuple[int, list[str]]:
     """(how many calls, what was wrong with which)."""
     size, me = dist.get_world_size(), dist.get_rank()
     everyone = tuple(range(size))
-    groups = [Way(None, everyone)] + [Way(dist.new_group(list(ranks)), ranks) for ranks in ((0,), everyone[1:], everyone[::-1]) if ranks]
+    groups = [Way(None, everyone)] + [
+        Way(dist.new_group(list(ranks)), ranks)
+        for ranks in ((0,), everyone[1:], everyone[::-1])
+        if ranks
+    ]
     count, wrong = 0, []
     for collective, way in ways([replace(g, ranks=tuple(sorted(g.ranks))) for g in groups]):
         if me not in way.ranks:
@@ -202,7 +245,10 @@ def sweep() -> tuple[int, list[str]]:
         try:
             for got, want in collective(way, me):
                 if got.shape != want.shape or not torch.equal(got, want.to(got.dtype)):
-                    wrong.append(f"rank {me}: {collective.__name__} {way}: got {got.flatten()[:8].tolist()}, not {want.flatten()[:8].tolist()}")
+                    wrong.append(
+                        f"rank {me}: {collective.__name__} {way}: got "
+                        f"{got.flatten()[:8].tolist()}, not {want.flatten()[:8].tolist()}"
+                    )
         except RuntimeError as error:
             wrong.append(f"rank {me}: {collective.__name__} {way}: {type(error).__name__} {error}")
     return count, wrong

@@ -1,4 +1,5 @@
-"""One process of the pool: takes functions from its connection, calls them, answers. Run as a script with the connection's file descriptor."""
+"""One process of the pool: takes functions from its connection, calls them, answers. Run as a
+script with the connection's file descriptor."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def main() -> None:
 
 
 def answer(message: bytes) -> bytes:
-    """Call what the message says, in the state in which a process starts -> (True, result) or (False, traceback)."""
+    """Call what the message says, in the state in which a process starts -> (True, result) or
+    (False, traceback)."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -2,7 +2,16 @@
 
 from .strategy import SignatureChoice, select_signature
 from .notation import Arg, OpDescription, Range, Signature, LocalContext
-from .registry import RULES, DATA_FREE_VARIANTS, Derived, Rule, composite, rule, rule_of, spellings_of
+from .registry import (
+    RULES,
+    DATA_FREE_VARIANTS,
+    Derived,
+    Rule,
+    composite,
+    rule,
+    rule_of,
+    spellings_of,
+)
 
 __all__ = [
     "DATA_FREE_VARIANTS",

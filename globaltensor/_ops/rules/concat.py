@@ -17,7 +17,7 @@ from .registry import rule
 from .slicing import joins
 from .view import each_spelling, identity, passes
 
-# ---------------------------------------------------------------------------------------------------------------- repeat
+# ------------------------------------------------------------------------------------------- repeat
 
 
 @rule(["linspace", "logspace"])
@@ -26,7 +26,14 @@ def _linspace(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(op: OpDescription, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
+def _repeat_interleave(
+    op: OpDescription,
+    input: Arg,
+    repeats: Any = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> None:
     if repeats is None:  # repeat_interleave(repeats): how many places there are is data
         op.whole_call = True
         return
@@ -34,7 +41,9 @@ def _repeat_interleave(op: OpDescription, input: Arg, repeats: Any = None, dim: 
         op.composite = _repeat_each
         return
     if dim is None and input.ndim != 1:
-        op.composite = lambda input, repeats, dim=None, **kwargs: input.flatten().repeat_interleave(repeats, 0)
+        op.composite = lambda input, repeats, dim=None, **kwargs: input.flatten().repeat_interleave(
+            repeats, 0
+        )
         return
     d = 0 if dim is None else input.dim(dim)
     identity(op, input)
@@ -45,20 +54,27 @@ def _repeat_interleave(op: OpDescription, input: Arg, repeats: Any = None, dim: 
     passes(op)
 
 
-def _repeat_each(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+def _repeat_each(
+    input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
     """As often as ``repeats`` says of each: picked by places, so only the counts are made whole."""
     x, d = (input.flatten(), 0) if dim is None else (input, dim)
     counts = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
     if counts.shape[0] != x.shape[d]:
-        raise RuntimeError(f"repeats must have the same size as input along dim, but got repeats.size(0) = {counts.shape[0]} and {x.shape[d]}")
+        raise RuntimeError(
+            f"repeats must have the same size as input along dim, but got repeats.size(0) = "
+            f"{counts.shape[0]} and {x.shape[d]}"
+        )
     return x.index_select(d, torch.repeat_interleave(counts))
 
 
-# ---------------------------------------------------------------------------------------------------------------- join
+# --------------------------------------------------------------------------------------------- join
 
 
 @rule(["cat", "concat", "concatenate"])
-def _cat(op: OpDescription, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None) -> None:
+def _cat(
+    op: OpDescription, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None
+) -> None:
     n = max(t.ndim for t in tensors)
     d = (dim if axis is None else axis) % n
     for t in tensors:
@@ -116,7 +132,9 @@ def _at_least_rule(n: int) -> None:
         found = tuple(_at_least(t, n) for t in tensors)
         return found[0] if len(found) == 1 else found
 
-    rule([getattr(torch, f"atleast_{n}d"), *at_least[n]])(lambda op, *tensors: setattr(op, "composite", run))
+    rule([getattr(torch, f"atleast_{n}d"), *at_least[n]])(
+        lambda op, *tensors: setattr(op, "composite", run)
+    )
 
 
 for _n in (1, 2, 3):
@@ -132,7 +150,9 @@ def _block_diag(op: OpDescription, *tensors: Arg) -> None:
 @rule(torch.broadcast_tensors)
 def _broadcast_tensors(op: OpDescription, *tensors: Arg) -> None:
     def run(*tensors: Any) -> Any:
-        these = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+        these = (
+            tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+        )
         shape = torch.broadcast_shapes(*[t.shape for t in these])
         return tuple(t if t.shape == shape else t.expand(shape) for t in these)
 
@@ -158,7 +178,9 @@ def _tuples(*tensors: Any) -> Any:
 
 
 @rule("combinations")
-def _combinations(op: OpDescription, input: Arg, r: int = 2, with_replacement: bool = False) -> None:
+def _combinations(
+    op: OpDescription, input: Arg, r: int = 2, with_replacement: bool = False
+) -> None:
     places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
     op.compose(lambda input, *args, **kwargs: input[places])
 
@@ -166,15 +188,23 @@ def _combinations(op: OpDescription, input: Arg, r: int = 2, with_replacement: b
 @rule([torch.meshgrid, meshgrid_of_list])
 def _meshgrid(op: OpDescription, *tensors: Arg, indexing: str | None = None) -> None:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
-        these = list(tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors)
+        these = list(
+            tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+        )
         swap = indexing == "xy" and len(these) > 1
         if swap:
             these[:2] = these[1::-1]
         for t in these:
             if t.dim() > 1:  # torch's kernel says so, but not that for meta tensors
-                raise RuntimeError(f"torch.meshgrid: Expected 0D or 1D tensor in the tensor list but got shape {list(t.shape)}")
+                raise RuntimeError(
+                    f"torch.meshgrid: Expected 0D or 1D tensor in the tensor list but got shape "
+                    f"{list(t.shape)}"
+                )
         sizes = [t.numel() for t in these]
-        grids = [t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes) for i, (t, n) in enumerate(zip(these, sizes, strict=True))]
+        grids = [
+            t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes)
+            for i, (t, n) in enumerate(zip(these, sizes, strict=True))
+        ]
         if swap:
             grids[:2] = grids[1::-1]
         return tuple(grids)
@@ -182,7 +212,7 @@ def _meshgrid(op: OpDescription, *tensors: Arg, indexing: str | None = None) -> 
     op.compose(run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- diagonals
+# ---------------------------------------------------------------------------------------- diagonals
 
 
 @rule("diag")
@@ -199,16 +229,22 @@ def _diag(op: OpDescription, input: Arg, diagonal: int = 0) -> None:
 
     def local(split: LocalContext) -> Callable[..., torch.Tensor]:
         offset, length = split.box("i")
-        return lambda input, *args, **kwargs: F.pad(torch.diag(input), (offset, op.args[0].shape[0] - offset - length))
+        return lambda input, *args, **kwargs: F.pad(
+            torch.diag(input), (offset, op.args[0].shape[0] - offset - length)
+        )
 
     op.local = local
 
 
-rule("diagflat")(lambda op, *args, **kwargs: op.compose(lambda input, offset=0: input.flatten().diag(offset)))
+rule("diagflat")(
+    lambda op, *args, **kwargs: op.compose(lambda input, offset=0: input.flatten().diag(offset))
+)
 
 
 @rule("diag_embed")
-def _diag_embed(op: OpDescription, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> None:
+def _diag_embed(
+    op: OpDescription, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> None:
     n = input.ndim + 1
     new = {dim1 % n, dim2 % n}
     op.set(input, [*range(input.ndim - 1), None])
@@ -217,7 +253,7 @@ def _diag_embed(op: OpDescription, input: Arg, offset: int = 0, dim1: int = -2, 
     passes(op)
 
 
-# ---------------------------------------------------------------------------------------------------------------- triangles, shuffles
+# ------------------------------------------------------------------------------ triangles, shuffles
 
 
 def _triangle(name: str) -> Callable[..., None]:
@@ -257,9 +293,16 @@ def _pixel_unshuffle(op: OpDescription, input: Arg, downscale_factor: int) -> No
     op.local = _unless_empty(lambda input: F.pixel_unshuffle(input, r))
 
 
-def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[LocalContext], Callable[..., torch.Tensor]]:
-    """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is one)."""
-    return lambda split: lambda input, *args, **kwargs: function(input) if input.numel() else input.reshape(split.out_shape())
+def _unless_empty(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[LocalContext], Callable[..., torch.Tensor]]:
+    """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is
+    one)."""
+    return lambda split: (
+        lambda input, *args, **kwargs: (
+            function(input) if input.numel() else input.reshape(split.out_shape())
+        )
+    )
 
 
 @rule([F.channel_shuffle])

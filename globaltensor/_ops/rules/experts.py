@@ -1,10 +1,11 @@
-"""Mixtures of experts: tokens go to the ranks of their experts and come back (Lepikhin et al. 2021, "GShard: scaling giant models with conditional
-computation and automatic sharding"), without capacities: no token is dropped, and none is padded.
+"""Mixtures of experts: tokens go to the ranks of their experts and come back (Lepikhin et al. 2021,
+"GShard: scaling giant models with conditional computation and automatic sharding"), without
+capacities: no token is dropped, and none is padded.
 
 tokens split, experts whole    each rank computes its tokens; nothing moves
 tokens whole, experts split    each rank computes its experts' share of every token; the result is partial
 both split on one axis         an all-to-all takes the tokens to their experts, another takes the results back
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Function = Callable[..., Tensor]
 
 
 class TokenFunction(ABC):
-    """A function for `moe_experts` that can also take tokens as they are, where this rank has all experts."""
+    """A function for `moe_experts` that can also take tokens as they are, where this rank has all
+    experts."""
 
     @abstractmethod
     def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
@@ -47,18 +49,30 @@ class TokenFunction(ABC):
         """Tokens, their experts and weights -> the weighted sums of the results, like ``x``."""
 
 
-def moe_experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
-    """Compute ``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens, hidden] -> [tokens, hidden], of the dtype of ``x``.
+def moe_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *parameters: Tensor,
+    function: Function = gated,
+    shared: Sequence[Tensor] = (),
+) -> Tensor:
+    """Compute ``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens,
+    hidden] -> [tokens, hidden], of the dtype of ``x``.
 
-    ``index``, ``weights`` [tokens, k]: the experts of each token and how much each counts; a number that is no expert's counts for nothing.
-    ``parameters``: of each the first dim is the experts: ``gate_up [experts, 2 * inner, hidden]`` and ``down [experts, hidden, inner]`` for
-    ``down(silu(gate) * up)``, the default. ``function(rows, counts, *parameters, *shared)``: another kind of expert, on local tensors: ``rows`` [n, hidden]
-    are sorted by expert, ``counts`` (integers) says how many each has, and it returns the results, of the shape of ``rows``. Rows must not depend on each
-    other. Give the same function object at every call: plans are kept by it. ``shared``: parameters that all experts have in common.
+    ``index``, ``weights`` [tokens, k]: the experts of each token and how much each counts; a number
+    that is no expert's counts for nothing. ``parameters``: of each the first dim is the experts:
+    ``gate_up [experts, 2 * inner, hidden]`` and ``down [experts, hidden, inner]`` for
+    ``down(silu(gate) * up)``, the default. ``function(rows, counts, *parameters, *shared)``:
+    another kind of expert, on local tensors: ``rows`` [n, hidden] are sorted by expert, ``counts``
+    (integers) says how many each has, and it returns the results, of the shape of ``rows``. Rows
+    must not depend on each other. Give the same function object at every call: plans are kept by
+    it. ``shared``: parameters that all experts have in common.
 
-    Parameters that are split(0) are never gathered for tokens that are split: these go to their experts, in one all-to-all, and come back in another; their
-    gradients likewise. Tokens that are broadcast stay, and the results are partial sums. Differentiable any number of times, if ``function`` is.
-    Raises ShapeError.
+    Parameters that are split(0) are never gathered for tokens that are split: these go to their
+    experts, in one all-to-all, and come back in another; their gradients likewise. Tokens that are
+    broadcast stay, and the results are partial sums. Differentiable any number of times, if
+    ``function`` is. Raises ShapeError.
 
     >>> import torch
     >>> x, index, weights = torch.ones(2, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
@@ -66,28 +80,59 @@ def moe_experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, 
     >>> moe_experts(x, index, weights, scale, function=lambda rows, counts, scale: rows * scale.repeat_interleave(torch.tensor(counts), 0))
     tensor([[1., 1., 1., 1.],
             [3., 3., 3., 3.]])
-    """
+    """  # noqa: E501
     tensors = (x, index, weights, *parameters, *shared)
     if has_torch_function(tensors):
-        return handle_torch_function(moe_experts, tensors, x, index, weights, *parameters, function=function, shared=shared)
+        return handle_torch_function(
+            moe_experts, tensors, x, index, weights, *parameters, function=function, shared=shared
+        )
     _check(x, index, weights, parameters)
-    return _run(x, index, weights, parameters, shared, function, _Homes((0,), 0, ((0, parameters[0].shape[0]),), parameters[0].shape[0]))
+    return _run(
+        x,
+        index,
+        weights,
+        parameters,
+        shared,
+        function,
+        _Homes((0,), 0, ((0, parameters[0].shape[0]),), parameters[0].shape[0]),
+    )
 
 
 def _check(x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> None:
-    if x.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+    if (
+        x.ndim != 2
+        or index.ndim != 2
+        or index.shape != weights.shape
+        or index.shape[0] != x.shape[0]
+    ):
         found = ", ".join(str(list(t.shape)) for t in (x, index, weights))
-        raise ShapeError(f"experts: x [tokens, hidden], index [tokens, k] and weights [tokens, k] are wanted, got {found}")
-    if not parameters or any(not p.ndim or p.shape[0] != parameters[0].shape[0] for p in parameters):
-        raise ShapeError(f"experts: the first dim of every parameter is that of the experts, got {', '.join(str(list(p.shape)) for p in parameters) or 'none'}")
+        raise ShapeError(
+            f"experts: x [tokens, hidden], index [tokens, k] and weights [tokens, k] are wanted, "
+            f"got {found}"
+        )
+    if not parameters or any(
+        not p.ndim or p.shape[0] != parameters[0].shape[0] for p in parameters
+    ):
+        raise ShapeError(
+            f"experts: the first dim of every parameter is that of the experts, got "
+            f"{', '.join(str(list(p.shape)) for p in parameters) or 'none'}"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the rule
+# ----------------------------------------------------------------------------------------- the rule
 
 _T, _E = "tokens", "experts"
 
 
-def _describe(op: OpDescription, x: Arg, index: Arg, weights: Arg, *parameters: Arg, function: Function = gated, shared: Sequence[Arg] = ()) -> None:
+def _describe(
+    op: OpDescription,
+    x: Arg,
+    index: Arg,
+    weights: Arg,
+    *parameters: Arg,
+    function: Function = gated,
+    shared: Sequence[Arg] = (),
+) -> None:
     for a in (x, index, weights):
         op.set(a, (_T, None))
     for p in parameters:
@@ -101,10 +146,15 @@ def _describe(op: OpDescription, x: Arg, index: Arg, weights: Arg, *parameters: 
         """Tokens, or experts, or both."""
         derived = list(op.derived(axis))
         both = [
-            Signature(tuple(e.ins[i] if i in which else t.ins[i] for i in range(len(op.args))), t.outs, _T)
+            Signature(tuple(e.ins[i] if i in which else t.ins[i] for i in range(len(op.args))),
+                t.outs, _T)
             for t in derived for e in derived if t.factor == _T and e.factor == _E
         ]  # fmt: skip
-        return [*(s for s in derived if s.factor is not None), *both, *(s for s in derived if s.factor is None)]
+        return [
+            *(s for s in derived if s.factor is not None),
+            *both,
+            *(s for s in derived if s.factor is None),
+        ]
 
     op.menu = menu
     op.local = lambda split: _local(split, x.index, parameters[0].index)
@@ -116,9 +166,21 @@ def _local(split: LocalContext, tokens: int, parameters: int) -> Callable[..., T
     axes = [a for a, e in enumerate(spec.layout) if _first(e) and _first(held[a])]
     ranks = spec.placement.fiber(split.rank, axes) if axes else (split.rank,)
     boxes = [spec.box(r) for r in ranks]
-    homes = _Homes(ranks, ranks.index(split.rank), tuple((offsets[0], lengths[0]) for offsets, lengths in boxes), spec.shape[0])
+    homes = _Homes(
+        ranks,
+        ranks.index(split.rank),
+        tuple((offsets[0], lengths[0]) for offsets, lengths in boxes),
+        spec.shape[0],
+    )
 
-    def run(x: Tensor, index: Tensor, weights: Tensor, *own: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
+    def run(
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        *own: Tensor,
+        function: Function = gated,
+        shared: Sequence[Tensor] = (),
+    ) -> Tensor:
         return _run(x, index, weights, own, shared, function, homes)
 
     return run
@@ -131,12 +193,13 @@ def _first(entry: Sbp) -> bool:
 register(moe_experts, _describe)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a rank runs
+# --------------------------------------------------------------------------------- what a rank runs
 
 
 @dataclass(frozen=True)
 class _Homes:
-    """Who has which experts: ``held`` (offset, length) for each of ``ranks``, of ``count`` experts; ``me`` is this rank's place among them."""
+    """Who has which experts: ``held`` (offset, length) for each of ``ranks``, of ``count`` experts;
+    ``me`` is this rank's place among them."""
 
     ranks: tuple[int, ...]
     me: int
@@ -145,7 +208,8 @@ class _Homes:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each rank's experts begin when they stand rank after rank; and how many there are."""
+        """Where each rank's experts begin when they stand rank after rank; and how many there
+        are."""
         return [0, *accumulate(n for _, n in self.held)]
 
     def places(self, index: Tensor) -> Tensor:
@@ -168,11 +232,15 @@ class _Homes:
 
 
 def _run(
-    x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], shared: Sequence[Tensor], function: Function, homes: _Homes
+    x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor],
+    shared: Sequence[Tensor], function: Function, homes: _Homes
 ) -> Tensor:  # fmt: skip
     every = [x, weights, *parameters, *shared]
-    # Where tokens go depends on data, what comes out does not. A recorder that looks in must see that it does, and keep the call as one step.
-    if x.device.type == "meta" or (torch_private.is_fake(x) and not torch_private.function_mode_on()):
+    # Where tokens go depends on data, what comes out does not. A recorder that looks in must see
+    # that it does, and keep the call as one step.
+    if x.device.type == "meta" or (
+        torch_private.is_fake(x) and not torch_private.function_mode_on()
+    ):
         return zeros_connected(tuple(x.shape), x.dtype, every)
     if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
         return _kept(function.whole(x, index, weights, *parameters, *shared), x, every)
@@ -180,7 +248,9 @@ def _run(
     kind = _cast(x)
     place = homes.places(index).view(-1)
     order = place.argsort(stable=True)
-    way = _Way.make(place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * kind.itemsize)
+    way = _Way.make(
+        place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * kind.itemsize
+    )
     order = order[: sum(way.sent)]  # the rest has no expert here
     rows = x.to(kind).index_select(0, order // max(k, 1))
     rows = way.there(rows)
@@ -195,8 +265,15 @@ def _cast(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
 
-def _computed(function: Function, rows: Tensor, counts: list[int], parameters: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
-    """The results of ``function``; of a rank without rows, nothing, but in the graph: its backward takes part in the exchanges."""
+def _computed(
+    function: Function,
+    rows: Tensor,
+    counts: list[int],
+    parameters: Sequence[Tensor],
+    shared: Sequence[Tensor],
+) -> Tensor:
+    """The results of ``function``; of a rank without rows, nothing, but in the graph: its backward
+    takes part in the exchanges."""
     inputs = [rows, *parameters, *shared]
     if not rows.shape[0]:
         return zeros_connected(tuple(rows.shape), rows.dtype, inputs)
@@ -206,19 +283,23 @@ def _computed(function: Function, rows: Tensor, counts: list[int], parameters: S
 def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
     """What a function gave for ``rows``, of their shape and dtype, and in the graph."""
     if out.shape != rows.shape:
-        raise ShapeError(f"experts: the function gave {list(out.shape)} for rows {list(rows.shape)}; it must keep their shape")
+        raise ShapeError(
+            f"experts: the function gave {list(out.shape)} for rows {list(rows.shape)}; it must "
+            f"keep their shape"
+        )
     out = out.to(rows.dtype)
     if torch.is_grad_enabled() and not out.requires_grad and any(i.requires_grad for i in inputs):
         return out + zeros_connected((), out.dtype, inputs)
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------- the way there and back
+# --------------------------------------------------------------------------- the way there and back
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Which rows go where: ``sent`` to and ``taken`` from each rank, ``counts`` of each own expert, ``longest`` what the busiest rank sends or takes.
+    """Which rows go where: ``sent`` to and ``taken`` from each rank, ``counts`` of each own expert,
+    ``longest`` what the busiest rank sends or takes.
 
     ``sorting``: the rows taken, in the order of the experts; None where they come so.
     """
@@ -238,22 +319,40 @@ class _Way:
             counts = found.tolist()
             return _Way(homes.ranks, (sum(counts),), (sum(counts),), sum(counts), counts, None)
         told = torch.stack(world().comm(homes.ranks).all_gather(found, [found.numel()] * p))
-        every: list[list[int]] = told.tolist()  # [rank that has the rows][expert, in the order of the ranks that have these]
+        every: list[list[int]] = (
+            told.tolist()
+        )  # [rank that has the rows][expert, in the order of the ranks that have these]
         parts = [slice(a, b) for a, b in pairwise(starts)]
         table = [[sum(row[part]) for part in parts] for row in every]
         mine = parts[homes.me]
         sent, taken = tuple(table[homes.me]), tuple(row[homes.me] for row in table)
         longest = max(max(map(sum, table)), max(map(sum, zip(*table, strict=True))))
-        log.exchange("experts: tokens to their experts, and back", (sum(taken) + sum(sent) - 2 * sent[homes.me]) * row_bytes)
+        log.exchange(
+            "experts: tokens to their experts, and back",
+            (sum(taken) + sum(sent) - 2 * sent[homes.me]) * row_bytes,
+        )
         own = told[:, mine]
-        expert = torch.arange(own.shape[1], device=found.device).repeat(p).repeat_interleave(own.reshape(-1))
-        return _Way(homes.ranks, sent, taken, longest, [sum(row[mine][e] for row in every) for e in range(own.shape[1])], expert.argsort(stable=True))
+        expert = (
+            torch.arange(own.shape[1], device=found.device)
+            .repeat(p)
+            .repeat_interleave(own.reshape(-1))
+        )
+        return _Way(
+            homes.ranks,
+            sent,
+            taken,
+            longest,
+            [sum(row[mine][e] for row in every) for e in range(own.shape[1])],
+            expert.argsort(stable=True),
+        )
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows sorted by where they go -> the rows taken, by expert."""
         if self.sorting is None:
             return rows
-        return _Exchange.apply(rows, self.ranks, self.sent, self.taken, self.longest).index_select(0, self.sorting)  # type: ignore[no-any-return, no-untyped-call]
+        return _Exchange.apply(rows, self.ranks, self.sent, self.taken, self.longest).index_select(
+            0, self.sorting
+        )  # type: ignore[no-any-return, no-untyped-call]
 
     def back(self, rows: Tensor) -> Tensor:
         """The other way round."""
@@ -264,15 +363,25 @@ class _Way:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [n, ...] sorted by the rank they go to -> the rows taken, by the rank they come from. Its backward is itself, the other way round."""
+    """Rows [n, ...] sorted by the rank they go to -> the rows taken, by the rank they come from.
+    Its backward is itself, the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: tuple[int, ...], sent: tuple[int, ...], taken: tuple[int, ...], longest: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        ranks: tuple[int, ...],
+        sent: tuple[int, ...],
+        taken: tuple[int, ...],
+        longest: int,
+    ) -> Tensor:
         ctx.way = ranks, taken, sent, longest
         width = math.prod(rows.shape[1:])
         out = rows.new_empty(sum(taken), *rows.shape[1:])
         parts = rows.detach().split_with_sizes(sent)
-        world().comm(ranks).all_to_all_into(parts, [n * width for n in taken], out.view(-1), longest * width)
+        world().comm(ranks).all_to_all_into(
+            parts, [n * width for n in taken], out.view(-1), longest * width
+        )
         return out
 
     @staticmethod

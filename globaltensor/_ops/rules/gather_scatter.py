@@ -1,6 +1,7 @@
 """Picking and writing by index tensors along one dim, masks, and look-up tables (embedding).
 
-As in indexing: along a split dim the owner of an element contributes it and the others zeros; what is written elsewhere falls into a row that is dropped.
+As in indexing: along a split dim the owner of an element contributes it and the others zeros; what
+is written elsewhere falls into a row that is dropped.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ __all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
 Local = Callable[..., Any]
 
 
-# ---------------------------------------------------------------------------------------------------------------- looking up in a split dim
+# ------------------------------------------------------------------------ looking up in a split dim
 
 
 def picks(x: Arg) -> str:
     return "max" if x.dtype == torch.bool else "sum"
 
 
-def picked(index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices into a dim of ``n`` elements -> (indices into the part at ``offset``, ``miss`` where it is not there; where it is there).
+def picked(
+    index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices into a dim of ``n`` elements -> (indices into the part at ``offset``, ``miss`` where
+    it is not there; where it is there).
 
     An index that is nowhere stays out of range, so that torch complains as it would.
     """
@@ -42,7 +46,11 @@ def picked(index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0)
 
 def indices_of(x: Arg, d: int) -> Range:
     """Return what indices into dim ``d`` may be."""
-    return Range(x.shape[d] if x.ndim else 1, RuntimeError, f"index {{}} is out of bounds for dimension {d} with size {x.shape[d] if x.ndim else 1}")
+    return Range(
+        x.shape[d] if x.ndim else 1,
+        RuntimeError,
+        f"index {{}} is out of bounds for dimension {d} with size {x.shape[d] if x.ndim else 1}",
+    )
 
 
 def extended(x: torch.Tensor, d: int) -> torch.Tensor:
@@ -59,19 +67,34 @@ def only(mine: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(mine, y, y.new_zeros(()))
 
 
-# ---------------------------------------------------------------------------------------------------------------- gather and scatter
+# ------------------------------------------------------------------------------- gather and scatter
 
 
 @rule("gather")
-def _gather(op: OpDescription, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> None:
+def _gather(
+    op: OpDescription, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False
+) -> None:
     d = input.dim(dim)
-    same = [k != d and input.shape[k] == index.shape[k] for k in range(input.ndim)] if input.ndim == index.ndim else []
-    op.set(input, [("x", k) if k == d or s else None for k, s in enumerate(same)] or [None] * input.ndim)
-    op.set(index, ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)] or [None] * index.ndim)
+    same = (
+        [k != d and input.shape[k] == index.shape[k] for k in range(input.ndim)]
+        if input.ndim == index.ndim
+        else []
+    )
+    op.set(
+        input,
+        [("x", k) if k == d or s else None for k, s in enumerate(same)] or [None] * input.ndim,
+    )
+    op.set(
+        index,
+        ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)]
+        or [None] * index.ndim,
+    )
     op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
     op.linear, op.carries = [frozenset([input.index])], True
     op.ranges[index.index] = indices_of(input, d)
-    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))  # gradients of global tensors are dense
+    op.local = _looked_up(
+        d, input.shape, lambda x, i: x.gather(d, i)
+    )  # gradients of global tensors are dense
 
 
 @rule("index_select")
@@ -79,19 +102,28 @@ def _index_select(op: OpDescription, input: Arg, dim: int, index: Arg) -> None:
     d = input.dim(dim)
     op.set(input, [("x", k) for k in range(input.ndim)])
     op.set(index, ["k" if input.ndim else None] * index.ndim)
-    op.out = [tuple((("k" if index.ndim else None) if k == d else ("x", k)) for k in range(input.ndim))]
+    op.out = [
+        tuple((("k" if index.ndim else None) if k == d else ("x", k)) for k in range(input.ndim))
+    ]
     op.reduce = {("x", d): picks(input)} if input.ndim else {}
     op.linear, op.carries = [frozenset([input.index])], True
     after = input.ndim - d - 1
 
     def select(x: torch.Tensor, i: torch.Tensor, mine: torch.Tensor | None = None) -> Any:
-        return x.index_select(d, i) if mine is None else (x.index_select(d, i), mine.reshape(-1, *[1] * after))
+        return (
+            x.index_select(d, i)
+            if mine is None
+            else (x.index_select(d, i), mine.reshape(-1, *[1] * after))
+        )
 
     op.local = _looked_up(d, input.shape, select, aligned=True)
 
 
-def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False) -> Callable[[LocalContext], Local]:
-    """Local form of picking along dim ``d``; ``aligned``: ``pick`` also shapes the mask to its result."""
+def _looked_up(
+    d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False
+) -> Callable[[LocalContext], Local]:
+    """Local form of picking along dim ``d``; ``aligned``: ``pick`` also shapes the mask to its
+    result."""
 
     def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
@@ -100,7 +132,11 @@ def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligne
 
         def run(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             here, mine = picked(index, shape[d], *box)
-            y, mine = pick(filled(input, d), here, mine) if aligned else (pick(filled(input, d), here), mine)
+            y, mine = (
+                pick(filled(input, d), here, mine)
+                if aligned
+                else (pick(filled(input, d), here), mine)
+            )
             return only(mine, y)
 
         return run
@@ -127,14 +163,32 @@ def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
         indices = indices.remainder(input.shape[d])
     shape = [max(a, b) if min(a, b) else 0 for a, b in zip(input.shape, indices.shape, strict=True)]
     x = input.expand([input.shape[k] if k == d else n for k, n in enumerate(shape)])
-    return x.gather(d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)]))
+    return x.gather(
+        d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)])
+    )
 
 
-def _into(op: OpDescription, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool], name: str, *, sums: bool) -> None:
-    """Write ``src`` to places of dim ``d``. ``same``: dims in which all agree. ``sums``: many sources to one place add up, so they may be split."""
+def _into(
+    op: OpDescription,
+    input: Arg,
+    d: int,
+    index: Arg,
+    src: Any,
+    same: Sequence[bool],
+    name: str,
+    *,
+    sums: bool,
+) -> None:
+    """Write ``src`` to places of dim ``d``. ``same``: dims in which all agree. ``sums``: many
+    sources to one place add up, so they may be split."""
     op.set(input, [("x", k) if k == d or same[k] else None for k in range(input.ndim)])
-    matched = not isinstance(src, Arg) or (src.ndim == input.ndim and (index.ndim == 1 or src.shape[d] == index.shape[d]))
-    row = ["k" if k == d and matched else ("x", k) if k != d and same[k] else None for k in range(input.ndim)]
+    matched = not isinstance(src, Arg) or (
+        src.ndim == input.ndim and (index.ndim == 1 or src.shape[d] == index.shape[d])
+    )
+    row = [
+        "k" if k == d and matched else ("x", k) if k != d and same[k] else None
+        for k in range(input.ndim)
+    ]
     if index.ndim == input.ndim:
         op.set(index, row)
     elif index.ndim == 1:
@@ -153,10 +207,14 @@ def _into(op: OpDescription, input: Arg, d: int, index: Arg, src: Any, same: Seq
 def _written(d: int, shape: Sequence[int], name: str) -> Callable[[LocalContext], Local]:
     def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
-            return lambda input, dim, index, *rest, **kwargs: getattr(input, name)(d, index, *rest, **kwargs)
+            return lambda input, dim, index, *rest, **kwargs: getattr(input, name)(
+                d, index, *rest, **kwargs
+            )
         offset, length = split.box(("x", d))
 
-        def run(input: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        def run(
+            input: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
+        ) -> torch.Tensor:
             # What falls elsewhere goes to one more row, which is dropped.
             here, _ = picked(index, shape[d], offset, length, miss=length)
             out = getattr(extended(input, d), name)(d, here, *rest, **kwargs).narrow(d, 0, length)
@@ -171,7 +229,15 @@ def _scatter_rule(name: str) -> Callable[..., None]:
     plain = name.rstrip("_")
 
     def describe(
-        op: OpDescription, input: Arg, dim: int, index: Arg, src: Any = None, reduce: str | None = None, *, value: Any = None, include_self: bool = True
+        op: OpDescription,
+        input: Arg,
+        dim: int,
+        index: Arg,
+        src: Any = None,
+        reduce: str | None = None,
+        *,
+        value: Any = None,
+        include_self: bool = True,
     ) -> None:
         if not input.ndim:
             raise FormError("0-dim operands")
@@ -195,7 +261,16 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 def _index_rule(name: str) -> Callable[..., None]:
     plain = name.rstrip("_")
 
-    def describe(op: OpDescription, input: Arg, dim: int, index: Arg, source: Any = None, *args: Any, value: Any = None, **kwargs: Any) -> None:
+    def describe(
+        op: OpDescription,
+        input: Arg,
+        dim: int,
+        index: Arg,
+        source: Any = None,
+        *args: Any,
+        value: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if not input.ndim or not index.ndim:
             raise FormError("0-dim operands")
         d = input.dim(dim)
@@ -219,8 +294,17 @@ def _scatter_view(name: str, dims_of: Callable[..., set[int]]) -> None:
         cut = dims_of(input, *args, **kwargs)
         op.set(input, [None if k in cut else k for k in range(input.ndim)])
         kept = [k for k in range(input.ndim) if k not in cut]
-        op.set(src, op.dims[input.index] if src.ndim == input.ndim else [*kept, *[None] * (src.ndim - len(kept))])
-        op.out, op.linear, op.carries = [op.dims[input.index]], [frozenset([input.index, src.index])], True
+        op.set(
+            src,
+            op.dims[input.index]
+            if src.ndim == input.ndim
+            else [*kept, *[None] * (src.ndim - len(kept))],
+        )
+        op.out, op.linear, op.carries = (
+            [op.dims[input.index]],
+            [frozenset([input.index, src.index])],
+            True,
+        )
 
 
 _scatter_view("select_scatter", lambda x, dim, index: {x.dim(dim)})
@@ -228,7 +312,7 @@ _scatter_view("slice_scatter", lambda x, dim=0, *args, **kwargs: {x.dim(dim)})
 _scatter_view("diagonal_scatter", lambda x, offset=0, dim1=0, dim2=1: {x.dim(dim1), x.dim(dim2)})
 
 
-# ---------------------------------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------------------- masks
 
 
 def _masked_fill(op: OpDescription, input: Arg, mask: Arg, value: Any, name: str) -> None:
@@ -248,18 +332,24 @@ def _masked_fill_local(first: bool, name: str) -> Local:
 
 
 def first_share(split: LocalContext) -> bool:
-    """Whether this rank's share of a partial sum is the one that carries a number written into all; the others' is zero."""
+    """Whether this rank's share of a partial sum is the one that carries a number written into all;
+    the others' is zero."""
     target = split.ins[0]
     where = target.placement.coordinate(split.rank) or ()
     return not any(c and e.is_partial for c, e in zip(where, target.layout, strict=False))
 
 
-each_spelling("masked_fill", lambda name: lambda op, input, mask, value: _masked_fill(op, input, mask, value, name))
+each_spelling(
+    "masked_fill",
+    lambda name: lambda op, input, mask, value: _masked_fill(op, input, mask, value, name),
+)
 
 
 @rule("masked_scatter")
 def _masked_scatter(op: OpDescription, input: Arg, mask: Arg, source: Arg) -> None:
-    op.out = [(None,) * max(input.ndim, mask.ndim)]  # the k-th true place takes the k-th element: nothing can be split
+    op.out = [
+        (None,) * max(input.ndim, mask.ndim)
+    ]  # the k-th true place takes the k-th element: nothing can be split
 
 
 @rule("fill_diagonal")
@@ -271,9 +361,14 @@ def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = 
 
     def local(split: LocalContext) -> Local:
         boxes = [split.box(d) for d in range(input.ndim)]
-        first, last = max(offset for offset, _ in boxes), min(offset + length for offset, length in boxes)
+        first, last = (
+            max(offset for offset, _ in boxes),
+            min(offset + length for offset, length in boxes),
+        )
         rows, columns = input.shape[:2]
-        starts = range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)  # it begins anew below, where there is more than a square
+        starts = (
+            range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)
+        )  # it begins anew below, where there is more than a square
 
         def run(input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
             value = fill_value if first_share(split) else 0
@@ -281,7 +376,12 @@ def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = 
                 for start in starts:
                     input.diagonal(boxes[0][0] - boxes[1][0] - start).fill_(value)
             elif first < last:
-                input[tuple(torch.arange(first - offset, last - offset, device=input.device) for offset, _ in boxes)] = value
+                input[
+                    tuple(
+                        torch.arange(first - offset, last - offset, device=input.device)
+                        for offset, _ in boxes
+                    )
+                ] = value
             return input
 
         return run
@@ -289,7 +389,7 @@ def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = 
     op.local = local
 
 
-# ---------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 @rule([F.embedding])
@@ -303,7 +403,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
-    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for: the values are the same."""
+    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for:
+    the values are the same."""
     if max_norm is not None:
         op.compose(_embedding_of_bounded_rows)
         return
@@ -311,7 +412,11 @@ def _embedding(
     op.out = [(*ids, "width")]
     if scale_grad_by_freq:  # it counts all ids
         op.out = [(None,) * (input.ndim + 1)]
-        op.local = lambda split: lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding_idx, scale_grad_by_freq=True)
+        op.local = lambda split: (
+            lambda input, weight, *args, **kwargs: F.embedding(
+                input, weight, padding_idx, scale_grad_by_freq=True
+            )
+        )
         return
     op.set(input, ids)
     op.set(weight, ("rows", "width"))
@@ -324,30 +429,61 @@ def _embedding(
             return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding)
         offset, length = split.box("rows")
 
-        def run(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def run(
+            input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
             here, mine = picked(input, n, offset, length)
-            own_padding = padding - offset if padding is not None and offset <= padding < offset + length else None
+            own_padding = (
+                padding - offset
+                if padding is not None and offset <= padding < offset + length
+                else None
+            )
             return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding))
 
         return run
 
     op.local = local
     # On a GPU the kernel's backward writes where it must not if the rows have no elements.
-    op.local = skip_when_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), dummy_like(weight, 1, 1)))
+    op.local = skip_when_empty(
+        op,
+        alike=lambda input, weight, *args, **kwargs: F.embedding(
+            input.new_zeros(1), dummy_like(weight, 1, 1)
+        ),
+    )
 
 
 @rule([torch.embedding])
-def _torch_embedding(op: OpDescription, weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> None:
+def _torch_embedding(
+    op: OpDescription,
+    weight: Arg,
+    indices: Arg,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> None:
     op.composite = _embedding_by_name
 
 
-def _embedding_by_name(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
-    return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+def _embedding_by_name(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    return F.embedding(
+        indices,
+        weight,
+        None if padding_idx < 0 else padding_idx,
+        scale_grad_by_freq=scale_grad_by_freq,
+        sparse=sparse,
+    )
 
 
 @rule([F.embedding_bag])
 def _embedding_bag(
-    op: OpDescription, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+    op: OpDescription, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False,
     mode: str = "mean", *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
     if max_norm is not None:
@@ -366,11 +502,22 @@ def _embedding_bag(
 
 def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Call F.embedding_bag, whose argument 7 asks for a sparse gradient, for a dense one."""
-    return F.embedding_bag(*args[:7], *([False] if len(args) > 7 else []), *args[8:], **{k: v for k, v in kwargs.items() if k != "sparse"})
+    return F.embedding_bag(
+        *args[:7],
+        *([False] if len(args) > 7 else []),
+        *args[8:],
+        **{k: v for k, v in kwargs.items() if k != "sparse"},
+    )
 
 
 def _embedding_of_bounded_rows(
-    input: Any, weight: Any, padding_idx: int | None = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     with torch.no_grad():
         torch.embedding_renorm_(weight, input, max_norm, norm_type)
@@ -378,7 +525,13 @@ def _embedding_of_bounded_rows(
 
 
 def _embedding_bag_of_bounded_rows(
-    input: Any, weight: Any, offsets: Any = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     with torch.no_grad():
         torch.embedding_renorm_(weight, input, max_norm, norm_type)
@@ -386,9 +539,12 @@ def _embedding_bag_of_bounded_rows(
 
 
 def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
-    """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place: each rank those that it holds."""
+    """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place:
+    each rank those that it holds."""
     norms = torch.linalg.vector_norm(weight.detach(), norm_type, 1, keepdim=True)
-    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, indices.reshape(-1).long(), True)
+    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(
+        0, indices.reshape(-1).long(), True
+    )
     return weight.mul_(torch.where(asked & (norms > max_norm), max_norm / (norms + 1e-7), 1.0))
 
 
@@ -418,17 +574,33 @@ def _searchsorted(op: OpDescription, sorted_sequence: Arg, input: Arg, **kwargs:
     if not isinstance(input, Arg):
         raise FormError("one number to look for")
     lead = [("lead", k) for k in range(sorted_sequence.ndim - 1)]
-    op.set(input, [("lead", k) for k in range(input.ndim)] if sorted_sequence.ndim == 1 else [*lead, "values"])
+    op.set(
+        input,
+        [("lead", k) for k in range(input.ndim)]
+        if sorted_sequence.ndim == 1
+        else [*lead, "values"],
+    )
     for a in op.args:
         if a is not input:
             op.set(a, [*lead, None])
     op.out = [op.dims[input.index]]
 
 
-# ---------------------------------------------------------------------------------------------------------------- shapes that depend on data
+# ----------------------------------------------------------------------- shapes that depend on data
 
 
-@rule(["nonzero", "argwhere", "masked_select", "nonzero_static", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
+@rule(
+    [
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "nonzero_static",
+        torch.unique,
+        torch.Tensor.unique,
+        torch.unique_consecutive,
+        torch.Tensor.unique_consecutive,
+    ]
+)
 def _depends_on_data(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.whole_call = True
 
@@ -441,7 +613,11 @@ def _where(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     condition = args[0] if args else kwargs.get("condition")
     if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
         op.composite = lambda condition: condition.nonzero(as_tuple=True)
-    elif isinstance(condition, Arg) and condition.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
-        op.composite = lambda condition, *args, **kwargs: torch.where(condition.bool(), *args, **kwargs)
+    elif (
+        isinstance(condition, Arg) and condition.dtype == torch.uint8
+    ):  # torch's kernels take bytes, those for meta tensors do not
+        op.composite = lambda condition, *args, **kwargs: torch.where(
+            condition.bool(), *args, **kwargs
+        )
     else:
         _choice_by_mask(op, *args, **kwargs)

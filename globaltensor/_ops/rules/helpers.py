@@ -1,4 +1,5 @@
-"""What the rules of several families share: reading arguments as torch does, describing reductions, and parts that hold no element."""
+"""What the rules of several families share: reading arguments as torch does, describing reductions,
+and parts that hold no element."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ __all__ = [
 
 def canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keywords as torch names them: it takes NumPy's ``axis`` and ``keepdims`` as well."""
-    return {{"axis": "dim", "keepdims": "keepdim", "x": "input", "A": "input"}.get(k, k): v for k, v in kwargs.items() if k != "out"}
+    return {
+        {"axis": "dim", "keepdims": "keepdim", "x": "input", "A": "input"}.get(k, k): v
+        for k, v in kwargs.items()
+        if k != "out"
+    }
 
 
 def dims_of(x: Any, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -43,7 +48,9 @@ def dims_of(x: Any, dim: int | Sequence[int] | None) -> tuple[int, ...]:
 
 def _dim(d: int, n: int) -> int:
     if not -n <= d < n:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})"
+        )
     return d % n
 
 
@@ -52,8 +59,16 @@ def kept(names: Sequence[Factor | None], dims: Sequence[int], keepdim: bool) -> 
     return tuple(None if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims)
 
 
-def reduced(op: OpDescription, x: Arg, dims: Sequence[int], keepdim: bool, kind: str | None, results: int = 1) -> None:
-    """Describe a reduction of ``x`` over ``dims``: partial results of this kind, or, where it is None, dims that must be whole."""
+def reduced(
+    op: OpDescription,
+    x: Arg,
+    dims: Sequence[int],
+    keepdim: bool,
+    kind: str | None,
+    results: int = 1,
+) -> None:
+    """Describe a reduction of ``x`` over ``dims``: partial results of this kind, or, where it is
+    None, dims that must be whole."""
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.out = [kept(names, dims, keepdim)] * results
@@ -80,7 +95,8 @@ def split_in(x: Any, dims: Sequence[int]) -> bool:
 
 
 def register(function: Any, describe: Callable[..., None]) -> None:
-    """Declare the rule of one function object, where names would mean several functions of different arguments."""
+    """Declare the rule of one function object, where names would mean several functions of
+    different arguments."""
     RULES[function] = Rule(getattr(function, "__name__", str(function)), describe)
 
 
@@ -89,7 +105,8 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
     out = torch.zeros(shape, dtype=dtype, device=inputs[0].device)
     if not (dtype.is_floating_point or dtype.is_complex):
         return out
-    # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the gradient finds its way as well.
+    # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the
+    # gradient finds its way as well.
     nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if _smooth(t))
     if not isinstance(nothing, Tensor):
         return out
@@ -103,21 +120,28 @@ def dummy_like(t: Tensor, *shape: int) -> Tensor:
 
 
 def connected_zeros(shape: tuple[int, ...], made: Tensor) -> Tensor:
-    """Zeros that depend in the graph on ``made`` and on what it was made of, just as a result with elements does.
+    """Zeros that depend in the graph on ``made`` and on what it was made of, just as a result with
+    elements does.
 
-    Which gradients depend on which operands is decided by torch's function for gradients, and all ranks must see the same: one that finds no way back where
-    others do leaves them waiting in the second backward pass. So a rank without elements runs that function too, on stand-ins of one element.
+    Which gradients depend on which operands is decided by torch's function for gradients, and all
+    ranks must see the same: one that finds no way back where others do leaves them waiting in the
+    second backward pass. So a rank without elements runs that function too, on stand-ins of one
+    element.
     """
     return F.pad(made.reshape(-1)[:0], (0, math.prod(shape))).view(shape)
 
 
 def skip_when_empty(
-    op: OpDescription, function: Callable[..., Any] | None = None, alike: Callable[..., Tensor] | None = None
+    op: OpDescription,
+    function: Callable[..., Any] | None = None,
+    alike: Callable[..., Tensor] | None = None,
 ) -> Callable[[LocalContext], Callable[..., Any]]:
-    """A ``local`` for kernels that refuse empty operands: where this rank got no element of some operand, zeros that stay in the graph.
+    """A ``local`` for kernels that refuse empty operands: where this rank got no element of some
+    operand, zeros that stay in the graph.
 
-    ``alike``: of a function of several operands, the same function on stand-ins for them. What torch says of an operand that is empty everywhere (the
-    determinant of nothing is 1) is left to torch.
+    ``alike``: of a function of several operands, the same function on stand-ins for them. What
+    torch says of an operand that is empty everywhere (the determinant of nothing is 1) is left to
+    torch.
     """
     before = op.local
 
@@ -125,7 +149,9 @@ def skip_when_empty(
         run = before(split) if before is not None else function
         assert run is not None
         nothing = not any(spec.numel for spec in split.outs)
-        if not any(0 in spec.local_shape(split.rank) and (spec.numel or nothing) for spec in split.ins):
+        if not any(
+            0 in spec.local_shape(split.rank) and (spec.numel or nothing) for spec in split.ins
+        ):
             return run
         shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
 
@@ -133,15 +159,24 @@ def skip_when_empty(
             if alike is not None:
                 return connected_zeros(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
-            found = _on_stand_ins(function or op.function, split, args, kwargs) if len(inputs) == 1 and _smooth(inputs[0]) else []
+            found = (
+                _on_stand_ins(function or op.function, split, args, kwargs)
+                if len(inputs) == 1 and _smooth(inputs[0])
+                else []
+            )
             if len(found) == len(shapes):
-                made = [connected_zeros(shape, t) for (shape, _), t in zip(shapes, found, strict=True)]
+                made = [
+                    connected_zeros(shape, t) for (shape, _), t in zip(shapes, found, strict=True)
+                ]
             else:
                 made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]
             if len(made) == 1:
                 return made[0]
             smooth = _differentiable(op.function, split, args, kwargs)
-            return tuple(t if keep else t.detach() for t, keep in zip(made, smooth or [True] * len(made), strict=True))
+            return tuple(
+                t if keep else t.detach()
+                for t, keep in zip(made, smooth or [True] * len(made), strict=True)
+            )
 
         return empty
 
@@ -152,14 +187,23 @@ def _smooth(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _on_stand_ins(function: Callable[..., Any], split: LocalContext, args: Any, kwargs: Any) -> list[Tensor]:
-    """Results of the same call on stand-ins, with an element where this rank has none; nothing where torch cannot run it so."""
+def _on_stand_ins(
+    function: Callable[..., Any], split: LocalContext, args: Any, kwargs: Any
+) -> list[Tensor]:
+    """Results of the same call on stand-ins, with an element where this rank has none; nothing
+    where torch cannot run it so."""
     places = iter(enumerate(split.ins))
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
             i, spec = next(places)
-            return dummy_like(value, *[n or split.op.scale.get((i, d), 1) for d, n in enumerate(spec.local_shape(split.rank))])
+            return dummy_like(
+                value,
+                *[
+                    n or split.op.scale.get((i, d), 1)
+                    for d, n in enumerate(spec.local_shape(split.rank))
+                ],
+            )
         return type(value)(map(of, value)) if type(value) in (tuple, list) else value
 
     try:
@@ -169,13 +213,16 @@ def _on_stand_ins(function: Callable[..., Any], split: LocalContext, args: Any, 
 
 
 def _differentiable(function: Any, split: LocalContext, args: Any, kwargs: Any) -> list[bool]:
-    """Which results have a gradient, as a run without memory on the whole shapes tells; nothing where torch cannot run it so."""
+    """Which results have a gradient, as a run without memory on the whole shapes tells; nothing
+    where torch cannot run it so."""
     specs = iter(split.ins)
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
             spec = next(specs)
-            return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=value.requires_grad)
+            return torch.empty(
+                spec.shape, dtype=spec.dtype, device="meta", requires_grad=value.requires_grad
+            )
         return type(value)(map(whole, value)) if type(value) in (tuple, list) else value
 
     try:

@@ -1,7 +1,8 @@
 """Indexing: x[...] and x[...] = value.
 
-A dim that an index picks from may be split: the rank that owns an element contributes it and the others zeros, so the result is a partial sum. No element moves
-before it is picked. Writing picks nothing: each rank writes what falls into its part.
+A dim that an index picks from may be split: the rank that owns an element contributes it and the
+others zeros, so the result is a partial sum. No element moves before it is picked. Writing picks
+nothing: each rank writes what falls into its part.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One component of an index. ``dim``: the dim of the indexed tensor it stands on (for a new dim: before which it stands)."""
+    """One component of an index. ``dim``: the dim of the indexed tensor it stands on (for a new
+    dim: before which it stands)."""
 
     kind: str  # "new" | "all" | "slice" | "int" | "tensor" | "mask"
     dim: int
@@ -41,7 +43,8 @@ class Part:
 
 
 def parts_of(x: Arg, index: Any) -> list[Part]:
-    """Read an index as torch does, every dim accounted for. Raises FormError for the forms that only torch itself knows."""
+    """Read an index as torch does, every dim accounted for. Raises FormError for the forms that
+    only torch itself knows."""
     items = list(_items(index))
     used = sum(_span(i) for i in items)
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
@@ -71,7 +74,9 @@ def _part(x: Arg, item: Any, d: int) -> Part:
         return Part("new", d)
     if isinstance(item, slice):
         r = range(*item.indices(x.shape[d]))
-        return Part("all", d, size=x.shape[d]) if len(r) == x.shape[d] else Part("slice", d, r, len(r))
+        return (
+            Part("all", d, size=x.shape[d]) if len(r) == x.shape[d] else Part("slice", d, r, len(r))
+        )
     if isinstance(item, Arg):
         if _is_mask(item):
             return Part("mask", d, item)
@@ -81,9 +86,14 @@ def _part(x: Arg, item: Any, d: int) -> Part:
 
 
 def _items(index: Any) -> tuple[Any, ...]:
-    """The components of an index: as in torch, a short list with more than numbers in it is a list of components."""
+    """The components of an index: as in torch, a short list with more than numbers in it is a list
+    of components."""
     more = (slice, Arg, torch.Tensor, type(None), type(Ellipsis))
-    if isinstance(index, list) and len(index) < 32 and any(isinstance(i, more) or _is_list(i) for i in index):
+    if (
+        isinstance(index, list)
+        and len(index) < 32
+        and any(isinstance(i, more) or _is_list(i) for i in index)
+    ):
         return tuple(index)
     return index if isinstance(index, tuple) else (index,)
 
@@ -94,13 +104,24 @@ def _is_list(item: Any) -> bool:
 
 
 def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(x, index) that mean the same, with lists and arrays as tensors and masks as the places where they are true. A bool is a mask of a new dim of size 1."""
-    items, found, d = [_as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i for i in _items(index)], [], 0
+    """(x, index) that mean the same, with lists and arrays as tensors and masks as the places where
+    they are true. A bool is a mask of a new dim of size 1."""
+    items, found, d = (
+        [
+            _as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i
+            for i in _items(index)
+        ],
+        [],
+        0,
+    )
     for k, i in enumerate(items):
         if _is_mask(i):
             x, i = (x, i) if i.ndim else (x.unsqueeze(d), i.reshape(1))
             if (over := tuple(x.shape[d : d + i.ndim])) != tuple(i.shape):
-                raise IndexError(f"a mask of shape {list(i.shape)} for dims of sizes {list(over)}, dims {d} to {d + i.ndim - 1} of {list(x.shape)}")
+                raise IndexError(
+                    f"a mask of shape {list(i.shape)} for dims of sizes {list(over)}, dims {d} to "
+                    f"{d + i.ndim - 1} of {list(x.shape)}"
+                )
             found += i.nonzero(as_tuple=True)
         else:
             found.append(i)
@@ -109,14 +130,17 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _at_places(x: Any, index: Any) -> Any:
-    """``x[index]``, of masks by way of the places where they are true: where a mask follows from the code alone these do too."""
+    """``x[index]``, of masks by way of the places where they are true: where a mask follows from
+    the code alone these do too."""
     x, found = _plainer(x, index)
     return x[found]
 
 
 def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    return _at_places(input.expand(shape), mask.expand(shape))  # one by one: the mask follows from itself alone
+    return _at_places(
+        input.expand(shape), mask.expand(shape)
+    )  # one by one: the mask follows from itself alone
 
 
 DATA_FREE_VARIANTS[torch.Tensor.__getitem__] = _at_places
@@ -125,15 +149,20 @@ DATA_FREE_VARIANTS[torch.masked_select] = DATA_FREE_VARIANTS[torch.Tensor.masked
 
 def _as_tensor(item: Any) -> torch.Tensor:
     found = torch.as_tensor(item)
-    return found if found.numel() or isinstance(item, np.ndarray) else found.long()  # an empty list picks nothing
+    return (
+        found if found.numel() or isinstance(item, np.ndarray) else found.long()
+    )  # an empty list picks nothing
 
 
 def _tensors(index: Any) -> Iterable[torch.Tensor]:
     return (i for i in _items(index) if isinstance(i, torch.Tensor))
 
 
-def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]) -> tuple[list[Any], int, int]:
-    """Dims of what an index selects, each named -> (names, where the index tensors' dims begin, how many they are)."""
+def _region(
+    parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]
+) -> tuple[list[Any], int, int]:
+    """Dims of what an index selects, each named -> (names, where the index tensors' dims begin, how
+    many they are)."""
     rest = [p for p in parts if p.kind != "int"]
     places = [k for k, p in enumerate(rest) if p.kind == "tensor"]
     if not places:
@@ -144,7 +173,7 @@ def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Pa
     return [*others[:begin], *index_dims, *others[begin:]], begin, len(index_dims)
 
 
-# ---------------------------------------------------------------------------------------------------------------- x[...]
+# ------------------------------------------------------------------------------------------- x[...]
 
 
 @rule([torch.Tensor.__getitem__])
@@ -161,11 +190,31 @@ def _getitem(op: OpDescription, x: Arg, index: Any) -> None:
     for p, dims in zip(tensors, every, strict=True):
         op.set(p.value, dims)
     over = {p.dim for p in parts if p.kind == "slice" and stays_split(x, p.dim, [p.value])}
-    op.set(x, [None if p.kind == "slice" and p.dim not in over else ("x", p.dim) for p in parts if p.kind != "new"])
-    region, begin, count = _region(parts, index_dims, lambda p: ("x", p.dim) if p.kind == "all" or (p.kind == "slice" and p.dim in over) else None)
+    op.set(
+        x,
+        [
+            None if p.kind == "slice" and p.dim not in over else ("x", p.dim)
+            for p in parts
+            if p.kind != "new"
+        ],
+    )
+    region, begin, count = _region(
+        parts,
+        index_dims,
+        lambda p: (
+            ("x", p.dim) if p.kind == "all" or (p.kind == "slice" and p.dim in over) else None
+        ),
+    )
     op.out, op.view, op.exchanges = [tuple(region)], not tensors, {("x", d) for d in over}
     if over:
-        takes(op, {p.dim: (region.index(("x", p.dim)), [p.value]) for p in parts if p.kind == "slice" and p.dim in over})
+        takes(
+            op,
+            {
+                p.dim: (region.index(("x", p.dim)), [p.value])
+                for p in parts
+                if p.kind == "slice" and p.dim in over
+            },
+        )
     op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "tensor")}
     op.linear, op.carries = [frozenset([0])], True
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
@@ -176,9 +225,19 @@ def _get_plainer(x: Any, index: Any) -> Any:
     return x[index]
 
 
-def _get_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
-    boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
-    cuts = {p.dim: found for p in parts if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None}
+def _get_local(
+    split: LocalContext, shape: Sequence[int], parts: Sequence[Part], after: int
+) -> Local | None:
+    boxes = {
+        p.dim: split.box(("x", p.dim))
+        for p in parts
+        if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))
+    }
+    cuts = {
+        p.dim: found
+        for p in parts
+        if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None
+    }
     if not boxes and not cuts:
         return None  # torch's own, with the index as it stands
 
@@ -212,13 +271,19 @@ def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> I
     for p, at in zip((p for p in parts if p.kind == "tensor"), _tensors(index), strict=True):
         n = shape[p.dim]
         if (bad := at[(at < -n) | (at >= n)]).numel():
-            return IndexError(f"index {int(bad[0])} is out of bounds for dimension {p.dim} with size {n}")
+            return IndexError(
+                f"index {int(bad[0])} is out of bounds for dimension {p.dim} with size {n}"
+            )
     return None
 
 
 def _cut(split: LocalContext, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
     factor = ("x", p.dim)
-    return cut(split, p.dim, split.op.out[0].index(factor), [p.value]) if p.kind == "slice" and split.is_split(factor) else None
+    return (
+        cut(split, p.dim, split.op.out[0].index(factor), [p.value])
+        if p.kind == "slice" and split.is_split(factor)
+        else None
+    )
 
 
 def _is_number(item: Any) -> bool:
@@ -228,9 +293,13 @@ def _is_number(item: Any) -> bool:
 
 def _get_by_number(x: Any, index: Any) -> Any:
     out = _picked_by_number(x, index)
-    if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(x, GlobalTensor):
+    if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(
+        x, GlobalTensor
+    ):
         return out
-    return RemoteView.of(out._local, out._spec, x, lambda source: _picked_by_number(source, index), index)  # as in torch, numbers alone take no copy
+    return RemoteView.of(
+        out._local, out._spec, x, lambda source: _picked_by_number(source, index), index
+    )  # as in torch, numbers alone take no copy
 
 
 def _picked_by_number(x: Any, index: Any) -> Any:
@@ -265,7 +334,7 @@ def _plain_key(p: Part, at: Any) -> Any:
     return {"new": None, "all": slice(None)}.get(p.kind, at)
 
 
-# ---------------------------------------------------------------------------------------------------------------- x[...] = value
+# ----------------------------------------------------------------------------------- x[...] = value
 
 
 def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
@@ -301,21 +370,35 @@ def _set_plainer(x: Any, index: Any, value: Any) -> None:
             x[...] = value
         return
     x, index = _plainer(x, index)
-    _set_by_number(x, tuple(int(i) if _is_number(i) and type(i) is torch.Tensor and not is_fake(i) else i for i in index), value)
+    _set_by_number(
+        x,
+        tuple(
+            int(i) if _is_number(i) and type(i) is torch.Tensor and not is_fake(i) else i
+            for i in index
+        ),
+        value,
+    )
 
 
 def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
     """Whether one mask says where, and the value does not depend on how often it is true."""
     parts = parts_of(x, index)
-    if sum(p.kind == "mask" for p in parts) != 1 or any(p.kind in ("slice", "tensor", "int", "item", "new") for p in parts):
+    if sum(p.kind == "mask" for p in parts) != 1 or any(
+        p.kind in ("slice", "tensor", "int", "item", "new") for p in parts
+    ):
         return False
     mask = next(p for p in parts if p.kind == "mask")
     end = mask.dim + mask.value.ndim
-    return mask.value.ndim > 0 and mask.value.shape == x.shape[mask.dim : end] and (not isinstance(value, Arg) or value.ndim <= x.ndim - end)
+    return (
+        mask.value.ndim > 0
+        and mask.value.shape == x.shape[mask.dim : end]
+        and (not isinstance(value, Arg) or value.ndim <= x.ndim - end)
+    )
 
 
 def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
-    """A value is aligned from the right with what it is written to; a dim of size 1 broadcasts, and so do more leading ones."""
+    """A value is aligned from the right with what it is written to; a dim of size 1 broadcasts, and
+    so do more leading ones."""
     dims: list[Any] = []
     for k in range(len(shape), 0, -1):
         p = region[len(region) - k] if k <= len(region) else None
@@ -324,8 +407,16 @@ def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
     return dims
 
 
-def _set_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part], region: Sequence[Any], after: int, count: int) -> Local:
-    """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index tensors."""
+def _set_local(
+    split: LocalContext,
+    shape: Sequence[int],
+    parts: Sequence[Part],
+    region: Sequence[Any],
+    after: int,
+    count: int,
+) -> Local:
+    """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index
+    tensors."""
     boxes = {d: split.box(("x", d)) for d in range(len(shape)) if split.is_split(("x", d))}
     lead = first_share(split)
 
@@ -344,14 +435,20 @@ def _set_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part],
                     return _touch(x, p.dim, value)
             if p.dim in boxes and p.kind == "slice":
                 at, first, n = _overlap(p.value, *boxes[p.dim])
-                value = _narrowed(value, len(region) - region.index(p), first, n, p.size) if tensor else value
+                value = (
+                    _narrowed(value, len(region) - region.index(p), first, n, p.size)
+                    if tensor
+                    else value
+                )
                 key.append(at)
                 continue
             if p.kind == "tensor":
                 reach[len(key)] = p
             key.append(_plain_key(p, at))
         if any(p.dim in boxes for p in reach.values()):
-            if is_fake(x):  # a graph is captured: which of the indices are this rank's is not known yet
+            if is_fake(
+                x
+            ):  # a graph is captured: which of the indices are this rank's is not known yet
                 return _write_beside(x, key, reach, boxes, shape, value)
             value = _only_mine(key, reach, boxes, shape, value, after, count)
         x[tuple(key)] = value
@@ -360,13 +457,15 @@ def _set_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part],
 
 
 def _touch(x: torch.Tensor, d: int, value: Any) -> None:
-    """Write nothing, but let the value take part in the backward pass, and in a graph, where other ranks may wait for this one."""
+    """Write nothing, but let the value take part in the backward pass, and in a graph, where other
+    ranks may wait for this one."""
     if isinstance(value, torch.Tensor) and (value.requires_grad or is_fake(x)):
         x.narrow(d, 0, 0).add_(value.reshape(-1)[:0].sum().to(x.dtype))
 
 
 def _overlap(r: range, offset: int, length: int) -> tuple[slice, int, int]:
-    """The part of a range that falls into [offset, offset + length) -> (local slice, first of the range in it, how many)."""
+    """The part of a range that falls into [offset, offset + length) -> (local slice, first of the
+    range in it, how many)."""
     first = max(0, -((r.start - offset) // r.step))
     end = min(len(r), max(0, -((r.start - offset - length) // r.step)))
     if end <= first:
@@ -380,8 +479,17 @@ def _narrowed(value: torch.Tensor, from_right: int, first: int, n: int, size: in
     return value.narrow(d, first, n) if d >= 0 and value.shape[d] == size else value
 
 
-def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[int, int]], shape: Sequence[int], value: Any, after: int, count: int) -> Any:
-    """Keep of index tensors (in ``key``, changed) and the value what falls into this rank's part."""
+def _only_mine(
+    key: list[Any],
+    reach: dict[int, Part],
+    boxes: dict[int, tuple[int, int]],
+    shape: Sequence[int],
+    value: Any,
+    after: int,
+    count: int,
+) -> Any:
+    """Keep of index tensors (in ``key``, changed) and the value what falls into this rank's
+    part."""
     spread = torch.broadcast_tensors(*[key[k] for k in reach])
     owned, flat = None, {}
     for (k, p), t in zip(reach.items(), spread, strict=True):
@@ -389,7 +497,9 @@ def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[in
         if p.dim in boxes:
             t, mine = picked(t, shape[p.dim], *boxes[p.dim])
             if bool((t > shape[p.dim]).any()):
-                raise IndexError(f"an index is out of bounds for dim {p.dim} of size {shape[p.dim]}")
+                raise IndexError(
+                    f"an index is out of bounds for dim {p.dim} of size {shape[p.dim]}"
+                )
             owned = mine if owned is None else owned & mine
         flat[k] = t
     keep = owned.nonzero().squeeze(1)  # type: ignore[union-attr]
@@ -399,17 +509,29 @@ def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[in
         return value
     value = value.reshape(*[1] * (after + count - value.ndim), *value.shape)
     begin = value.ndim - after - count
-    value = value.expand(*value.shape[:begin], *spread[0].shape, *value.shape[begin + count :]).flatten(begin, begin + count - 1)
+    value = value.expand(
+        *value.shape[:begin], *spread[0].shape, *value.shape[begin + count :]
+    ).flatten(begin, begin + count - 1)
     return value.index_select(begin, keep)
 
 
-def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[int, int]], shape: Sequence[int], value: Any) -> None:
-    """Write all of the value whatever the indices are: what falls into other ranks' parts into a spare row beside this one's, which is dropped."""
+def _write_beside(
+    x: torch.Tensor,
+    key: list[Any],
+    reach: dict[int, Part],
+    boxes: dict[int, tuple[int, int]],
+    shape: Sequence[int],
+    value: Any,
+) -> None:
+    """Write all of the value whatever the indices are: what falls into other ranks' parts into a
+    spare row beside this one's, which is dropped."""
     split = [p.dim for p in reach.values() if p.dim in boxes]
     if not all(boxes[d][1] for d in split):
         return _touch(x, split[0], value)
     owned, found = None, {}
-    for (k, p), t in zip(reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True):
+    for (k, p), t in zip(
+        reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True
+    ):
         t = torch.where(t < 0, t + shape[p.dim], t)
         if p.dim in boxes:
             t, mine = picked(t, shape[p.dim], *boxes[p.dim])
@@ -424,13 +546,24 @@ def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes
 
 
 def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
-    def describe(op: OpDescription, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
+    def describe(
+        op: OpDescription, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False
+    ) -> None:
         if accumulate and any(i is None for i in indices):
             raise FormError("accumulate=True with a dim that no index is for")
         given = [i for i in indices if i is not None]
-        dims = input.ndim - sum(i.ndim if _is_mask(i) else 1 for i in given) + max((1 if _is_mask(i) else i.ndim for i in given), default=0)
-        if isinstance(values, Arg) and values.ndim > dims:  # assignment to x[...] drops leading dims of size 1
-            raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to an indexing result of {dims} dims")
+        dims = (
+            input.ndim
+            - sum(i.ndim if _is_mask(i) else 1 for i in given)
+            + max((1 if _is_mask(i) else i.ndim for i in given), default=0)
+        )
+        if (
+            isinstance(values, Arg) and values.ndim > dims
+        ):  # assignment to x[...] drops leading dims of size 1
+            raise RuntimeError(
+                f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast "
+                f"to an indexing result of {dims} dims"
+            )
         op.compose(function)
 
     return describe
@@ -444,21 +577,31 @@ def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
     row: Any = 0
     for i, n in zip(places, sizes, strict=True):
         row = row * n + torch.where(i < 0, i + n, i)
-    for i, n in zip(places, sizes, strict=True):  # what is out of range in one dim must not fall into another row
+    for i, n in zip(
+        places, sizes, strict=True
+    ):  # what is out of range in one dim must not fall into another row
         row = torch.where((i < -n) | (i >= n), math.prod(sizes), row)
     values = values.expand(*places[0].shape, *rest).reshape(-1, *rest)
     return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)
 
 
-def _index_put_into(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def _index_put_into(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
     if accumulate:
         return input.copy_(_accumulated(input, indices, values))
     input[tuple(slice(None) if i is None else i for i in indices)] = values
     return input
 
 
-def _index_put_as_setitem(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    return _accumulated(input, indices, values) if accumulate else _index_put_into(input.clone(), indices, values)
+def _index_put_as_setitem(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
+    return (
+        _accumulated(input, indices, values)
+        if accumulate
+        else _index_put_into(input.clone(), indices, values)
+    )
 
 
 rule([torch.index_put, torch.Tensor.index_put])(_index_put(_index_put_as_setitem))

@@ -1,4 +1,5 @@
-"""Matrix decompositions and Fourier transforms: whole in the dims they work on, parallel in all others."""
+"""Matrix decompositions and Fourier transforms: whole in the dims they work on, parallel in all
+others."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from .registry import RULES, rule
 __all__: list[str] = []
 
 
-def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)) -> None:
-    """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand needs whole; ``outs`` those that each result has."""
+def _matrices(
+    names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)
+) -> None:
+    """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand
+    needs whole; ``outs`` those that each result has."""
 
     def describe(op: OpDescription, function: Any, *args: Any, **kwargs: Any) -> None:
         leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
@@ -31,12 +35,22 @@ def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any
         for space in spaces:
             function = getattr(space, name, None)
             if function is not None and function not in RULES:
-                register(function, lambda op, *args, function=function, **kwargs: describe(op, function, *args, **kwargs))
+                register(
+                    function,
+                    lambda op, *args, function=function, **kwargs: describe(
+                        op, function, *args, **kwargs
+                    ),
+                )
 
 
 _EVERYWHERE = (torch.linalg, torch, Tensor)
 _matrices("inv cholesky pinv matrix_exp matrix_power", 2, outs=[2])
-_matrices("inverse cholesky pinverse matrix_exp matrix_power cholesky_inverse", 2, outs=[2], spaces=(torch, Tensor))
+_matrices(
+    "inverse cholesky pinverse matrix_exp matrix_power cholesky_inverse",
+    2,
+    outs=[2],
+    spaces=(torch, Tensor),
+)
 _matrices("det logdet", 2, outs=[0], spaces=_EVERYWHERE)
 _matrices("slogdet", 2, outs=[0, 0], spaces=_EVERYWHERE)
 _matrices("cond matrix_rank", 2, outs=[0])
@@ -77,7 +91,8 @@ def _lu_by_factor(A: Tensor, pivot: bool = True, get_infos: bool = False, out: A
 
 
 def whole(names: str, *spaces: Any) -> None:
-    """Functions that need all of every operand, on every rank: said once here, so that nobody is warned."""
+    """Functions that need all of every operand, on every rank: said once here, so that nobody is
+    warned."""
     for name in names.split():
         for space in spaces:
             if callable(function := getattr(space, name, None)) and function not in RULES:
@@ -85,7 +100,8 @@ def whole(names: str, *spaces: Any) -> None:
 
 
 def _drawn(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
-    # These start from random numbers, which must be the same on all ranks that have the same matrices.
+    # These start from random numbers, which must be the same on all ranks that have the same
+    # matrices.
     for a in op.args:
         op.set(a, (*range(-a.ndim, -2), None, None))
     lead = tuple(range(-A.ndim, -2))
@@ -116,7 +132,9 @@ def _as_real(op: OpDescription, input: Arg) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
-    op.local = skip_when_empty(op, torch.view_as_real)  # its backward takes no gradient that is an expanded nothing
+    op.local = skip_when_empty(
+        op, torch.view_as_real
+    )  # its backward takes no gradient that is an expanded nothing
 
 
 @rule([torch.view_as_complex])
@@ -125,11 +143,17 @@ def _as_complex(op: OpDescription, input: Arg) -> None:
     op.set(input, (*names, None))
     op.out, op.linear, op.view = [names], [frozenset([0])], True
     # torch looks at the strides of an empty part, too.
-    op.local = lambda split: None if 0 not in split.out_shape() else lambda input: torch.complex(input[..., 0], input[..., 1])
+    op.local = lambda split: (
+        None
+        if 0 not in split.out_shape()
+        else lambda input: torch.complex(input[..., 0], input[..., 1])
+    )
 
 
 @rule([torch.linalg.solve, torch.linalg.solve_ex])
-def _solve(op: OpDescription, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False) -> None:
+def _solve(
+    op: OpDescription, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False
+) -> None:
     # A stack of vectors is told from a stack of matrices as torch does it.
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
     tail = 1 if vector else 2
@@ -141,7 +165,7 @@ def _solve(op: OpDescription, A: Arg, B: Arg, *, left: bool = True, check_errors
         op.whole = set(lead)  # a part might look like a stack of vectors
 
 
-# ---------------------------------------------------------------------------------------------------------------- fourier
+# ------------------------------------------------------------------------------------------ fourier
 
 
 def _fourier(op: OpDescription, function: Any, x: Arg, dims: tuple[int, ...]) -> None:
@@ -150,15 +174,36 @@ def _fourier(op: OpDescription, function: Any, x: Arg, dims: tuple[int, ...]) ->
     op.local = skip_when_empty(op, function)
 
 
-def _one(op: OpDescription, function: Any, input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
+def _one(
+    op: OpDescription,
+    function: Any,
+    input: Arg,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _two(op: OpDescription, function: Any, input: Arg, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> None:
+def _two(
+    op: OpDescription,
+    function: Any,
+    input: Arg,
+    s: Any = None,
+    dim: Any = (-2, -1),
+    norm: str | None = None,
+) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _several(op: OpDescription, function: Any, input: Arg, s: Any = None, dim: Any = None, norm: str | None = None) -> None:
+def _several(
+    op: OpDescription,
+    function: Any,
+    input: Arg,
+    s: Any = None,
+    dim: Any = None,
+    norm: str | None = None,
+) -> None:
     last = tuple(range(-len(s), 0)) if s is not None else None  # of as many dims as sizes are given
     _fourier(op, function, input, dims_of(input, last if dim is None else dim))
 
@@ -169,7 +214,9 @@ def _shift(op: OpDescription, function: Any, input: Arg, dim: Any = None) -> Non
 
 def _transform(name: str, describe: Callable[..., None]) -> None:
     function = getattr(torch.fft, name)
-    register(function, lambda op, *args, **kwargs: describe(op, function, *args, **canonical(kwargs)))
+    register(
+        function, lambda op, *args, **kwargs: describe(op, function, *args, **canonical(kwargs))
+    )
 
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):

@@ -1,4 +1,5 @@
-"""Losses. A mean over a split dim is the local sum over the global count; a cross-entropy over a split vocabulary never gathers it."""
+"""Losses. A mean over a split dim is the local sum over the global count; a cross-entropy over a
+split vocabulary never gathers it."""
 
 from __future__ import annotations
 
@@ -25,15 +26,24 @@ __all__ = ["pick", "weight_of_kept"]
 
 
 def _reader(function: Any) -> Callable[..., dict[str, Any]]:
-    """A call's arguments by name, the old ``size_average`` and ``reduce`` turned into ``reduction``."""
+    """A call's arguments by name, the old ``size_average`` and ``reduce`` turned into
+    ``reduction``."""
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
-    usual = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+    usual = {
+        name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
+    }
 
     def read(*args: Any, **kwargs: Any) -> dict[str, Any]:
         call = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
-        if len(call) != len(names) or len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
-            signature.bind(*args, **kwargs)  # says what is wrong; bind() itself takes ten times as long
+        if (
+            len(call) != len(names)
+            or len(args) > len(names)
+            or not kwargs.keys().isdisjoint(names[: len(args)])
+        ):
+            signature.bind(
+                *args, **kwargs
+            )  # says what is wrong; bind() itself takes ten times as long
         average, reduce = call.pop("size_average", None), call.pop("reduce", None)
         if average is not None or reduce is not None:
             call["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
@@ -43,9 +53,16 @@ def _reader(function: Any) -> Callable[..., dict[str, Any]]:
 
 
 def _reduce(
-    op: OpDescription, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False
+    op: OpDescription,
+    function: Any,
+    each: Dims,
+    shape: Sequence[int],
+    call: dict[str, Any],
+    read: Callable[..., dict[str, Any]],
+    plain: bool = False,
 ) -> None:
-    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for. ``plain``: the call is of tensors alone."""
+    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean
+    asked for. ``plain``: the call is of tensors alone."""
     kind = call["reduction"]
     if kind == "none":
         op.out = [each]
@@ -68,7 +85,9 @@ def _reduce(
                 return (here.sum(dtype=torch.float32) / count).to(here.dtype)
             return function(**{**call, "reduction": "sum"}) / count  # type: ignore[no-any-return]
 
-        return run if narrow or not plain else lambda *args: function(*args, reduction="sum") / count
+        return (
+            run if narrow or not plain else lambda *args: function(*args, reduction="sum") / count
+        )
 
     op.local = local
 
@@ -89,17 +108,23 @@ def _elementwise(function: Any) -> None:
 
 
 for _f in (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss,
     F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 ):  # fmt: skip
     _elementwise(_f)
 
-# The mean of weighted squares or distances is their sum over the sum of the weights, not over their count.
+# The mean of weighted squares or distances is their sum over the sum of the weights, not over their
+# count.
 for _f in (F.mse_loss, F.l1_loss):
     _read = _reader(_f)
-    composite(_f.__name__, lambda *args, read=_read, **kwargs: (call := read(*args, **kwargs))["reduction"] == "mean" and call.get("weight") is not None)(
-        python_body(_f)
-    )
+    composite(
+        _f.__name__,
+        lambda *args, read=_read, **kwargs: (
+            (call := read(*args, **kwargs))["reduction"] == "mean"
+            and call.get("weight") is not None
+        ),
+    )(python_body(_f))
 
 
 def variance(var: Tensor) -> Tensor:
@@ -117,21 +142,33 @@ def _variance(op: OpDescription, var: Arg) -> None:
     op.out = [op.dims[0]]
 
 
-def _gaussian_of_program(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:
+def _gaussian_of_program(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
     var = variance(var) if isinstance(var, Tensor) else var * torch.ones_like(input)
     if var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    if var.ndim != input.ndim or sum(m for n, m in zip(input.shape, var.shape, strict=True) if n != m) != (var.shape != input.shape):
+    if var.ndim != input.ndim or sum(
+        m for n, m in zip(input.shape, var.shape, strict=True) if n != m
+    ) != (var.shape != input.shape):
         raise ValueError("var is of incorrect size")
     with torch.no_grad():
         var.clamp_(min=eps)
-    loss = 0.5 * (var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0.0))
+    loss = 0.5 * (
+        var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0.0)
+    )
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
 @rule([F.gaussian_nll_loss])
 def _gaussian(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    """By torch's own body; it looks at the variances first, which in a program each rank does with its part once there are values."""
+    """By torch's own body; it looks at the variances first, which in a program each rank does with
+    its part once there are values."""
     op.composite = _gaussian_of_program if function_mode_on() else python_body(F.gaussian_nll_loss)
 
 
@@ -139,13 +176,16 @@ DATA_FREE_VARIANTS[F.gaussian_nll_loss] = _gaussian_of_program
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:
-    """One loss a sample: ``ranks`` are the dims of each operand for one sample (of a weight: one, its classes); the dims in front of them are samples, which
-    broadcast, and parallel."""
+    """One loss a sample: ``ranks`` are the dims of each operand for one sample (of a weight: one,
+    its classes); the dims in front of them are samples, which broadcast, and parallel."""
     read = _reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
-        one = [1 if a is call.get("weight") else ranks[min(i, len(ranks) - 1)] for i, a in enumerate(op.args)]
+        one = [
+            1 if a is call.get("weight") else ranks[min(i, len(ranks) - 1)]
+            for i, a in enumerate(op.args)
+        ]
         samples = [tuple(a.shape[: max(0, a.ndim - n)]) for a, n in zip(op.args, one, strict=True)]
         names, each = align(samples)
         for a, lead in zip(op.args, names, strict=True):
@@ -171,7 +211,7 @@ _by_sample(F.cosine_embedding_loss, [1, 1, 0])
 _by_sample(F.triplet_margin_loss, [1])
 
 
-# ---------------------------------------------------------------------------------------------------------------- classes
+# ------------------------------------------------------------------------------------------ classes
 
 
 def pick(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -191,7 +231,11 @@ def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
     if not x.shape[dim]:
         return (x.sum(dim) if x.ndim > index.ndim else x.sum().expand(index.shape)) * 0
     here = torch.where(inside, here, 0)
-    found = x[here] if x.ndim == 1 and index.ndim != 0 else x.gather(dim, here.unsqueeze(dim)).squeeze(dim)
+    found = (
+        x[here]
+        if x.ndim == 1 and index.ndim != 0
+        else x.gather(dim, here.unsqueeze(dim)).squeeze(dim)
+    )
     return torch.where(inside, found, 0.0)
 
 
@@ -208,11 +252,18 @@ def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
         offset = split.box("class")[0]
 
         def run(x: Tensor, index: Tensor, dim: int) -> Tensor:
-            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait for it. A recorder that looks in finds that out, and keeps
-            # this as one step; stand-ins then have no numbers.
-            seen = index.device.type == "cpu" and index.numel() and (function_mode_on() or not is_fake(index))
+            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait
+            # for it. A recorder that looks in finds that out, and keeps this as one step; stand-ins
+            # then have no numbers.
+            seen = (
+                index.device.type == "cpu"
+                and index.numel()
+                and (function_mode_on() or not is_fake(index))
+            )
             if seen and not 0 <= int(index.min()) <= int(index.max()) < classes:
-                raise IndexError(f"Target {int(index[(index < 0) | (index >= classes)][0])} is out of bounds.")
+                raise IndexError(
+                    f"Target {int(index[(index < 0) | (index >= classes)][0])} is out of bounds."
+                )
             return _pick_here(x, index, dim, offset)
 
         return run
@@ -221,7 +272,8 @@ def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
 
 
 def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
-    """``cross_entropy`` and ``nll_loss``: whole in the classes; where these are split, or a mean goes over a split batch, from global ops."""
+    """``cross_entropy`` and ``nll_loss``: whole in the classes; where these are split, or a mean
+    goes over a split batch, from global ops."""
     read = _reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -235,15 +287,22 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         op.set(target, names if soft else each)
         op.whole = {at}
         if weight is not None:
-            if tuple(weight.shape) != (x.shape[at],):  # torch's kernels say so, but not those for meta tensors
-                raise RuntimeError(f"weight tensor should be defined either for all {x.shape[at]} classes or no classes, but has shape {list(weight.shape)}")
+            if tuple(weight.shape) != (
+                x.shape[at],
+            ):  # torch's kernels say so, but not those for meta tensors
+                raise RuntimeError(
+                    f"weight tensor should be defined either for all {x.shape[at]} classes or no "
+                    f"classes, but has shape {list(weight.shape)}"
+                )
             op.set(weight, (at,))
         if not soft:
             op.ranges[target.index] = _classes_of(x.shape[at], call["ignore_index"])
         if not soft and target.dtype not in (torch.int64, torch.uint8):
             raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
         if target.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
-            op.composite = lambda *a, **k: function(**{**(call := read(*a, **k)), "target": call["target"].long()})
+            op.composite = lambda *a, **k: function(
+                **{**(call := read(*a, **k)), "target": call["target"].long()}
+            )
             return
         if split_in(x, [at]) or (soft and split_in(target, [at])):
             op.compose(lambda *a, **k: over_split(read(*a, **k)))
@@ -275,16 +334,28 @@ def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return keep, torch.where(keep, pick(weight.detach(), torch.where(keep, target, 0), 0), 0.0)
 
 
-def sum_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any, ignore_index: int, **smoothing: float) -> Tensor:
+def sum_of_kept(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    function: Any,
+    ignore_index: int,
+    **smoothing: float,
+) -> Tensor:
     """Sum of the losses of the targets that count."""
     if has_torch_function((x, target)):
-        return handle_torch_function(sum_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)
+        return handle_torch_function(
+            sum_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing
+        )
     wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
     return function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
 
 
-def weight_of_kept(target: Tensor, weight: Tensor | None, ignore_index: int, most: int = 0) -> Tensor:
-    """Sum of the weights of the targets that count. ``most``: how many targets there are on all ranks, for who reads a program (graph/passes/defer_mean.py)."""
+def weight_of_kept(
+    target: Tensor, weight: Tensor | None, ignore_index: int, most: int = 0
+) -> Tensor:
+    """Sum of the weights of the targets that count. ``most``: how many targets there are on all
+    ranks, for who reads a program (graph/passes/defer_mean.py)."""
     given = (target,) if weight is None else (target, weight)
     if has_torch_function(given):
         return handle_torch_function(weight_of_kept, given, target, weight, ignore_index, most)
@@ -300,14 +371,18 @@ def _weight_of_kept(op: OpDescription, target: Arg, weight: Arg | None, *args: A
 
 
 @rule(sum_of_kept)
-def _sum_of_kept(op: OpDescription, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
+def _sum_of_kept(
+    op: OpDescription, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any
+) -> None:
     at = _class_dim(x)
     names = tuple(range(x.ndim))
     each = tuple(n for n in names if n != at)
     op.set(x, names)
     op.set(target, each)
     if not target.dtype.is_floating_point:
-        op.ranges[target.index] = _classes_of(x.shape[at], kwargs.get("ignore_index", args[1] if len(args) > 1 else -100))
+        op.ranges[target.index] = _classes_of(
+            x.shape[at], kwargs.get("ignore_index", args[1] if len(args) > 1 else -100)
+        )
     op.out, op.whole, op.reduce = [()], {at}, dict.fromkeys(each, "sum")
 
 
@@ -338,7 +413,9 @@ def _collect(call: dict[str, Any], losses: Tensor, weights: Tensor | None) -> Te
     total = losses.sum()
     if call["reduction"] == "sum":
         return total
-    return total / (reduce_partials(weights.sum()) if weights is not None else max(1, losses.numel()))
+    return total / (
+        reduce_partials(weights.sum()) if weights is not None else max(1, losses.numel())
+    )
 
 
 def _split_nll(call: dict[str, Any]) -> Tensor:
@@ -354,29 +431,53 @@ def _split_nll(call: dict[str, Any]) -> Tensor:
 
 def _check_targets(target: Tensor, x: Tensor, at: int) -> None:
     if tuple(target.shape) != (*x.shape[:at], *x.shape[at + 1 :]):
-        raise ValueError(f"target has shape {list(target.shape)}, but for an input of shape {list(x.shape)} it needs {[*x.shape[:at], *x.shape[at + 1 :]]}")
+        raise ValueError(
+            f"target has shape {list(target.shape)}, but for an input of shape {list(x.shape)} it "
+            f"needs {[*x.shape[:at], *x.shape[at + 1 :]]}"
+        )
 
 
 def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
     given = call["input"]
     x = reduce_partials(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
-    at, target, weight, smoothing = _class_dim(x), call["target"], call["weight"], call["label_smoothing"]
+    at, target, weight, smoothing = (
+        _class_dim(x),
+        call["target"],
+        call["weight"],
+        call["label_smoothing"],
+    )
     # The losses do not change when every logit of a row is shifted; the largest becomes 0.
     x = x - reduce_partials(extremum(x, (at,), True, True))
     sums = x.exp().sum(at)
-    column = weight.reshape([-1 if d == at else 1 for d in range(x.ndim)]) if weight is not None else None
+    column = (
+        weight.reshape([-1 if d == at else 1 for d in range(x.ndim)])
+        if weight is not None
+        else None
+    )
     if target.ndim == x.ndim and target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
         goal = goal if column is None else goal * column
-        return _collect(call, reduce_partials(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(torch.promote_types(given.dtype, goal.dtype))
+        return _collect(
+            call, reduce_partials(sums).log() * goal.sum(at) - (x * goal).sum(at), None
+        ).to(torch.promote_types(given.dtype, goal.dtype))
     _check_targets(target, x, at)
     keep, weights = _kept(call)
     found = pick(x, torch.where(keep, target, 0), at)
-    sums, found, *spread = reduce_partials(torch.stack([sums, found, *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else [])])).unbind()
+    sums, found, *spread = reduce_partials(
+        torch.stack(
+            [
+                sums,
+                found,
+                *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else []),
+            ]
+        )
+    ).unbind()
     norm = sums.log()
     losses = norm - found if weight is None else (norm - found) * weights
     if smoothing:
-        every = norm * (x.shape[at] if weight is None else reduce_partials(weight.sum())) - spread[0]
+        every = (
+            norm * (x.shape[at] if weight is None else reduce_partials(weight.sum())) - spread[0]
+        )
         losses = losses * (1 - smoothing) + every * (smoothing / x.shape[at])
     return _collect(call, torch.where(keep, losses, 0.0), weights).to(given.dtype)
 

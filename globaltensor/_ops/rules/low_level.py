@@ -1,4 +1,5 @@
-"""Torch's lower-level functions, and those that work on signals: what its layers and losses are made of."""
+"""Torch's lower-level functions, and those that work on signals: what its layers and losses are
+made of."""
 
 from __future__ import annotations
 
@@ -19,30 +20,59 @@ from .registry import DATA_FREE_VARIANTS, rule
 
 __all__: list[str] = []
 
-# ---------------------------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------------------ signals
 
 
 @rule([torch_private.stft])
-def _stft(op: OpDescription, input: Arg, n_fft: int, hop: Any = None, length: Any = None, window: Arg | None = None, *rest: Any, **kwargs: Any) -> None:
+def _stft(
+    op: OpDescription,
+    input: Arg,
+    n_fft: int,
+    hop: Any = None,
+    length: Any = None,
+    window: Arg | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
     lead: Dims = ("b",) if input.ndim == 2 else ()
     op.set(input, (*lead, None))
-    op.out = [(*lead, *[None] * (3 if kwargs.get("return_complex", (*rest, None, None, None)[2]) is False else 2))]
+    op.out = [
+        (
+            *lead,
+            *[None]
+            * (3 if kwargs.get("return_complex", (*rest, None, None, None)[2]) is False else 2),
+        )
+    ]
     op.linear = [frozenset([input.index])]
     op.local = skip_when_empty(op, torch_private.stft)
 
 
-def inverse_stft(input: Tensor, n_fft: int, hop: int, length: int, window: Tensor | None, more: tuple[Any, ...], size: int) -> Tensor:
+def inverse_stft(
+    input: Tensor,
+    n_fft: int,
+    hop: int,
+    length: int,
+    window: Tensor | None,
+    more: tuple[Any, ...],
+    size: int,
+) -> Tensor:
     """``torch.istft`` with a result of known length, for a batch."""
     if has_torch_function((input, window)):
-        return handle_torch_function(inverse_stft, (input, window), input, n_fft, hop, length, window, more, size)
-    if input.is_meta or torch_private.is_fake(input):  # torch looks whether the windows overlap, which these cannot tell
+        return handle_torch_function(
+            inverse_stft, (input, window), input, n_fft, hop, length, window, more, size
+        )
+    if input.is_meta or torch_private.is_fake(
+        input
+    ):  # torch looks whether the windows overlap, which these cannot tell
         whole = input.sum((1, 2)).unsqueeze(1).repeat(1, size)
         return whole if more[-1] else whole.real
     return torch.istft(input, n_fft, hop, length, window, *more[:-2], size, more[-1])  # type: ignore[no-any-return]
 
 
 @rule([inverse_stft])
-def _inverse_stft(op: OpDescription, input: Arg, n_fft: int, hop: int, length: int, window: Arg | None, *rest: Any) -> None:
+def _inverse_stft(
+    op: OpDescription, input: Arg, n_fft: int, hop: int, length: int, window: Arg | None, *rest: Any
+) -> None:
     op.set(input, ("b", None, None))
     op.out, op.linear = [("b", None)], [frozenset([input.index])]
     op.local = skip_when_empty(op, inverse_stft)
@@ -54,37 +84,80 @@ def _istft(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 
 def _istft_of_batch(
-    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None, center: bool = True,
-    normalized: bool = False, onesided: bool | None = None, length: int | None = None, return_complex: bool = False,
+    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Tensor | None = None, center: bool = True,
+    normalized: bool = False, onesided: bool | None = None, length: int | None = None,
+    return_complex: bool = False,
 ) -> Tensor:  # fmt: skip
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     full = n_fft + hop * (input.shape[-1] - 1)
     size = length if length is not None else full - 2 * (n_fft // 2) * center
     batch = input if input.ndim == 3 else input.unsqueeze(0)
-    out = inverse_stft(batch, n_fft, hop, width, window, (center, normalized, onesided, length, return_complex), size)
+    out = inverse_stft(
+        batch,
+        n_fft,
+        hop,
+        width,
+        window,
+        (center, normalized, onesided, length, return_complex),
+        size,
+    )
     return out if input.ndim == 3 else out.squeeze(0)
 
 
 DATA_FREE_VARIANTS[torch.istft] = _istft_of_batch
 
-# ---------------------------------------------------------------------------------------------------------------- connectionist temporal classification
+# ------------------------------------------------------------ connectionist temporal classification
 
 
-def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Tensor:
+def ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
     """The loss of each sequence."""
-    operands = (log_probs, targets, *(a for a in (input_lengths, target_lengths) if isinstance(a, Tensor)))
+    operands = (
+        log_probs,
+        targets,
+        *(a for a in (input_lengths, target_lengths) if isinstance(a, Tensor)),
+    )
     if has_torch_function(operands):
-        return handle_torch_function(ctc_losses, operands, log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    if log_probs.is_meta or torch_private.is_fake(log_probs):  # torch reads the lengths, which these do not have
+        return handle_torch_function(
+            ctc_losses,
+            operands,
+            log_probs,
+            targets,
+            input_lengths,
+            target_lengths,
+            blank,
+            zero_infinity,
+        )
+    if log_probs.is_meta or torch_private.is_fake(
+        log_probs
+    ):  # torch reads the lengths, which these do not have
         return log_probs.sum((0, -1))
-    return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+    return torch.ctc_loss(
+        log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity
+    )
 
 
 @rule([ctc_losses])
-def _ctc_losses(op: OpDescription, log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, *rest: Any) -> None:
+def _ctc_losses(
+    op: OpDescription,
+    log_probs: Arg,
+    targets: Arg,
+    input_lengths: Any,
+    target_lengths: Any,
+    *rest: Any,
+) -> None:
     op.out = [("n",)]
-    if log_probs.ndim != 3 or targets.ndim != 2:  # one sequence, or the targets of all joined together
+    if (
+        log_probs.ndim != 3 or targets.ndim != 2
+    ):  # one sequence, or the targets of all joined together
         op.out = [(None,) * (log_probs.ndim - 2)]
         return
     op.set(log_probs, (None, "n", None))
@@ -96,8 +169,13 @@ def _ctc_losses(op: OpDescription, log_probs: Arg, targets: Arg, input_lengths: 
     def local(split: LocalContext) -> Callable[..., Tensor]:
         offset, n = split.box("n")
 
-        def run(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any) -> Tensor:
-            mine = [a if isinstance(a, Tensor) else tuple(a)[offset : offset + n] for a in (input_lengths, target_lengths)]
+        def run(
+            log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any
+        ) -> Tensor:
+            mine = [
+                a if isinstance(a, Tensor) else tuple(a)[offset : offset + n]
+                for a in (input_lengths, target_lengths)
+            ]
             return ctc_losses(log_probs, targets, *mine, *rest)
 
         return run
@@ -112,7 +190,8 @@ def _ctc(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 
 def _reduced_ctc(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1, zero_infinity: bool = False
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: int = 1, zero_infinity: bool = False
 ) -> Tensor:  # fmt: skip
     losses = ctc_losses(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     if reduction != 1:
@@ -123,7 +202,7 @@ def _reduced_ctc(
 
 DATA_FREE_VARIANTS[torch.ctc_loss] = _reduced_ctc
 
-# ---------------------------------------------------------------------------------------------------------------- sampling at places
+# ------------------------------------------------------------------------------- sampling at places
 
 
 @rule(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"])
@@ -139,21 +218,29 @@ def _grid_sampler(op: OpDescription, input: Arg, grid: Arg, *args: Any, **kwargs
 def _affine_grid(op: OpDescription, theta: Arg, size: Sequence[int], align_corners: bool) -> None:
     op.set(theta, ("n", None, None))
     op.out, op.linear = [("n", *[None] * (len(size) - 1))], [frozenset([0])]
-    op.local = lambda split: lambda theta, *args, **kwargs: torch.affine_grid_generator(theta, [theta.shape[0], *size[1:]], align_corners)
+    op.local = lambda split: (
+        lambda theta, *args, **kwargs: torch.affine_grid_generator(
+            theta, [theta.shape[0], *size[1:]], align_corners
+        )
+    )
     op.local = skip_when_empty(op)
 
 
-# ---------------------------------------------------------------------------------------------------------------- kernels of layers
+# -------------------------------------------------------------------------------- kernels of layers
 
 
 @rule([torch.batch_norm])
 def _batch_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    op.composite = lambda input, weight, bias, mean, var, *rest: F.batch_norm(input, mean, var, weight, bias, *rest[:3])
+    op.composite = lambda input, weight, bias, mean, var, *rest: F.batch_norm(
+        input, mean, var, weight, bias, *rest[:3]
+    )
 
 
 @rule([torch.instance_norm])
 def _instance_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    op.composite = lambda input, weight, bias, mean, var, *rest: F.instance_norm(input, mean, var, weight, bias, *rest[:3])
+    op.composite = lambda input, weight, bias, mean, var, *rest: F.instance_norm(
+        input, mean, var, weight, bias, *rest[:3]
+    )
 
 
 @rule("native_batch_norm")
@@ -163,23 +250,36 @@ def _native_batch_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 @rule([torch_private.batch_norm_kernel])
 def _batch_norm_kernel(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    op.composite = lambda input, weight, bias, *rest: _normed_batch(input, weight, bias, *(rest if len(rest) == 5 else (None, None, *rest)))
+    op.composite = lambda input, weight, bias, *rest: _normed_batch(
+        input, weight, bias, *(rest if len(rest) == 5 else (None, None, *rest))
+    )
 
 
 def _normed_batch(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, 1 / standard deviation); the last two empty where the running ones are used."""
+    """(result, mean, 1 / standard deviation); the last two empty where the running ones are
+    used."""
     out = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return out, input.new_empty(0), input.new_empty(0)
-    variance, mean = torch.var_mean(input.detach(), [d for d in range(input.ndim) if d != 1], correction=0)
+    variance, mean = torch.var_mean(
+        input.detach(), [d for d in range(input.ndim) if d != 1], correction=0
+    )
     return out, mean, (variance + eps).rsqrt()
 
 
 @rule("native_layer_norm")
-def _native_layer_norm(op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None, bias: Arg | None, eps: float) -> None:
+def _native_layer_norm(
+    op: OpDescription,
+    input: Arg,
+    normalized_shape: Any,
+    weight: Arg | None,
+    bias: Arg | None,
+    eps: float,
+) -> None:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     reduced(op, input, dims, True, None)
     names = op.dims[input.index]
@@ -192,11 +292,23 @@ def _native_layer_norm(op: OpDescription, input: Arg, normalized_shape: Any, wei
 
 
 @rule("native_group_norm")
-def _native_group_norm(op: OpDescription, input: Arg, weight: Arg | None, bias: Arg | None, N: int, C: int, HxW: int, group: int, eps: float) -> None:
+def _native_group_norm(
+    op: OpDescription,
+    input: Arg,
+    weight: Arg | None,
+    bias: Arg | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> None:
     op.set(input, ("n", *[None] * (input.ndim - 1)))
     op.out = [op.dims[input.index], ("n", None), ("n", None)]
     op.local = lambda split: (
-        lambda input, weight, bias, *args, **kwargs: torch.native_group_norm(input, weight, bias, input.shape[0], C, HxW, group, eps)
+        lambda input, weight, bias, *args, **kwargs: torch.native_group_norm(
+            input, weight, bias, input.shape[0], C, HxW, group, eps
+        )
     )
     op.local = skip_when_empty(op)
 
@@ -209,12 +321,16 @@ def _softmax_like(op: OpDescription, x: Arg, dims: tuple[int, ...], *others: Arg
 
 
 @rule(torch_private.softmax_without_rows)
-def _safe_softmax(op: OpDescription, input: Arg, dim: int, dtype: torch.dtype | None = None) -> None:
+def _safe_softmax(
+    op: OpDescription, input: Arg, dim: int, dtype: torch.dtype | None = None
+) -> None:
     _softmax_like(op, input, dims_of(input, dim))
 
 
 @rule(torch_private.softmax_backward)
-def _softmax_backward(op: OpDescription, grad: Arg, output: Arg, dim: int, dtype: torch.dtype) -> None:
+def _softmax_backward(
+    op: OpDescription, grad: Arg, output: Arg, dim: int, dtype: torch.dtype
+) -> None:
     _softmax_like(op, grad, dims_of(grad, dim), output)
 
 
@@ -224,7 +340,7 @@ def _dropout_backward(op: OpDescription, grad: Arg, mask: Arg, scale: float) -> 
     op.out, op.linear = [names], [frozenset([grad.index])]
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 @rule("put")
@@ -235,7 +351,9 @@ def _put(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         raise FormError("in place")
 
 
-def _put_into_copy(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+def _put_into_copy(
+    input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
+) -> Tensor:
     flat, index, source = input.flatten(), index.flatten(), source.flatten()
     index = torch.where(index < 0, index + flat.shape[0], index)
     out = flat.index_add(0, index, source) if accumulate else flat.index_copy(0, index, source)
@@ -256,7 +374,7 @@ def _filled(input: Tensor, value: Any) -> Tensor:
 rule([torch.Tensor.item])(lambda op, input: setattr(op, "composite", lambda input: input.item()))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a head and its loss, in chunks
+# ------------------------------------------------------------------- a head and its loss, in chunks
 
 #: Newer than the oldest torch that works here: without it these lists are empty.
 _heads = [f for f in (vars(F).get("linear_cross_entropy"),) if f is not None]
@@ -265,10 +383,15 @@ _bodies = [python_body(f) for f in _heads]
 
 @rule(_heads)
 def _linear_cross_entropy(
-    op: OpDescription, input: Arg, linear_weight: Arg, target: Arg, *, linear_bias: Arg | None = None, weight: Arg | None = None, reduction: str = "mean",
+    op: OpDescription, input: Arg, linear_weight: Arg, target: Arg, *,
+    linear_bias: Arg | None = None, weight: Arg | None = None, reduction: str = "mean",
     ignore_index: int | None = None, label_smoothing: float = 0.0, options: Any = None,
 ) -> None:  # fmt: skip
-    simple = input.ndim == linear_weight.ndim == 2 and target.dtype == torch.int64 and not label_smoothing
+    simple = (
+        input.ndim == linear_weight.ndim == 2
+        and target.dtype == torch.int64
+        and not label_smoothing
+    )
     if options is None or not simple or linear_weight.is_split(0):
         # Without chunks: logits that lie on several ranks are not made at once by any.
         op.composite = lambda *args, options=None, **kwargs: _bodies[0](*args, **kwargs)  # type: ignore[misc]
@@ -282,10 +405,19 @@ def _linear_cross_entropy(
 
 
 def _reduced_linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, weight: Tensor | None = None,
+    reduction: str = "mean", ignore_index: int | None = None,
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    losses = _heads[0](input, linear_weight, target, weight=weight, reduction="none", ignore_index=ignore_index, **kwargs)
+    losses = _heads[0](
+        input,
+        linear_weight,
+        target,
+        weight=weight,
+        reduction="none",
+        ignore_index=ignore_index,
+        **kwargs,
+    )
     if reduction == "sum":
         return losses.sum()
     counts = target != (-100 if ignore_index is None else ignore_index)
@@ -294,12 +426,20 @@ def _reduced_linear_cross_entropy(
     return losses.sum() / torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------- products of groups
+# ------------------------------------------------------------------------------- products of groups
 
 
 @rule(torch_private.grouped_mm)
-def _grouped_mm(op: OpDescription, mat_a: Arg, mat_b: Arg, offs: Arg | None = None, bias: Arg | None = None, out_dtype: Any = None) -> None:
-    """Rows in groups that end at ``offs``, each with a matrix of its own (mixtures of experts); or stacks of as many matrices."""
+def _grouped_mm(
+    op: OpDescription,
+    mat_a: Arg,
+    mat_b: Arg,
+    offs: Arg | None = None,
+    bias: Arg | None = None,
+    out_dtype: Any = None,
+) -> None:
+    """Rows in groups that end at ``offs``, each with a matrix of its own (mixtures of experts); or
+    stacks of as many matrices."""
     if mat_a.ndim == mat_b.ndim == 3 and bias is None:
         op.set(mat_a, ("g", None, None))
         op.set(mat_b, ("g", None, None))

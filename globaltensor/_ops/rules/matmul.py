@@ -1,4 +1,5 @@
-"""Products: a contracted dim that is split gives a partial sum, and products are linear in each operand by itself."""
+"""Products: a contracted dim that is split gives a partial sum, and products are linear in each
+operand by itself."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ __all__ = ["product"]
 
 
 def product(
-    op: OpDescription, names: Sequence[Sequence[Factor | None]], factors: Sequence[Arg], out: Sequence[Factor | None], addend: Arg | None = None
+    op: OpDescription,
+    names: Sequence[Sequence[Factor | None]],
+    factors: Sequence[Arg],
+    out: Sequence[Factor | None],
+    addend: Arg | None = None,
 ) -> None:
-    """Describe a product of ``factors`` with these dims, to which ``addend`` may be added: what the result lacks is summed."""
+    """Describe a product of ``factors`` with these dims, to which ``addend`` may be added: what the
+    result lacks is summed."""
     for a, dims in zip(factors, names, strict=True):
         op.set(a, dims)
     op.out = [tuple(out)]
@@ -33,14 +39,21 @@ def product(
     op.linear = [frozenset(g) for g in groups]
 
 
-def _aligned(addend: Arg, factors: Sequence[Arg], names: Sequence[Sequence[Factor | None]], out: Sequence[Factor | None]) -> Dims:
+def _aligned(
+    addend: Arg,
+    factors: Sequence[Arg],
+    names: Sequence[Sequence[Factor | None]],
+    out: Sequence[Factor | None],
+) -> Dims:
     """Dims of an addend that broadcasts to the result."""
     sizes: dict[Factor | None, int] = {}
     for a, dims in zip(factors, names, strict=True):
         for f, n in zip(dims, a.shape, strict=True):
             sizes[f] = max(n, sizes.get(f, 0)) if n else 0
     named = out[len(out) - addend.ndim :]
-    return tuple(f if n == sizes.get(f, 1) else None for f, n in zip(named, addend.shape, strict=True))
+    return tuple(
+        f if n == sizes.get(f, 1) else None for f, n in zip(named, addend.shape, strict=True)
+    )
 
 
 def _matmul(op: OpDescription, a: Arg, b: Arg) -> None:
@@ -51,7 +64,9 @@ def _matmul(op: OpDescription, a: Arg, b: Arg) -> None:
     product(op, [(*first, *rows, "k"), (*second, "k", *columns)], [a, b], (*lead, *rows, *columns))
 
 
-rule(["matmul", "mm", "bmm", "mv", "dot", "vdot"])(lambda op, *args, **kwargs: _matmul(op, *_pair(args, kwargs)))
+rule(["matmul", "mm", "bmm", "mv", "dot", "vdot"])(
+    lambda op, *args, **kwargs: _matmul(op, *_pair(args, kwargs))
+)
 rule("rmatmul")(lambda op, a, b: _matmul(op, b, a))
 
 
@@ -68,11 +83,16 @@ def _inner(op: OpDescription, input: Arg, other: Arg) -> None:
         (first, second), out = align([input.shape, other.shape])
         product(op, [first, second], [input, other], out)
         return
-    first, second = tuple(("a", d) for d in range(input.ndim - 1)), tuple(("b", d) for d in range(other.ndim - 1))
+    first, second = (
+        tuple(("a", d) for d in range(input.ndim - 1)),
+        tuple(("b", d) for d in range(other.ndim - 1)),
+    )
     product(op, [(*first, "k"), (*second, "k")], [input, other], (*first, *second))
 
 
-rule(["outer", "ger"])(lambda op, *args, **kwargs: product(op, ["m", "n"], _pair(args, kwargs), ("m", "n")))
+rule(["outer", "ger"])(
+    lambda op, *args, **kwargs: product(op, ["m", "n"], _pair(args, kwargs), ("m", "n"))
+)
 
 
 def _added(name: str, names: Sequence[str], out: str) -> None:
@@ -81,10 +101,22 @@ def _added(name: str, names: Sequence[str], out: str) -> None:
     def describe(op: OpDescription, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
         product(op, [tuple(n) for n in names], [first, second], tuple(out), input)
 
-    second_names = {"mat1": "first", "batch1": "first", "vec1": "first", "mat2": "second", "batch2": "second", "vec2": "second", "vec": "second"}
+    second_names = {
+        "mat1": "first",
+        "batch1": "first",
+        "vec1": "first",
+        "mat2": "second",
+        "batch2": "second",
+        "vec2": "second",
+        "vec": "second",
+    }
     if name == "addmv":
         second_names["mat"] = "first"
-    rule(name)(lambda op, *args, **kwargs: describe(op, *args, **{second_names.get(k, k): v for k, v in canonical(kwargs).items()}))
+    rule(name)(
+        lambda op, *args, **kwargs: describe(
+            op, *args, **{second_names.get(k, k): v for k, v in canonical(kwargs).items()}
+        )
+    )
 
 
 _added("addmm", ["mk", "kn"], "mn")
@@ -102,9 +134,17 @@ def _linear(op: OpDescription, input: Arg, weight: Arg, bias: Arg | None = None)
 
 
 @rule("bilinear")
-def _bilinear(op: OpDescription, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> None:
+def _bilinear(
+    op: OpDescription, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None
+) -> None:
     lead = tuple(range(input1.ndim - 1))
-    product(op, [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], [input1, input2, weight], (*lead, "o"), bias)
+    product(
+        op,
+        [(*lead, "i"), (*lead, "j"), ("o", "i", "j")],
+        [input1, input2, weight],
+        (*lead, "o"),
+        bias,
+    )
     op.local = _bilinear_part
 
 
@@ -115,7 +155,12 @@ def _bilinear_part(split: LocalContext) -> Callable[..., Tensor]:
 
     def empty(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         one = None if bias is None else dummy_like(bias, 1)
-        out = connected_zeros(shape, F.bilinear(dummy_like(input1, 1, 1), dummy_like(input2, 1, 1), dummy_like(weight, 1, 1, 1), one))
+        out = connected_zeros(
+            shape,
+            F.bilinear(
+                dummy_like(input1, 1, 1), dummy_like(input2, 1, 1), dummy_like(weight, 1, 1, 1), one
+            ),
+        )
         return out if bias is None else out + bias
 
     return empty
@@ -132,7 +177,9 @@ def _tensordot(op: OpDescription, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) 
     over_a, over_b = [a.dim(d) for d in over_a], [b.dim(d) for d in over_b]
     first: list[Factor | None] = [("a", d) for d in range(a.ndim)]
     second: list[Factor | None] = [("b", d) for d in range(b.ndim)]
-    out = [f for d, f in enumerate(first) if d not in over_a] + [f for d, f in enumerate(second) if d not in over_b]
+    out = [f for d, f in enumerate(first) if d not in over_a] + [
+        f for d, f in enumerate(second) if d not in over_b
+    ]
     for i, (x, y) in enumerate(zip(over_a, over_b, strict=True)):
         same = a.shape[x] == b.shape[y]  # else one of them is 1 and is stretched
         first[x], second[y] = (("k", i), ("k", i)) if same else (None, None)
@@ -152,7 +199,8 @@ def _chain(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 @rule("kron")
 def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     n = max(input.ndim, other.ndim)
-    # Rows of the result are groups, one for each row of the first operand; within a group nothing can be split in place.
+    # Rows of the result are groups, one for each row of the first operand; within a group nothing
+    # can be split in place.
     op.set(input, tuple(range(n - input.ndim, n)))
     op.out = [tuple(range(n))]
     missing = range(n - input.ndim)
@@ -164,7 +212,7 @@ def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     op.linear = [frozenset([input.index]), frozenset([other.index])]
 
 
-# ---------------------------------------------------------------------------------------------------------------- einsum
+# ------------------------------------------------------------------------------------------- einsum
 
 
 @rule([torch.einsum])
@@ -174,7 +222,10 @@ def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
     for a, term in zip(op.args, terms, strict=True):
         for letter, n in zip(term, a.shape, strict=True):
             sizes[letter] = max(n, sizes.get(letter, 1)) if n != 0 else 0
-    names = [tuple(f if n == sizes[f] else None for f, n in zip(term, a.shape, strict=True)) for a, term in zip(op.args, terms, strict=True)]
+    names = [
+        tuple(f if n == sizes[f] else None for f, n in zip(term, a.shape, strict=True))
+        for a, term in zip(op.args, terms, strict=True)
+    ]
     product(op, names, op.args, result)
     # A diagonal: both dims would have to be split alike.
     op.whole = {f for term in terms for f in term if term.count(f) > 1}
@@ -183,7 +234,8 @@ def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
 
 
 def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list[str]]:
-    """The letters of each operand and of the result; the dims of ``...`` are named ``.1``, ``.2``, ... from the right."""
+    """The letters of each operand and of the result; the dims of ``...`` are named ``.1``, ``.2``,
+    ... from the right."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     written = left.split(",")
     if len(written) != len(args):
@@ -199,11 +251,15 @@ def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list
     if arrow:
         before, ellipsis, after = right.partition("...")
         return terms, [*before, *(dots if ellipsis else []), *after]
-    letters = sorted(f for f in {f for t in terms for f in t if not f.startswith(".")} if sum(t.count(f) for t in terms) == 1)
+    letters = sorted(
+        f
+        for f in {f for t in terms for f in t if not f.startswith(".")}
+        if sum(t.count(f) for t in terms) == 1
+    )
     return terms, [*dots, *letters]
 
 
-# ---------------------------------------------------------------------------------------------------------------- vectors
+# ------------------------------------------------------------------------------------------ vectors
 
 
 def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -212,7 +268,9 @@ def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     (first, second), out = align([x.shape, y.shape])
     at = dims_of(_Shape(len(out)), dim)[0]
     product(op, [first, second], [x, y], [f for d, f in enumerate(out) if d != at])
-    if out[at] in op.reduce and not all(len(d) >= len(out) - at and d[at - len(out)] is not None for d in (first, second)):
+    if out[at] in op.reduce and not all(
+        len(d) >= len(out) - at and d[at - len(out)] is not None for d in (first, second)
+    ):
         op.reduce.pop(out[at])
         op.whole = {out[at]}
 
@@ -233,7 +291,9 @@ def _cross(op: OpDescription, x: Arg, y: Arg, dim: int | None) -> None:
     op.out, op.whole = [out], {out[at]}
     op.linear = [frozenset([0]), frozenset([1])]
     # Where no dim is given, torch takes the first of size 3: of the whole tensor, not of this part.
-    op.local = lambda split: lambda *args, **kwargs: torch.linalg.cross(*operands(args, kwargs), dim=at - len(out))
+    op.local = lambda split: (
+        lambda *args, **kwargs: torch.linalg.cross(*operands(args, kwargs), dim=at - len(out))
+    )
 
 
 register(torch.linalg.cross, lambda op, input, other, *, dim=-1: _cross(op, input, other, dim))

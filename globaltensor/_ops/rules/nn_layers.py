@@ -22,7 +22,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x normalised over ``dims``, mean, biased variance), whatever is split; narrow types are computed in single precision."""
+    """(x normalised over ``dims``, mean, biased variance), whatever is split; narrow types are
+    computed in single precision."""
     x = reduce_partials(x.float() if x.dtype in _HALF else x)
     mean = reduce_partials(x.mean(dims, keepdim=True))
     off = x - mean
@@ -30,7 +31,9 @@ def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tens
     return off * (variance + eps).rsqrt(), mean, variance
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _scaled(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], dtype: torch.dtype
+) -> Tensor:
     if weight is not None:
         x = x * weight.reshape(shape)
     if bias is not None:
@@ -38,10 +41,12 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[i
     return x.to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- layer and rms norm
+# ------------------------------------------------------------------------------- layer and rms norm
 
 
-def _over_last(op: OpDescription, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any) -> None:
+def _over_last(
+    op: OpDescription, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any
+) -> None:
     """Normalisation over the last dims: whole, or written with global ops where one is split."""
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     reduced(op, input, dims, True, None)
@@ -55,24 +60,45 @@ def _over_last(op: OpDescription, input: Arg, shape: Any, split: Callable[..., T
 
 @rule([F.layer_norm, torch.layer_norm])
 def _layer_norm(
-    op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any
+    op: OpDescription,
+    input: Arg,
+    normalized_shape: Any,
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
 ) -> None:
     shape = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
     _over_last(op, input, shape, _split_layer_norm, weight, bias)
 
 
-def _split_layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+def _split_layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     out, _, _ = _centred(input, dims, eps)
     return _scaled(out, weight, bias, list(normalized_shape), input.dtype)
 
 
 @rule([F.rms_norm, torch.rms_norm])
-def _rms_norm(op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None = None, eps: float | None = None) -> None:
+def _rms_norm(
+    op: OpDescription,
+    input: Arg,
+    normalized_shape: Any,
+    weight: Arg | None = None,
+    eps: float | None = None,
+) -> None:
     _over_last(op, input, normalized_shape, _split_rms_norm, weight)
 
 
-def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _split_rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     x = reduce_partials(input.float() if input.dtype in _HALF else input)
     square = reduce_partials((x * x).mean(dims, keepdim=True))
@@ -80,11 +106,19 @@ def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None 
     return _scaled(out, weight, None, list(normalized_shape), input.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- group and instance norm
+# -------------------------------------------------------------------------- group and instance norm
 
 
 @rule([F.group_norm, torch.group_norm])
-def _group_norm(op: OpDescription, input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
+def _group_norm(
+    op: OpDescription,
+    input: Arg,
+    num_groups: int,
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> None:
     space = tuple(range(2, input.ndim))
     if split_in(input, space):
         op.compose(_split_group_norm)
@@ -103,7 +137,14 @@ def _group_norm(op: OpDescription, input: Arg, num_groups: int, weight: Arg | No
             return torch.group_norm if rest else F.group_norm
         groups = split.ins[input.index].local_shape(split.rank)[1] // size
 
-        def run(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+        def run(
+            input: Tensor,
+            num_groups: int,
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            eps: float = 1e-5,
+            *rest: Any,
+        ) -> Tensor:
             return F.group_norm(input, groups, weight, bias, eps)
 
         return run
@@ -112,7 +153,14 @@ def _group_norm(op: OpDescription, input: Arg, num_groups: int, weight: Arg | No
     op.local = skip_when_empty(op, alike=_group_norm_of_one)
 
 
-def _group_norm_of_one(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+def _group_norm_of_one(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *rest: Any,
+    **more: Any,
+) -> Tensor:
     return F.group_norm(dummy_like(input, 1, 1, 2), 1, *_of_one(weight, bias))
 
 
@@ -121,7 +169,14 @@ def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else dummy_like(t, 1) for t in channels]
 
 
-def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+def _split_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> Tensor:
     n, c, *space = input.shape
     grouped = input.reshape(n, num_groups, c // num_groups, *space)
     out, _, _ = _centred(grouped, tuple(range(2, grouped.ndim)), eps)
@@ -129,12 +184,18 @@ def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = No
 
 
 def _instance_norm(
-    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None,
+    weight: Arg | None = None, bias: Arg | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> None:  # fmt: skip
-    tracked = running_mean is not None and use_input_stats  # buffers are written: the same everywhere
+    tracked = (
+        running_mean is not None and use_input_stats
+    )  # buffers are written: the same everywhere
     space = tuple(range(2, input.ndim))
-    if use_input_stats and (split_in(input, space) or (tracked and (split_in(input, (0, 1)) or _apart(running_mean, running_var)))):
+    if use_input_stats and (
+        split_in(input, space)
+        or (tracked and (split_in(input, (0, 1)) or _apart(running_mean, running_var)))
+    ):
         op.compose(_split_instance_norm)
         return
     op.set(input, (*("n", "c")[: input.ndim], *(("s", d) for d in space)))
@@ -147,14 +208,20 @@ def _instance_norm(
 
 
 def _instance_norm_of_one(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None,
     use_input_stats: bool = True, *rest: Any, **more: Any,
 ) -> Tensor:  # fmt: skip
-    return F.instance_norm(dummy_like(input, 1, 1, 2), *_of_one(running_mean, running_var, weight, bias), use_input_stats)
+    return F.instance_norm(
+        dummy_like(input, 1, 1, 2),
+        *_of_one(running_mean, running_var, weight, bias),
+        use_input_stats,
+    )
 
 
 def _split_instance_norm(
-    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
+    bias: Tensor | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> Tensor:  # fmt: skip
     space = tuple(range(2, input.ndim))
@@ -163,30 +230,45 @@ def _split_instance_norm(
     if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
             _follow(running_mean, mean.detach().mean((0, *space)), momentum)
-            _follow(running_var, variance.detach().mean((0, *space)) * (count / max(1, count - 1)), momentum)
+            _follow(
+                running_var,
+                variance.detach().mean((0, *space)) * (count / max(1, count - 1)),
+                momentum,
+            )
     return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
 
 
 def _apart(*buffers: Arg | None) -> bool:
-    """Whether some buffer that is written lies on several ranks: what a kernel writes into a copy brought together is lost."""
+    """Whether some buffer that is written lies on several ranks: what a kernel writes into a copy
+    brought together is lost."""
     return any(not e.is_broadcast for b in buffers if b is not None for e in b.spec.layout)
 
 
 register(F.instance_norm, _instance_norm)
 
 
-# ---------------------------------------------------------------------------------------------------------------- batch norm
+# --------------------------------------------------------------------------------------- batch norm
 
 
 def _batch_norm(
-    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None,
+    weight: Arg | None = None, bias: Arg | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
     for name, p in (("running_mean", running_mean), ("running_var", running_var)):
-        if p is not None and p.ndim != 1:  # torch's kernels say so, those for meta tensors count elements
-            raise RuntimeError(f"{name} should have one dim of {input.shape[1]} elements, not the shape {list(p.shape)}")
-    if training and (split_in(input, others) or (running_mean is not None and input.is_split(1)) or _apart(running_mean, running_var)):
+        if (
+            p is not None and p.ndim != 1
+        ):  # torch's kernels say so, those for meta tensors count elements
+            raise RuntimeError(
+                f"{name} should have one dim of {input.shape[1]} elements, not the shape "
+                f"{list(p.shape)}"
+            )
+    if training and (
+        split_in(input, others)
+        or (running_mean is not None and input.is_split(1))
+        or _apart(running_mean, running_var)
+    ):
         op.compose(_split_batch_norm)
         return
     names: list[Factor] = ["c" if d == 1 else d for d in range(input.ndim)]
@@ -202,24 +284,31 @@ def _batch_norm(
 
 
 def _batch_norm_of_one(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, *rest: Any, **more: Any,
 ) -> Tensor:  # fmt: skip
-    return F.batch_norm(dummy_like(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training)
+    return F.batch_norm(
+        dummy_like(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training
+    )
 
 
 def _split_batch_norm(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Statistics of the whole batch, wherever its samples are; running statistics stay equal on all ranks."""
+    """Statistics of the whole batch, wherever its samples are; running statistics stay equal on all
+    ranks."""
     others = tuple(d for d in range(input.ndim) if d != 1)
     count = math.prod(input.shape[d] for d in others)
     out, mean, variance = _centred(input, others, eps)
     if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
             _follow(running_mean, mean.detach().reshape(-1), momentum)
-            _follow(running_var, variance.detach().reshape(-1) * (count / max(1, count - 1)), momentum)
+            _follow(
+                running_var, variance.detach().reshape(-1) * (count / max(1, count - 1)), momentum
+            )
     return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
 
 
@@ -237,11 +326,12 @@ def _local_response_norm(op: OpDescription, input: Arg, *args: Any, **kwargs: An
     op.local = skip_when_empty(op, F.local_response_norm)
 
 
-# ---------------------------------------------------------------------------------------------------------------- dropout, activations
+# ----------------------------------------------------------------------------- dropout, activations
 
 
 def _dropout(function: Any, whole: int | None = None) -> None:
-    """Random where it is on; the identity, through which any partial passes, where it is off. ``whole``: dims from here on drop together."""
+    """Random where it is on; the identity, through which any partial passes, where it is off.
+    ``whole``: dims from here on drop together."""
     signature = inspect.signature(function) if inspect.isfunction(function) else None
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +357,8 @@ def _dropout(function: Any, whole: int | None = None) -> None:
 
 
 for _name, _whole in (
-    ("dropout", None), ("alpha_dropout", None), ("dropout1d", 1), ("dropout2d", 2), ("dropout3d", 3), ("feature_dropout", 9), ("feature_alpha_dropout", 9),
+    ("dropout", None), ("alpha_dropout", None), ("dropout1d", 1), ("dropout2d", 2),
+    ("dropout3d", 3), ("feature_dropout", 9), ("feature_alpha_dropout", 9),
 ):  # fmt: skip
     for _where in (F, torch):
         if callable(_f := getattr(_where, _name, None)):
@@ -275,7 +366,14 @@ for _name, _whole in (
 
 
 @rule([F.rrelu, torch.rrelu])
-def _rrelu(op: OpDescription, input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: Any = False) -> None:
+def _rrelu(
+    op: OpDescription,
+    input: Arg,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: Any = False,
+) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.random = [names], bool(training)
@@ -295,7 +393,7 @@ def _prelu(op: OpDescription, input: Arg, weight: Arg) -> None:
         op.set(weight, (1 if input.ndim > 1 else 0,))
 
 
-# ---------------------------------------------------------------------------------------------------------------- recurrent layers
+# --------------------------------------------------------------------------------- recurrent layers
 
 
 def _cell(op: OpDescription, input: Arg, hx: Any, *weights: Any) -> None:
@@ -310,7 +408,8 @@ for _name in ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"):
 
 
 def _recurrent(function: Any) -> None:
-    """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to step, are whole."""
+    """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to
+    step, are whole."""
 
     def describe(op: OpDescription, input: Arg, hx: Any, *rest: Any) -> None:
         if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)

@@ -1,8 +1,10 @@
-"""What an op admits, in index notation (DESIGN §4): factors, and the signatures that follow from them. Pure.
+"""What an op admits, in index notation (DESIGN §4): factors, and the signatures that follow from
+them. Pure.
 
-A rule describes one call by naming its index dimensions, as an einsum does. From these *factors* every signature follows, for each axis of the
-placement: split one factor (operands that have it are split at that dim, the others broadcast; a result without it is partial), or split nothing,
-or pass partial sums through where the op is linear.
+A rule describes one call by naming its index dimensions, as an einsum does. From these *factors*
+every signature follows, for each axis of the placement: split one factor (operands that have it are
+split at that dim, the others broadcast; a result without it is partial), or split nothing, or pass
+partial sums through where the op is linear.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Arg:
         """A dim counted from either end -> from the front. Raises IndexError as torch does."""
         n = max(self.ndim, 1)
         if not -n <= d < n:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})"
+            )
         return d % n
 
     def is_split(self, d: int) -> bool:
@@ -55,7 +59,8 @@ class Arg:
 
 @dataclass(frozen=True)
 class Signature:
-    """One admissible choice on one axis: an entry for each operand and each result; ``factor`` is what is split, if anything."""
+    """One admissible choice on one axis: an entry for each operand and each result; ``factor`` is
+    what is split, if anything."""
 
     ins: tuple[Sbp, ...]
     outs: tuple[Sbp, ...]
@@ -64,7 +69,8 @@ class Signature:
 
 @dataclass
 class LocalContext:
-    """How the chosen signatures lie for one rank: handed to a rule's ``local`` to build the function that runs there."""
+    """How the chosen signatures lie for one rank: handed to a rule's ``local`` to build the
+    function that runs there."""
 
     rank: int
     ins: tuple[Spec, ...]
@@ -76,7 +82,8 @@ class LocalContext:
         return factor in self.factors
 
     def box(self, factor: Factor) -> tuple[int, int]:
-        """(offset, length) of a factor on this rank, in the elements of the first operand dim that has it."""
+        """(offset, length) of a factor on this rank, in the elements of the first operand dim that
+        has it."""
         for spec, dims in zip(self.ins, self.op.dims, strict=True):
             if factor in dims:
                 offsets, lengths = spec.box(self.rank)
@@ -91,7 +98,8 @@ class LocalContext:
 
 @dataclass(frozen=True)
 class Range:
-    """The whole numbers that an operand may hold, from 0 to ``n - 1``, or ``besides``; what PyTorch raises of another, by ``text.format(number)``."""
+    """The whole numbers that an operand may hold, from 0 to ``n - 1``, or ``besides``; what PyTorch
+    raises of another, by ``text.format(number)``."""
 
     n: int
     error: type[Exception]
@@ -103,17 +111,21 @@ class Range:
 class OpDescription:
     """One call, described by its rule.
 
-    ``dims``: for each operand, the factor of each dim (None: the dim is broadcast or must stay whole). ``out``: the same for each result.
-    ``reduce``: kind of partial for each factor that no result has. ``whole``: factors that must not be split.
-    ``linear``: groups of operands that may be partial sums together while the others are broadcast, giving partial results.
-    ``addends``: operands that enter as partial where a contracted factor is split (a bias). ``carries``: any kind of partial passes through.
-    ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None:
-    torch's own).
-    ``composite``: the call is written with other global ops instead. ``whole_call``: the result's shape depends on data, so it runs on whole operands.
-    ``menu``: the signatures on an axis, where they are not just those that follow from the factors. ``traffic``: of a choice, the seconds for which
-    ``local`` itself communicates. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
-    ``exchanges``: factors along which ``local``, where they are split, communicates with the other ranks of the factor: all of these must run it, and
-    its backward, in the same order. ``ranges``: of operands that are indices, what they may hold.
+    ``dims``: for each operand, the factor of each dim (None: the dim is broadcast or must stay
+    whole). ``out``: the same for each result. ``reduce``: kind of partial for each factor that no
+    result has. ``whole``: factors that must not be split. ``linear``: groups of operands that may
+    be partial sums together while the others are broadcast, giving partial results. ``addends``:
+    operands that enter as partial where a contracted factor is split (a bias). ``carries``: any
+    kind of partial passes through. ``scale``: (operand or ``~result``, dim) -> elements of that dim
+    in one element of its factor. ``local``: builds the function a rank runs (None: torch's own).
+    ``composite``: the call is written with other global ops instead. ``whole_call``: the result's
+    shape depends on data, so it runs on whole operands. ``menu``: the signatures on an axis, where
+    they are not just those that follow from the factors. ``traffic``: of a choice, the seconds for
+    which ``local`` itself communicates. ``function``: the torch function called. ``random``: draws
+    random numbers. ``view``: the result aliases operand 0. ``exchanges``: factors along which
+    ``local``, where they are split, communicates with the other ranks of the factor: all of these
+    must run it, and its backward, in the same order. ``ranges``: of operands that are indices, what
+    they may hold.
     """
 
     args: list[Arg]
@@ -127,7 +139,9 @@ class OpDescription:
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
     local: Callable[[LocalContext], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
-    checked: bool = False  # torch's own function looks at the arguments of a composite first, on meta tensors
+    checked: bool = (
+        False  # torch's own function looks at the arguments of a composite first, on meta tensors
+    )
     whole_call: bool = False
     random: bool = False
     view: bool = False
@@ -142,7 +156,8 @@ class OpDescription:
             self.dims = [(None,) * a.ndim for a in self.args]
 
     def compose(self, function: Callable[..., Any]) -> None:
-        """The call is ``function`` of global tensors instead; what torch would refuse, it refuses first, in its own words."""
+        """The call is ``function`` of global tensors instead; what torch would refuse, it refuses
+        first, in its own words."""
         self.composite, self.checked = function, True
 
     def set(self, arg: Arg, dims: Sequence[Factor | None]) -> None:
@@ -159,7 +174,8 @@ class OpDescription:
         return list(seen)
 
     def signatures(self, axis: int) -> Iterator[Signature]:
-        """Every signature on ``axis``, the plainest first. Units are those that the operands come with."""
+        """Every signature on ``axis``, the plainest first. Units are those that the operands come
+        with."""
         return self.derived(axis) if self.menu is None else iter(self.menu(axis))
 
     def derived(self, axis: int) -> Iterator[Signature]:
@@ -170,7 +186,9 @@ class OpDescription:
         for factor in self.factors():
             for unit in self._units(factor, entries):
                 yield self._split(factor, unit)
-        partials = {e for e in entries if e.kind == "partial" and (e.reduce == "sum" or self.carries)}
+        partials = {
+            e for e in entries if e.kind == "partial" and (e.reduce == "sum" or self.carries)
+        }
         for kind in sorted(partials, key=lambda e: e.reduce):
             for group in self.linear:
                 ins = tuple(kind if i in group else broadcast for i in range(len(none)))
@@ -196,12 +214,18 @@ class OpDescription:
             d = dims.index(factor)
             return Sbp("split", d, unit * self.scale.get((which, d), 1))
 
-        ins = tuple(entry(i, dims, partial if contracted and i in self.addends else broadcast) for i, dims in enumerate(self.dims))
-        return Signature(ins, tuple(entry(~i, dims, partial) for i, dims in enumerate(self.out)), factor)
+        ins = tuple(
+            entry(i, dims, partial if contracted and i in self.addends else broadcast)
+            for i, dims in enumerate(self.dims)
+        )
+        return Signature(
+            ins, tuple(entry(~i, dims, partial) for i, dims in enumerate(self.out)), factor
+        )
 
 
 def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims], Dims]:
-    """Factors of broadcasting shapes aligned from the right -> dims of each, and of the result. A dim of size 1 against a larger one has none.
+    """Factors of broadcasting shapes aligned from the right -> dims of each, and of the result. A
+    dim of size 1 against a larger one has none.
 
     >>> align([(5, 1), (1, 6), (6,)])
     ([(('', 2), None), (None, ('', 1)), (('', 1),)], (('', 2), ('', 1)))
@@ -209,21 +233,36 @@ def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims],
     n = max((len(s) for s in shapes), default=0)
     columns = [[s[len(s) - k] for s in shapes if len(s) >= k] for k in range(1, n + 1)]
     sizes = [0 if 0 in column else max(column) for column in columns]
-    every: list[Dims] = [tuple((tag, k) if s[len(s) - k] == sizes[k - 1] else None for k in range(len(s), 0, -1)) for s in shapes]
+    every: list[Dims] = [
+        tuple((tag, k) if s[len(s) - k] == sizes[k - 1] else None for k in range(len(s), 0, -1))
+        for s in shapes
+    ]
     return every, tuple((tag, k) for k in range(n, 0, -1))
 
 
 def parse(notation: str, args: Sequence[Arg | None]) -> tuple[list[Dims], list[Dims], set[Factor]]:
-    """``"... i, o i, o -> ... o"`` for these operands -> (dims of each operand given, dims of each result, whole factors).
+    """``"... i, o i, o -> ... o"`` for these operands -> (dims of each operand given, dims of each
+    result, whole factors).
 
-    A name after ``!`` must not be split. ``...`` stands for leading dims that broadcast. Operands that are None are skipped.
+    A name after ``!`` must not be split. ``...`` stands for leading dims that broadcast. Operands
+    that are None are skipped.
     """
     left, right = (side.split(",") for side in notation.split("->"))
     if len(args) > len(left):
         raise FormError(f"{len(args)} operands for notation {notation!r}")
     whole: set[Factor] = set()
-    patterns = [[t.lstrip("!") for t in term.split() if not (t.startswith("!") and whole.add(t.lstrip("!")))] for term in left]  # type: ignore[func-returns-value]
-    leading = [a.shape[: a.ndim - (len(p) - 1)] if a is not None and "..." in p else () for a, p in zip(args, patterns, strict=False)]
+    patterns = [
+        [
+            t.lstrip("!")
+            for t in term.split()
+            if not (t.startswith("!") and whole.add(t.lstrip("!")))  # type: ignore[func-returns-value]
+        ]
+        for term in left
+    ]
+    leading = [
+        a.shape[: a.ndim - (len(p) - 1)] if a is not None and "..." in p else ()
+        for a, p in zip(args, patterns, strict=False)
+    ]
     ellipsis, whole_ellipsis = align(leading, "...")
     dims: list[Dims] = []
     for a, pattern, lead in zip(args, patterns, ellipsis, strict=False):
@@ -233,7 +272,9 @@ def parse(notation: str, args: Sequence[Arg | None]) -> tuple[list[Dims], list[D
                 named += lead if t == "..." else [t]
             # A dim of size 1 that meets a larger one broadcasts.
             if len(named) != a.ndim:
-                raise FormError(f"operand {a.index} has shape {list(a.shape)}, which does not fit {notation!r}")
+                raise FormError(
+                    f"operand {a.index} has shape {list(a.shape)}, which does not fit {notation!r}"
+                )
             dims.append(tuple(named))
     outs: list[Dims] = []
     for term in right:

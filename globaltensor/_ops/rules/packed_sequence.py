@@ -1,5 +1,6 @@
-"""Packed sequences (torch.nn.utils.rnn): the steps of all sequences in one dim, time first. How many sequences each step has is plain, and on the cpu, as the
-kernels of recurrent layers want it."""
+"""Packed sequences (torch.nn.utils.rnn): the steps of all sequences in one dim, time first. How
+many sequences each step has is plain, and on the cpu, as the kernels of recurrent layers want
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ __all__: list[str] = []
 
 def _plain(counts: Any) -> torch.Tensor:
     """The values of a tensor of counts. Collective where it is global."""
-    return counts if type(counts) is torch.Tensor else torch.tensor(counts.tolist(), dtype=torch.int64)
+    return (
+        counts if type(counts) is torch.Tensor else torch.tensor(counts.tolist(), dtype=torch.int64)
+    )
 
 
 def _places(sizes: torch.Tensor, most: int) -> torch.Tensor:
@@ -31,12 +34,16 @@ def _packed(input: Any, lengths: Any, batch_first: bool) -> Any:
     return steps[: len(sizes)].flatten(0, 1).index_select(0, _places(sizes, steps.shape[1])), sizes
 
 
-def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int) -> Any:
+def _padded(
+    data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
+) -> Any:
     sizes = _plain(batch_sizes)
     meta = torch.empty(data.shape, dtype=data.dtype, device="meta")
     whole, lengths = torch_private.pad_packed(meta, sizes, False, padding_value, total_length)
     time, batch = whole.shape[:2]
-    rows = data.new_full((time * batch, *data.shape[1:]), padding_value).index_copy(0, _places(sizes, batch), data)
+    rows = data.new_full((time * batch, *data.shape[1:]), padding_value).index_copy(
+        0, _places(sizes, batch), data
+    )
     steps = rows.unflatten(0, (time, batch))
     return steps.transpose(0, 1) if batch_first else steps, lengths
 

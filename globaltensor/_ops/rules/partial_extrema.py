@@ -1,4 +1,5 @@
-"""Small global functions that composites are made of: maxima of parts, and values that take their gradient from elsewhere."""
+"""Small global functions that composites are made of: maxima of parts, and values that take their
+gradient from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ from ...sharding.sbp import broadcast, partial_sum
 from .notation import Arg, OpDescription
 from .registry import rule
 
-__all__ = ["AHEAD", "extremum", "extremum_with_gradient", "reduce_partials", "reduce_partials_async", "with_gradient_of"]
+__all__ = [
+    "AHEAD",
+    "extremum",
+    "extremum_with_gradient",
+    "reduce_partials",
+    "reduce_partials_async",
+    "with_gradient_of",
+]
 
 #: What boxing_log() says of a sum that begins before it is needed.
 AHEAD: Final = "settling"
 
 
 def reduce_partials(x: Tensor) -> Tensor:
-    """The same tensor with its partial sums reduced, and every split kept: say so once where a value is used several times."""
+    """The same tensor with its partial sums reduced, and every split kept: say so once where a
+    value is used several times."""
     if has_torch_function((x,)):
         return handle_torch_function(reduce_partials, (x,), x)
     return x
@@ -38,9 +47,12 @@ def _settled(op: OpDescription, x: Arg) -> None:
 
 
 def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
-    """``reduce_partials`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
+    """``reduce_partials`` of a tensor without a gradient, begun now and awaited when the function
+    returned is called: for what is needed later."""
     here = world()
-    if torch_private.function_mode_on():  # a recorder is at work: a program starts what it needs later by itself
+    if (
+        torch_private.function_mode_on()
+    ):  # a recorder is at work: a program starts what it needs later by itself
         return lambda: reduce_partials(x)
     if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
         return lambda: reduce_partials(x)
@@ -52,7 +64,9 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
         return lambda: reduce_partials(x)
     log.record_boxing(route, AHEAD)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
-    handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(local.view(-1), "sum")
+    handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(
+        local.view(-1), "sum"
+    )
 
     def wait() -> Tensor:
         handle.wait()
@@ -62,7 +76,8 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
 
 
 def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
-    """Largest or smallest element over ``dims``, without a gradient; of no elements, the identity of the reduction."""
+    """Largest or smallest element over ``dims``, without a gradient; of no elements, the identity
+    of the reduction."""
     if has_torch_function((x,)):
         return handle_torch_function(extremum, (x,), x, dims, keepdim, largest)
     x = x.detach()
@@ -85,7 +100,9 @@ def identity(dtype: torch.dtype, largest: bool) -> float | int | bool:
 
 
 @rule(extremum)
-def _extremum(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: bool) -> None:
+def _extremum(
+    op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: bool
+) -> None:
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
@@ -94,10 +111,16 @@ def _extremum(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, l
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool
+    ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.dims, ctx.keepdim = dims, keepdim
-        return value.clone() if keepdim else value.reshape([n for d, n in enumerate(value.shape) if d not in dims]).clone()
+        return (
+            value.clone()
+            if keepdim
+            else value.reshape([n for d, n in enumerate(value.shape) if d not in dims]).clone()
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -109,15 +132,22 @@ class _Carry(torch.autograd.Function):
         return None, grad * weight, None, None, None
 
 
-def with_gradient_of(value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No rounding touches the value."""
+def with_gradient_of(
+    value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool
+) -> Tensor:
+    """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No
+    rounding touches the value."""
     if has_torch_function((value, x, weight)):
-        return handle_torch_function(with_gradient_of, (value, x, weight), value, x, weight, dims, keepdim)
+        return handle_torch_function(
+            with_gradient_of, (value, x, weight), value, x, weight, dims, keepdim
+        )
     return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @rule(with_gradient_of)
-def _carry(op: OpDescription, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool) -> None:
+def _carry(
+    op: OpDescription, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool
+) -> None:
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.set(weight, names)
@@ -128,8 +158,11 @@ def _carry(op: OpDescription, value: Arg, x: Arg, weight: Arg, dims: tuple[int, 
     op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
 
 
-def extremum_with_gradient(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
-    """The largest (smallest) element over ``dims``, exact wherever they are split; its gradient is shared evenly among equals, as torch does."""
+def extremum_with_gradient(
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool
+) -> Tensor:
+    """The largest (smallest) element over ``dims``, exact wherever they are split; its gradient is
+    shared evenly among equals, as torch does."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return extremum(x, dims, keepdim, largest)
     x = reduce_partials(x)

@@ -1,4 +1,5 @@
-"""Functions that draw from given probabilities: each element, or each row, by itself. Their numbers come from the op's own stream."""
+"""Functions that draw from given probabilities: each element, or each row, by itself. Their numbers
+come from the op's own stream."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def _elementwise(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.out, op.random = [result], True
 
 
-# By function, not by name: bernoulli_ fills its tensor with the numbers of one device, which is another thing.
+# By function, not by name: bernoulli_ fills its tensor with the numbers of one device, which is
+# another thing.
 rule([torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.binomial])(_elementwise)
 
 

@@ -1,4 +1,5 @@
-"""Reductions over dims: sums and their kin give partial results, maxima exact ones, and what needs a whole dim keeps it whole."""
+"""Reductions over dims: sums and their kin give partial results, maxima exact ones, and what needs
+a whole dim keeps it whole."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ __all__ = ["amax", "has_split"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sums
+# --------------------------------------------------------------------------------------------- sums
 
 
 def _sum(names: str, kind: str, linear: bool = False) -> None:
-    def describe(op: OpDescription, input: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> None:
+    def describe(
+        op: OpDescription, input: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any
+    ) -> None:
         reduced(op, input, dims_of(input, dim), keepdim, kind)
         if linear:
             op.linear = [frozenset([0])]
@@ -38,13 +41,19 @@ _sum("nansum count_nonzero", "sum")
 # Of no elements, `any` is false and `all` is true: what an empty part must say.
 _sum("any", "max")
 _sum("all", "min")
-rule(torch_private.is_any_true)(lambda op, input: reduced(op, input, dims_of(input, None), False, "max"))
-rule(torch_private.is_all_true)(lambda op, input: reduced(op, input, dims_of(input, None), False, "min"))
+rule(torch_private.is_any_true)(
+    lambda op, input: reduced(op, input, dims_of(input, None), False, "max")
+)
+rule(torch_private.is_all_true)(
+    lambda op, input: reduced(op, input, dims_of(input, None), False, "min")
+)
 
 
 @rule("mean")
 def _mean(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
+    def describe(
+        input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> None:
         dims = dims_of(input, dim)
         reduced(op, input, dims, keepdim, "sum")
         op.linear = [frozenset([0])]
@@ -54,8 +63,12 @@ def _mean(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         def local(split: LocalContext) -> Callable[..., Tensor]:
             if not any(split.is_split(d) for d in dims):
                 return torch.mean
-            if kind in _HALF:  # the sum of many small numbers may be too large for the type, their mean is not
-                return lambda *a, **k: (operands(a, k)[0].sum(dims, keepdim, dtype=torch.float32) / count).to(kind)
+            if (
+                kind in _HALF
+            ):  # the sum of many small numbers may be too large for the type, their mean is not
+                return lambda *a, **k: (
+                    operands(a, k)[0].sum(dims, keepdim, dtype=torch.float32) / count
+                ).to(kind)
             return lambda *a, **k: operands(a, k)[0].sum(dims, keepdim, dtype=dtype) / count
 
         op.local = local
@@ -84,7 +97,9 @@ def _whole_dims(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 
 @composite("nanmean", lambda *a, **k: _over_split(*a, **canonical(k)))
-def _nanmean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _nanmean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     dims = dims_of(input, dim)
     return input.nansum(dims, keepdim, dtype=dtype) / input.isnan().logical_not().sum(dims, keepdim)
 
@@ -93,12 +108,21 @@ def _over_split(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
     return split_in(input, dims_of(input, dim))
 
 
-# ---------------------------------------------------------------------------------------------------------------- variance
+# ----------------------------------------------------------------------------------------- variance
 
 
 def _moments(name: str, results: int) -> None:
-    def describe(op: OpDescription, input: Arg, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **kwargs: Any) -> None:
-        dim = None if isinstance(dim, bool) else dim  # the second argument of the form without dims is `unbiased`
+    def describe(
+        op: OpDescription,
+        input: Arg,
+        dim: Any = None,
+        unbiased: Any = True,
+        keepdim: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        dim = (
+            None if isinstance(dim, bool) else dim
+        )  # the second argument of the form without dims is `unbiased`
         reduced(op, input, dims_of(input, dim), keepdim, None, results)
         op.local = skip_when_empty(op, getattr(torch, name))  # torch warns of a variance of nothing
 
@@ -114,8 +138,11 @@ def _split_variance(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> b
     return split_in(input, dims_of(input, None if isinstance(dim, bool) else dim))
 
 
-def _variance(input: Tensor, dim: Any, unbiased: bool, keepdim: bool, correction: float | None) -> tuple[Tensor, Tensor]:
-    """(variance, mean), exact on parts of any size: the mean first, then the squares of what differs from it."""
+def _variance(
+    input: Tensor, dim: Any, unbiased: bool, keepdim: bool, correction: float | None
+) -> tuple[Tensor, Tensor]:
+    """(variance, mean), exact on parts of any size: the mean first, then the squares of what
+    differs from it."""
     input, dims = reduce_partials(input), dims_of(input, dim)
     count = math.prod(input.shape[d] for d in dims)
     less = correction if correction is not None else float(bool(unbiased))
@@ -127,7 +154,14 @@ def _variance(input: Tensor, dim: Any, unbiased: bool, keepdim: bool, correction
 
 
 def _variance_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    def bind(input: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> tuple[Tensor, Tensor]:
+    def bind(
+        input: Tensor,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         return _variance(input, dim, unbiased, keepdim, correction)
@@ -139,7 +173,11 @@ def _root(variance: Tensor) -> Tensor:
     # Where the variance is zero, torch's std has a gradient of zero, not of infinity.
     flat = reduce_partials(variance)
     zero = flat == 0
-    return torch.where(zero, flat, torch.where(zero, 1.0, flat).sqrt()) if variance.requires_grad else flat.sqrt()
+    return (
+        torch.where(zero, flat, torch.where(zero, 1.0, flat).sqrt())
+        if variance.requires_grad
+        else flat.sqrt()
+    )
 
 
 composite("var", _split_variance)(lambda *a, **k: _variance_of(a, k)[0])
@@ -153,7 +191,7 @@ def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _root(variance), mean
 
 
-# ---------------------------------------------------------------------------------------------------------------- maxima
+# ------------------------------------------------------------------------------------------- maxima
 
 
 def _extremes(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -184,22 +222,30 @@ composite("amin", has_split)(amax(False))
 
 
 @rule("aminmax")
-def _aminmax(op: OpDescription, input: Arg, *, dim: int | None = None, keepdim: bool = False) -> None:
+def _aminmax(
+    op: OpDescription, input: Arg, *, dim: int | None = None, keepdim: bool = False
+) -> None:
     reduced(op, input, dims_of(input, dim), keepdim, None, results=2)
 
 
 @composite("aminmax", has_split)
 def _aminmax_split(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    return torch.return_types.aminmax((input.amin(dims_of(input, dim), keepdim), input.amax(dims_of(input, dim), keepdim)))
+    return torch.return_types.aminmax(
+        (input.amin(dims_of(input, dim), keepdim), input.amax(dims_of(input, dim), keepdim))
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- a whole dim
+# -------------------------------------------------------------------------------------- a whole dim
 
 
-def _along(names: str, results: int = 1, default: int | None = None, reduces: bool = False, at: int = 1) -> None:
-    """Functions that work along one dim, which must be whole; ``at``: the position of `dim` among the arguments.
+def _along(
+    names: str, results: int = 1, default: int | None = None, reduces: bool = False, at: int = 1
+) -> None:
+    """Functions that work along one dim, which must be whole; ``at``: the position of `dim` among
+    the arguments.
 
-    ``reduces``: the dim vanishes. ``default``: the dim where none is given; None: all elements at once, one result.
+    ``reduces``: the dim vanishes. ``default``: the dim where none is given; None: all elements at
+    once, one result.
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -221,19 +267,35 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
 _along("mode", results=2, default=-1, reduces=True)
 
 
-def _quantile(op: OpDescription, function: Any, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:
+def _quantile(
+    op: OpDescription,
+    function: Any,
+    input: Arg,
+    q: Any,
+    dim: int | None = None,
+    keepdim: bool = False,
+    **kwargs: Any,
+) -> None:
     reduced(op, input, dims_of(input, dim), keepdim, None)
     if isinstance(q, Arg) and q.ndim:  # one result for each q, in front
         op.out = [(None, *op.out[0])]
     op.local = skip_when_empty(op, function)
 
 
-rule("quantile")(lambda op, *args, **kwargs: _quantile(op, torch.quantile, *args, **canonical(kwargs)))
-rule("nanquantile")(lambda op, *args, **kwargs: _quantile(op, torch.nanquantile, *args, **canonical(kwargs)))
+rule("quantile")(
+    lambda op, *args, **kwargs: _quantile(op, torch.quantile, *args, **canonical(kwargs))
+)
+rule("nanquantile")(
+    lambda op, *args, **kwargs: _quantile(op, torch.nanquantile, *args, **canonical(kwargs))
+)
 
 
-rule(["trapezoid", "trapz"])(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, False))
-rule("cumulative_trapezoid")(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, True))
+rule(["trapezoid", "trapz"])(
+    lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, False)
+)
+rule("cumulative_trapezoid")(
+    lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, True)
+)
 
 
 def _trapezoid(op: OpDescription, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
@@ -243,11 +305,19 @@ def _trapezoid(op: OpDescription, y: Arg, x: Arg | None, dim: int, keepdim: bool
         if x.ndim not in (1, y.ndim):
             raise FormError("x must have one dim, or those of y")
         if x.ndim == y.ndim and x.shape != y.shape:
-            op.set(x, [f if a == b else None for f, a, b in zip(op.dims[y.index], x.shape, y.shape, strict=True)])
+            op.set(
+                x,
+                [
+                    f if a == b else None
+                    for f, a, b in zip(op.dims[y.index], x.shape, y.shape, strict=True)
+                ],
+            )
 
 
 @rule("gradient")
-def _gradient(op: OpDescription, input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> None:
+def _gradient(
+    op: OpDescription, input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1
+) -> None:
     reduced(op, input, dims_of(input, dim), True, None)
     op.out = [op.dims[input.index]]
 

@@ -1,7 +1,9 @@
-"""The table of rules: torch function -> rule. One declaration serves every spelling (function, method, operator, in-place).
+"""The table of rules: torch function -> rule. One declaration serves every spelling (function,
+method, operator, in-place).
 
-What follows from rules is kept in many places: plans in each thread, programs in each graph, candidates of the search. A rule may be declared at any time, by
-any thread, so these places are a `Derived`, or look at ``RULES.version``.
+What follows from rules is kept in many places: plans in each thread, programs in each graph,
+candidates of the search. A rule may be declared at any time, by any thread, so these places are a
+`Derived`, or look at ``RULES.version``.
 """
 
 from __future__ import annotations
@@ -18,23 +20,49 @@ import torch
 from ..._base.torch_private import spellings_of_operator
 from .notation import Arg, OpDescription, align, parse
 
-__all__ = ["DATA_FREE_VARIANTS", "RULES", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of", "spellings_of"]
+__all__ = [
+    "DATA_FREE_VARIANTS",
+    "RULES",
+    "Derived",
+    "Rule",
+    "Rules",
+    "composite",
+    "flatten_args",
+    "pointwise",
+    "rule",
+    "rule_of",
+    "spellings_of",
+]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
-SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
+SPACES = (
+    torch.Tensor,
+    torch,
+    torch.nn.functional,
+    torch.special,
+    torch.linalg,
+    torch.fft,
+    torch.functional,
+)
 DUNDERS = {
-    "add": ("add", "radd"), "sub": ("sub",), "mul": ("mul", "rmul"), "div": ("truediv", "div"), "pow": ("pow",), "matmul": ("matmul",),
-    "eq": ("eq",), "ne": ("ne",), "lt": ("lt",), "le": ("le",), "gt": ("gt",), "ge": ("ge",), "neg": ("neg",), "abs": ("abs",),
-    "bitwise_not": ("invert",), "bitwise_and": ("and", "rand"), "bitwise_or": ("or", "ror"), "bitwise_xor": ("xor", "rxor"),
-    "remainder": ("mod",), "floor_divide": ("floordiv",), "bitwise_left_shift": ("lshift",), "bitwise_right_shift": ("rshift",),
-    "rsub": ("rsub",), "rdiv": ("rtruediv", "rdiv"), "rpow": ("rpow",), "rfloordiv": ("rfloordiv",), "rmod": ("rmod",),
+    "add": ("add", "radd"), "sub": ("sub",), "mul": ("mul", "rmul"), "div": ("truediv", "div"),
+    "pow": ("pow",), "matmul": ("matmul",),
+    "eq": ("eq",), "ne": ("ne",), "lt": ("lt",), "le": ("le",), "gt": ("gt",), "ge": ("ge",),
+    "neg": ("neg",), "abs": ("abs",),
+    "bitwise_not": ("invert",), "bitwise_and": ("and", "rand"), "bitwise_or": ("or", "ror"),
+    "bitwise_xor": ("xor", "rxor"),
+    "remainder": ("mod",), "floor_divide": ("floordiv",), "bitwise_left_shift": ("lshift",),
+    "bitwise_right_shift": ("rshift",),
+    "rsub": ("rsub",), "rdiv": ("rtruediv", "rdiv"), "rpow": ("rpow",), "rfloordiv": ("rfloordiv",),
+    "rmod": ("rmod",),
     "rmatmul": ("rmatmul",), "rlshift": ("rlshift",), "rrshift": ("rrshift",),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a function admits. ``describe(op, *args, **kwargs)`` fills an Op; tensors among the arguments are ``Arg``s."""
+    """What a function admits. ``describe(op, *args, **kwargs)`` fills an Op; tensors among the
+    arguments are ``Arg``s."""
 
     name: str
     describe: Callable[..., None]
@@ -73,7 +101,8 @@ class Rules(dict[Any, Rule]):
 
 
 class Derived:
-    """A cache of what follows from rules. It is emptied when one is declared, in whichever thread that happens."""
+    """A cache of what follows from rules. It is emptied when one is declared, in whichever thread
+    that happens."""
 
     __slots__ = ("__weakref__", "found")
 
@@ -83,7 +112,8 @@ class Derived:
             _DERIVED.add(self)
 
     def keep(self, key: Any, value: Any, version: int, most: int) -> None:
-        """Keep what was found by the rules of ``version``, unless there are others by now. Of more than ``most`` entries all are forgotten."""
+        """Keep what was found by the rules of ``version``, unless there are others by now. Of more
+        than ``most`` entries all are forgotten."""
         with _changing:
             if version == RULES.version:
                 if len(self.found) >= most:
@@ -93,18 +123,25 @@ class Derived:
 
 RULES = Rules()
 
-#: Functions that look at values before they compute -> the same without a look, of plain tensors too: a graph that is being captured has no values.
+#: Functions that look at values before they compute -> the same without a look, of plain tensors
+#: too: a graph that is being captured has no values.
 DATA_FREE_VARIANTS: dict[Any, Callable[..., Any]] = {}
 
 
 def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
-    """The rule of a call; that of an in-place op where the call says ``inplace=True`` (``F.relu`` and its like)."""
+    """The rule of a call; that of an in-place op where the call says ``inplace=True`` (``F.relu``
+    and its like)."""
     found = RULES.get(func)
-    return dataclasses.replace(found, inplace=True) if found is not None and kwargs.get("inplace") is True else found
+    return (
+        dataclasses.replace(found, inplace=True)
+        if found is not None and kwargs.get("inplace") is True
+        else found
+    )
 
 
 def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
-    """Every torch function that ``name`` stands for, and whether it writes into its first operand."""
+    """Every torch function that ``name`` stands for, and whether it writes into its first
+    operand."""
     found: list[tuple[Any, bool]] = []
     for space in SPACES:
         for n, inplace in ((name, False), (name + "_", True)):
@@ -112,12 +149,17 @@ def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
             if callable(f):
                 found.append((f, inplace))
     for d in DUNDERS.get(name, ()):
-        found += [(f, i) for n, i in ((f"__{d}__", False), (f"__i{d}__", True)) if callable(f := getattr(torch.Tensor, n, None))]
+        found += [
+            (f, i)
+            for n, i in ((f"__{d}__", False), (f"__i{d}__", True))
+            if callable(f := getattr(torch.Tensor, n, None))
+        ]
     return found
 
 
 def spellings_of(target: str | Callable[..., Any]) -> list[tuple[Any, bool]]:
-    """Return every function that a rule's target stands for, and whether it writes into its first operand."""
+    """Return every function that a rule's target stands for, and whether it writes into its first
+    operand."""
     operators = spellings_of_operator(target)
     if operators:
         return [(operator, False) for operator in operators]
@@ -132,11 +174,13 @@ def rule(
     addends: Sequence[int] = (),
     scalars: bool = False,
 ) -> Any:
-    """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``OpDescription``.
+    """Say what a function admits; in one line by index notation, or as a decorator over a function
+    that fills an ``OpDescription``.
 
-    ``target``: a torch function, or a name (all its spellings), an operator made with torch.library, or several. ``notation``: see ``notation.parse``;
-    ``linear`` and ``addends`` are positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are captured again at their next
-    call, so every rank declares the same rules between the same calls.
+    ``target``: a torch function, or a name (all its spellings), an operator made with
+    torch.library, or several. ``notation``: see ``notation.parse``; ``linear`` and ``addends`` are
+    positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are
+    captured again at their next call, so every rank declares the same rules between the same calls.
 
     >>> import torch
     >>> _ = rule(torch.chain_matmul, "m k, k n -> m n", linear=[[0], [1]])
@@ -145,21 +189,32 @@ def rule(
         text = notation
 
         def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-            operands = [o for a in (*args, *kwargs.values()) for o in (flatten_args(a) if a is not None else [None])]
+            operands = [
+                o
+                for a in (*args, *kwargs.values())
+                for o in (flatten_args(a) if a is not None else [None])
+            ]
             while operands and operands[-1] is None:
                 operands.pop()
             op.dims, op.out, op.whole = parse(text, operands)
             op.linear = [frozenset(g) for g in linear if max(g) < len(op.args)]
             op.addends = frozenset(i for i in addends if i < len(op.args))
             names = {f for dims in op.dims for f in dims if f is not None}
-            op.reduce = dict.fromkeys(names - {f for dims in op.out for f in dims} - op.whole, "sum")
+            op.reduce = dict.fromkeys(
+                names - {f for dims in op.out for f in dims} - op.whole, "sum"
+            )
 
         return rule(target, scalars=scalars)(describe)
 
     def declare(describe: Callable[..., None]) -> Callable[..., None]:
         for t in [target] if isinstance(target, str) or callable(target) else target:
             for f, inplace in spellings_of(t):
-                RULES[f] = Rule(t if isinstance(t, str) else getattr(f, "__name__", str(t)), describe, scalars, inplace)
+                RULES[f] = Rule(
+                    t if isinstance(t, str) else getattr(f, "__name__", str(t)),
+                    describe,
+                    scalars,
+                    inplace,
+                )
         return describe
 
     return declare
@@ -179,9 +234,10 @@ def flatten_args(value: Any) -> list[Arg]:
 def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int = 1) -> None:
     """Declare functions that work element by element, broadcasting.
 
-    ``linear``: "" not linear; "each" in each operand by itself (a product); "first" in the first only (a quotient); "joint" in all tensor operands
-    together, where no plain number is added (a sum); "rest" in all but the first together (a choice by a mask); "two" in the first two together (a point
-    between them).
+    ``linear``: "" not linear; "each" in each operand by itself (a product); "first" in the first
+    only (a quotient); "joint" in all tensor operands together, where no plain number is added (a
+    sum); "rest" in all but the first together (a choice by a mask); "two" in the first two together
+    (a point between them).
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -198,9 +254,15 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
         elif linear == "first" and args and isinstance(args[0], Arg):
             op.linear = [frozenset([0])]
         elif linear == "joint":
-            if any(isinstance(a, (int, float, complex)) for a in positional) and any(e.is_partial for a in op.args for e in a.spec.layout):
+            if any(isinstance(a, (int, float, complex)) for a in positional) and any(
+                e.is_partial for a in op.args for e in a.spec.layout
+            ):
                 op.composite = numbers_as_tensors(op.function)
-            op.linear = [] if any(isinstance(a, (int, float, complex)) for a in positional) else [frozenset(range(n))]
+            op.linear = (
+                []
+                if any(isinstance(a, (int, float, complex)) for a in positional)
+                else [frozenset(range(n))]
+            )
         elif linear == "two" and n > 1 and all(isinstance(a, Arg) for a in args[:2]):
             op.linear = [frozenset((0, 1))]
         elif linear == "rest" and not any(isinstance(a, (int, float, complex)) for a in positional):
@@ -211,17 +273,24 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
 
 def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """The same call with the values of what torch takes as numbers: ``x.add_(y, alpha=t)``."""
-    return lambda *args, **kwargs: function(*args, **{k: v.item() if k in names else v for k, v in kwargs.items()})
+    return lambda *args, **kwargs: function(
+        *args, **{k: v.item() if k in names else v for k, v in kwargs.items()}
+    )
 
 
 def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call with the plain numbers among its arguments as 0-dim global tensors: one added to a partial sum must be added once."""
+    """The same call with the plain numbers among its arguments as 0-dim global tensors: one added
+    to a partial sum must be added once."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         x = next(a for a in args if isinstance(a, torch.Tensor))
 
         def tensor(a: Any) -> Any:
-            return x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a)) if isinstance(a, (int, float, complex)) else a
+            return (
+                x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a))
+                if isinstance(a, (int, float, complex))
+                else a
+            )
 
         return function(*[tensor(a) for a in args], **kwargs)
 
@@ -229,7 +298,8 @@ def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def composite(names: str, when: Callable[..., bool]) -> Any:
-    """Decorator: where ``when(*args, **kwargs)`` says so, the call is this function of global tensors; else the rule declared before."""
+    """Decorator: where ``when(*args, **kwargs)`` says so, the call is this function of global
+    tensors; else the rule declared before."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():
@@ -238,7 +308,9 @@ def composite(names: str, when: Callable[..., bool]) -> Any:
                     continue
                 before = RULES[f]
 
-                def describe(op: OpDescription, *args: Any, before: Rule = before, **kwargs: Any) -> None:
+                def describe(
+                    op: OpDescription, *args: Any, before: Rule = before, **kwargs: Any
+                ) -> None:
                     if when(*args, **kwargs):
                         op.compose(function)
                     else:

@@ -1,8 +1,9 @@
 """Runs of a split dim: slices, what split and chunk give, and what cat puts side by side.
 
-A run that has something for every rank lies split in its own size: ranks hand each other what they hold of each other's parts, which is little where it is
-most of the dim (labels shifted by one) and a share where there are several (queries, keys and values of one projection). A shorter one is taken from the
-whole dim.
+A run that has something for every rank lies split in its own size: ranks hand each other what they
+hold of each other's parts, which is little where it is most of the dim (labels shifted by one) and
+a share where there are several (queries, keys and values of one projection). A shorter one is taken
+from the whole dim.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ Runs = Sequence[range]
 def stays_split(x: Arg, dim: int, runs: Runs) -> bool:
     """Whether results that are runs of ``dim`` are split as that is."""
     spec = x.spec
-    return x.is_split(dim) and all(len(run) >= len(fibers(spec, spec.placement.flat[0], dim)) for run in runs)
+    return x.is_split(dim) and all(
+        len(run) >= len(fibers(spec, spec.placement.flat[0], dim)) for run in runs
+    )
 
 
 def takes(op: OpDescription, dims: dict[int, tuple[int, Runs]]) -> None:
-    """Operand 0 is cut along ``dims``, which ``op.exchanges`` names: dim of it -> (the same dim of the results, what each takes). Says what that costs."""
+    """Operand 0 is cut along ``dims``, which ``op.exchanges`` names: dim of it -> (the same dim of
+    the results, what each takes). Says what that costs."""
 
     def seconds(choice: Any) -> float:
         spec = choice.ins[0]
@@ -51,13 +55,20 @@ def _ranks(spec: Spec, dim: int) -> tuple[int, ...]:
 
 
 def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]) -> float:
-    """What it costs that the ranks of a dim of ``spec``, of which they hold ``held``, fetch what they want."""
+    """What it costs that the ranks of a dim of ``spec``, of which they hold ``held``, fetch what
+    they want."""
     most = most_fetched(held, wanted)
     each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[dim])
-    return current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, _ranks(spec, dim)) if most else 0.0
+    return (
+        current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, _ranks(spec, dim))
+        if most
+        else 0.0
+    )
 
 
-def cut(split: LocalContext, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], Sequence[Tensor]] | None:
+def cut(
+    split: LocalContext, dim: int, out_dim: int, runs: Runs
+) -> Callable[[Tensor], Sequence[Tensor]] | None:
     """The function that gives a rank its parts of the results. None where it has all of ``dim``."""
     if not is_spread(split, dim):
         return None
@@ -66,13 +77,21 @@ def cut(split: LocalContext, dim: int, out_dim: int, runs: Runs) -> Callable[[Te
     held, wanted = _places(src, split.outs, ranks, dim, out_dim, runs)
     reach = HaloPlan(ranks, rank, held, wanted)
     mine = [interval(out, rank, out_dim) for out in split.outs]
-    sizes = [sum(b - a for a, b in _covered(run, part)) for run, part in zip(runs, mine, strict=True)]
-    strides = [(*[slice(None)] * dim, slice(None, None, run.step)) if run.step > 1 else None for run in runs]
+    sizes = [
+        sum(b - a for a, b in _covered(run, part)) for run, part in zip(runs, mine, strict=True)
+    ]
+    strides = [
+        (*[slice(None)] * dim, slice(None, None, run.step)) if run.step > 1 else None
+        for run in runs
+    ]
 
     def parts(x: Tensor) -> Sequence[Tensor]:
         x = fetch_halo(x, dim, reach)
         found = x.split(sizes, dim) if len(sizes) > 1 else (x,)
-        return [part if stride is None else part[stride] for part, stride in zip(found, strides, strict=True)]
+        return [
+            part if stride is None else part[stride]
+            for part, stride in zip(found, strides, strict=True)
+        ]
 
     return parts
 
@@ -81,7 +100,14 @@ def _places(
     src: Spec, outs: Sequence[Spec], ranks: Sequence[int], dim: int, out_dim: int, runs: Runs
 ) -> tuple[list[Interval], list[list[Interval]]]:
     """What of ``dim`` each rank holds, and what it wants."""
-    wanted = [[i for run, out in zip(runs, outs, strict=True) for i in _covered(run, interval(out, r, out_dim))] for r in ranks]
+    wanted = [
+        [
+            i
+            for run, out in zip(runs, outs, strict=True)
+            for i in _covered(run, interval(out, r, out_dim))
+        ]
+        for r in ranks
+    ]
     return [interval(src, r, dim) for r in ranks], wanted
 
 
@@ -92,12 +118,13 @@ def _covered(run: range, part: Interval) -> Iterator[Interval]:
         yield run[a], run[b - 1] + 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- joined again
+# ------------------------------------------------------------------------------------- joined again
 
 
 def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> None:
-    """The result, ``operands`` side by side along ``dim``, is split there as those are that are: ranks hand each other what falls into each other's parts
-    of it. What lies whole on all ranks is cut where it lies. Names the dim ``factor`` of those that are split."""
+    """The result, ``operands`` side by side along ``dim``, is split there as those are that are:
+    ranks hand each other what falls into each other's parts of it. What lies whole on all ranks is
+    cut where it lies. Names the dim ``factor`` of those that are split."""
     ends = list(itertools.accumulate(a.shape[dim] for a in operands))
     starts = [end - a.shape[dim] for end, a in zip(ends, operands, strict=True)]
     spread = [a for a in operands if a.is_split(dim)]
@@ -109,7 +136,12 @@ def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> 
     def wanted(out: Spec, ranks: Sequence[int], i: int) -> list[list[Interval]]:
         """What each rank wants of operand ``i``."""
         parts = [interval(out, r, dim) for r in ranks]
-        return [[(a, b)] if (a := max(low, starts[i]) - starts[i]) < (b := min(high, ends[i]) - starts[i]) else [] for low, high in parts]
+        return [
+            [(a, b)]
+            if (a := max(low, starts[i]) - starts[i]) < (b := min(high, ends[i]) - starts[i])
+            else []
+            for low, high in parts
+        ]
 
     def seconds(choice: Any) -> float:
         if factor not in choice.factors:
@@ -135,7 +167,9 @@ def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> 
                 steps[a.index] = functools.partial(fetch_halo, dim=dim, reach=reach)
             else:
                 start, stop = (wants[ranks.index(rank)] or [(0, 0)])[0]
-                steps[a.index] = functools.partial(torch.narrow, dim=dim, start=start, length=stop - start)
+                steps[a.index] = functools.partial(
+                    torch.narrow, dim=dim, start=start, length=stop - start
+                )
 
         def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
             return torch.cat([steps[i](t) if i in steps else t for i, t in enumerate(tensors)], dim)

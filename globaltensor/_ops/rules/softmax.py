@@ -1,4 +1,5 @@
-"""The softmax family. Over a split dim it is written with global ops: the maximum, the sum of exponentials, the quotient."""
+"""The softmax family. Over a split dim it is written with global ops: the maximum, the sum of
+exponentials, the quotient."""
 
 from __future__ import annotations
 
@@ -24,13 +25,18 @@ def _implicit(ndim: int) -> int:
 def _bind(name: str) -> Any:
     """The argument list of one spelling -> (x, dim, dtype)."""
     if name == "F":
-        return lambda input, dim=None, _stacklevel=3, dtype=None: (input, _implicit(input.ndim) if dim is None else dim, dtype)
+        return lambda input, dim=None, _stacklevel=3, dtype=None: (
+            input,
+            _implicit(input.ndim) if dim is None else dim,
+            dtype,
+        )
     return lambda input, dim, dtype=None: (input, dim, dtype)
 
 
 def _family(kind: str) -> None:
     for function, spelling in [
-        (getattr(torch, kind, None), "torch"), (getattr(Tensor, kind, None), "torch"), (getattr(torch.special, kind, None), "torch"), (getattr(F, kind), "F"),
+        (getattr(torch, kind, None), "torch"), (getattr(Tensor, kind, None), "torch"),
+        (getattr(torch.special, kind, None), "torch"), (getattr(F, kind), "F"),
     ]:  # fmt: skip
         if function is not None:
             bind = _bind(spelling)
@@ -49,7 +55,9 @@ def _family(kind: str) -> None:
 def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     result = dtype or x.dtype
     # torch computes in single precision where the type is narrower.
-    x = reduce_partials(x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result))
+    x = reduce_partials(
+        x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result)
+    )
     dims = dims_of(x, dim)
     if kind == "softmin":
         x = -x

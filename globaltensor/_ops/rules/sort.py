@@ -1,9 +1,12 @@
-"""sort, argsort, msort, kthvalue, median along a dim. Over a split dim without gathering it: each rank sorts its part, and a search (a few bits a round,
-counts summed up) finds the elements that stand at given places in the order of all.
+"""sort, argsort, msort, kthvalue, median along a dim. Over a split dim without gathering it: each
+rank sorts its part, and a search (a few bits a round, counts summed up) finds the elements that
+stand at given places in the order of all.
 
-kthvalue and median are such an element. A sort is a sample sort with exact splitters, the elements at the ranks' borders, so the result lies balanced:
-they tell where to cut each part, one all-to-all brings every rank the pieces it holds in the result, and it merges them. Stable in every case. Where
-many lanes lie side by side it is cheaper to split those, and for few elements to gather them: the price decides.
+kthvalue and median are such an element. A sort is a sample sort with exact splitters, the elements
+at the ranks' borders, so the result lies balanced: they tell where to cut each part, one all-to-all
+brings every rank the pieces it holds in the result, and it merges them. Stable in every case. Where
+many lanes lie side by side it is cheaper to split those, and for few elements to gather them: the
+price decides.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ _BITS = 4  # of a key that one round of the search settles
 _COMPARISON = 1e-9  # seconds of sorting for each element and level
 
 
-# ---------------------------------------------------------------------------------------------------------------- keys
+# --------------------------------------------------------------------------------------------- keys
 
 
 def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
-    """Integers in the order in which ``x`` is sorted (a NaN is the largest, both zeros are equal) -> (int64, how many bits they have)."""
+    """Integers in the order in which ``x`` is sorted (a NaN is the largest, both zeros are equal)
+    -> (int64, how many bits they have)."""
     if x.dtype.is_floating_point:
         x = x.float() if x.dtype.itemsize < 4 else x
         whole, bits = (torch.int64, 64) if x.dtype == torch.float64 else (torch.int32, 32)
@@ -45,33 +49,43 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
         keys = torch.where(raw < 0, raw ^ torch.iinfo(whole).max, raw)
         keys = torch.where(x.isnan(), torch.iinfo(whole).max, keys).long()
     else:
-        keys, bits = x.long(), 8 * x.dtype.itemsize + (x.dtype == torch.uint8) * _BITS  # a number without sign needs a bit more
+        keys, bits = (
+            x.long(),
+            8 * x.dtype.itemsize + (x.dtype == torch.uint8) * _BITS,
+        )  # a number without sign needs a bit more
     return (~keys if descending else keys), bits
 
 
 def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys, of which ``lanes`` [lanes, here] are here, sorted."""
+    """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks'
+    keys, of which ``lanes`` [lanes, here] are here, sorted."""
     comm = world().comm(ranks)
-    log.exchange("search in a split dim", lanes.shape[0] * targets.shape[1] * bits // _BITS * (1 << _BITS) * 8)
+    log.exchange(
+        "search in a split dim",
+        lanes.shape[0] * targets.shape[1] * bits // _BITS * (1 << _BITS) * 8,
+    )
     digits = torch.arange(1 << _BITS, device=lanes.device)
     least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
     found = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
     goal = targets.unsqueeze(-1)
     for shift in range(bits - _BITS, -1, -_BITS):
         candidates = found.unsqueeze(-1) + (digits << shift)
-        smaller = comm.all_reduce(torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape))
+        smaller = comm.all_reduce(
+            torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape)
+        )
         # Of the first candidate there are never too many smaller ones.
         digit = (smaller <= goal).sum(-1) - 1
         found = found + (digit << shift)
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------- the exchange
+# ------------------------------------------------------------------------------------- the exchange
 
 
 class _Route(NamedTuple):
-    """Which elements go where. ``order``: the local elements (lanes in a row) in the order in which they are sent, ``sends`` to each rank; ``receives``
-    from each; ``places``: which of those received is each element of the result."""
+    """Which elements go where. ``order``: the local elements (lanes in a row) in the order in which
+    they are sent, ``sends`` to each rank; ``receives`` from each; ``places``: which of those
+    received is each element of the result."""
 
     ranks: tuple[int, ...]
     order: Tensor
@@ -81,12 +95,17 @@ class _Route(NamedTuple):
 
 
 def _there(flat: Tensor, route: _Route) -> Tensor:
-    came = world().comm(route.ranks).all_to_all(flat[route.order].split(route.sends), route.receives, fresh=False)
+    came = (
+        world()
+        .comm(route.ranks)
+        .all_to_all(flat[route.order].split(route.sends), route.receives, fresh=False)
+    )
     return torch.cat(came)
 
 
 class _Routed(torch.autograd.Function):
-    """Elements in the order of a route; ``back``: from there to where they were. ``came``: what they exchange, where that is done already."""
+    """Elements in the order of a route; ``back``: from there to where they were. ``came``: what
+    they exchange, where that is done already."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
@@ -95,7 +114,11 @@ class _Routed(torch.autograd.Function):
             return (_there(flat, route) if came is None else came)[route.places]
         received = torch.empty_like(flat)
         received[route.places] = flat
-        came = torch.cat(world().comm(route.ranks).all_to_all(received.split(route.receives), route.sends, fresh=False))
+        came = torch.cat(
+            world()
+            .comm(route.ranks)
+            .all_to_all(received.split(route.receives), route.sends, fresh=False)
+        )
         out = torch.empty_like(came)
         out[route.order] = came
         return out
@@ -105,13 +128,18 @@ class _Routed(torch.autograd.Function):
         return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back, None), None, None, None  # type: ignore[no-untyped-call]
 
 
-def _planned(lanes: Tensor, descending: bool, place: Place, ends: list[int]) -> tuple[_Route, Tensor]:
-    """The route of ``lanes`` [lanes, here] to ranks whose parts of the result end at ``ends``, and what comes here by it."""
+def _planned(
+    lanes: Tensor, descending: bool, place: Place, ends: list[int]
+) -> tuple[_Route, Tensor]:
+    """The route of ``lanes`` [lanes, here] to ranks whose parts of the result end at ``ends``, and
+    what comes here by it."""
     keys, bits = keys_of(lanes, descending)
     count, here = keys.shape
     local, order = keys.sort(dim=1, stable=True)
     total = sum(place.lengths)
-    inner = [e for e in ends[:-1] if e < total]  # the element at each of these is the first of another rank
+    inner = [
+        e for e in ends[:-1] if e < total
+    ]  # the element at each of these is the first of another rank
     cuts = torch.full((count, len(ends) - 1), here, device=keys.device)
     if inner:
         borders = torch.tensor([inner], device=keys.device)
@@ -122,20 +150,32 @@ def _planned(lanes: Tensor, descending: bool, place: Place, ends: list[int]) -> 
         short = borders - every[:, 0].sum(0)
         mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
         cuts[:, : len(inner)] = less + mine
-    counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(count, 1))
+    counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(
+        dim=1, prepend=cuts.new_zeros(count, 1)
+    )
     every = all_gather_small(counts, place.ranks)  # [from, lanes, to]
     sending = order.flatten()
     if count > 1:  # one lane is in the order of the ranks as it is
         steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
         towards = torch.searchsorted(cuts, steps, right=True)
-        sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[towards.flatten().sort(stable=True).indices]
+        sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[
+            towards.flatten().sort(stable=True).indices
+        ]
     sizes = every.sum(1).tolist()
-    route = _Route(place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending)
+    route = _Route(
+        place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending
+    )
     came = _there(lanes.flatten(), route)
-    # By key, and among equals in the order in which they came: that of the ranks, and on each that of its elements. Then lane by lane.
+    # By key, and among equals in the order in which they came: that of the ranks, and on each that
+    # of its elements. Then lane by lane.
     places = keys_of(came, descending)[0].sort(stable=True).indices
     if count > 1:
-        lane = torch.cat([torch.arange(count, device=keys.device).repeat_interleave(c) for c in every[:, :, place.index].unbind(0)])
+        lane = torch.cat(
+            [
+                torch.arange(count, device=keys.device).repeat_interleave(c)
+                for c in every[:, :, place.index].unbind(0)
+            ]
+        )
         places = places[lane[places].sort(stable=True).indices]
     return route._replace(places=places), came
 
@@ -147,7 +187,9 @@ def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
     return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
 
 
-def _sorted(split: LocalContext, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _sorted(
+    split: LocalContext, d: int, descending: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     place, out = Place.of(split, d), split.outs[0]
     ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
 
@@ -155,9 +197,13 @@ def _sorted(split: LocalContext, d: int, descending: bool) -> Callable[[Tensor],
         lanes, rest = _lanes(x, d)
         shape = (*rest, split.out_shape()[d])
         if not len(lanes):
-            return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(split.out_shape(), dtype=torch.int64)
+            return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(
+                split.out_shape(), dtype=torch.int64
+            )
         route, came = _planned(lanes.detach(), descending, place, ends)
-        at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(lanes.shape)
+        at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(
+            lanes.shape
+        )
         values = _Routed.apply(lanes.flatten(), route, False, came)  # type: ignore[no-untyped-call]
         places = _there(at.flatten(), route)[route.places]
         return values.view(shape).movedim(-1, d), places.view(shape).movedim(-1, d)
@@ -165,11 +211,17 @@ def _sorted(split: LocalContext, d: int, descending: bool) -> Callable[[Tensor],
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------- one element
+# -------------------------------------------------------------------------------------- one element
 
 
-def _selected(split: LocalContext, d: int, keepdim: bool, goal: Callable[[Tensor, tuple[int, ...], int], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and where it stands: of equals the first."""
+def _selected(
+    split: LocalContext,
+    d: int,
+    keepdim: bool,
+    goal: Callable[[Tensor, tuple[int, ...], int], Tensor],
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and
+    where it stands: of equals the first."""
     place, n = Place.of(split, d), split.ins[0].shape[d]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,13 +261,15 @@ def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
     return world().comm(ranks).all_reduce(lanes.isnan().sum(1, keepdim=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 
 
 _NO_ORDER = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]) -> None:
+def _declare(
+    name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]
+) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim, descending = _bind(*args, **canonical(kwargs))
         dims = dims_of(x, default if dim is None else dim)
@@ -239,14 +293,17 @@ def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor
     rule(name)(describe)
 
 
-def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = False) -> tuple[Arg, int | None, bool]:
+def _bind(
+    input: Arg, dim: Any = None, descending: bool = False, stable: bool = False
+) -> tuple[Arg, int | None, bool]:
     if isinstance(dim, bool):  # the form that begins with `stable` has no other positions
         raise FormError("a flag in the place of dim")
     return input, dim, descending
 
 
 def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
-    """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the exchange."""
+    """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the
+    exchange."""
     spec, cluster = choice.ins[0], current_cluster()
     here, n = max(1, spec.local_numel()), spec.shape[d]
     seconds = _COMPARISON * here * math.log2(n + 1)
@@ -257,7 +314,11 @@ def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
     counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
     # Values and their places move.
-    return (1 + moving) * seconds + rounds * counted + 2 * moving * cluster.seconds("all_to_all", here * 8, ranks)
+    return (
+        (1 + moving) * seconds
+        + rounds * counted
+        + 2 * moving * cluster.seconds("all_to_all", here * 8, ranks)
+    )
 
 
 _declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
@@ -287,10 +348,19 @@ def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -
     rule(name)(describe)
 
 
-def _at(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Arg, int | None, bool, Any]:
-    return input, dim, keepdim, lambda lanes, ranks, n: torch.full((1, 1), k - 1, device=lanes.device)
+def _at(
+    input: Arg, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[Arg, int | None, bool, Any]:
+    return (
+        input,
+        dim,
+        keepdim,
+        lambda lanes, ranks, n: torch.full((1, 1), k - 1, device=lanes.device),
+    )
 
 
 _select("kthvalue", _at)
 _select("median", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle))
-_select("nanmedian", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle_of_numbers))
+_select(
+    "nanmedian", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle_of_numbers)
+)

@@ -16,12 +16,20 @@ from .registry import rule
 
 __all__: list[str] = []
 
-# ---------------------------------------------------------------------------------------------------------------- covariance
+# --------------------------------------------------------------------------------------- covariance
 
 
-def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+def _cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
     x = input.reshape(1, -1) if input.ndim < 2 else input
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    weights = (
+        fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    )
     total: Any = x.shape[1] if weights is None else reduce_partials(weights.sum())
     mean = (x if weights is None else x * weights).sum(1, keepdim=True) / total
     count = total - correction
@@ -46,10 +54,14 @@ def _correlation(input: Tensor) -> Tensor:
         return found / found
     spread = reduce_partials(found.diagonal()).sqrt()
     out = found / spread.unsqueeze(1) / spread.unsqueeze(0)
-    return torch.complex(out.real.clamp(-1, 1), out.imag.clamp(-1, 1)) if out.is_complex() else out.clamp(-1, 1)
+    return (
+        torch.complex(out.real.clamp(-1, 1), out.imag.clamp(-1, 1))
+        if out.is_complex()
+        else out.clamp(-1, 1)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- histograms
+# --------------------------------------------------------------------------------------- histograms
 
 
 def counted(x: Tensor, length: int, weights: Tensor | None = None) -> Tensor:
@@ -57,7 +69,13 @@ def counted(x: Tensor, length: int, weights: Tensor | None = None) -> Tensor:
     if has_torch_function((x, weights)):
         return handle_torch_function(counted, (x, weights), x, length, weights)
     if x.is_meta:  # torch has no such kernel
-        kind = torch.int64 if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+        kind = (
+            torch.int64
+            if weights is None
+            else weights.dtype
+            if weights.dtype == torch.float32
+            else torch.float64
+        )
         return x.new_empty(length, dtype=kind)
     return torch.bincount(x, weights, length)
 
@@ -70,13 +88,23 @@ def _counted(op: OpDescription, x: Arg, length: int, weights: Arg | None = None)
 
 
 @rule("bincount")
-def _bincount(op: OpDescription, input: Arg, weights: Arg | None = None, minlength: int = 0) -> None:
+def _bincount(
+    op: OpDescription, input: Arg, weights: Arg | None = None, minlength: int = 0
+) -> None:
     op.composite = _bincount_of_all
 
 
 def _bincount_of_all(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    if input.ndim != 1 or input.is_floating_point() or minlength < 0 or (weights is not None and weights.shape != input.shape):
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs, weights of the same shape, and a minlength of at least 0")
+    if (
+        input.ndim != 1
+        or input.is_floating_point()
+        or minlength < 0
+        or (weights is not None and weights.shape != input.shape)
+    ):
+        raise RuntimeError(
+            "bincount only supports 1-d non-negative integral inputs, weights of the same shape, "
+            "and a minlength of at least 0"
+        )
     if not input.numel():
         return counted(input, minlength, weights)
     low, high = torch.aminmax(input)
@@ -102,7 +130,8 @@ def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float =
 
 
 def tallied(input: Tensor, edges: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
-    """The counts of ``torch.histogram`` (one set of edges) and ``torch.histogramdd`` (one for each column of ``input``)."""
+    """The counts of ``torch.histogram`` (one set of edges) and ``torch.histogramdd`` (one for each
+    column of ``input``)."""
     if has_torch_function((input, *edges, weight)):
         return handle_torch_function(tallied, (input, *edges, weight), input, edges, weight)
     if input.is_meta:  # torch has no such kernel
@@ -113,7 +142,9 @@ def tallied(input: Tensor, edges: Sequence[Tensor], weight: Tensor | None = None
 
 
 @rule([tallied])
-def _tallied(op: OpDescription, input: Arg, edges: Sequence[Arg], weight: Arg | None = None) -> None:
+def _tallied(
+    op: OpDescription, input: Arg, edges: Sequence[Arg], weight: Arg | None = None
+) -> None:
     op.set(input, ("i", *[None] * (input.ndim - 1)))
     if weight is not None:
         op.set(weight, ("i",))
@@ -125,11 +156,20 @@ def _histogram(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_histogram_by_counts)
 
 
-def _histogram_by_counts(input: Tensor, bins: Any, *, range: Any = None, weight: Tensor | None = None, density: bool = False) -> Any:
+def _histogram_by_counts(
+    input: Tensor,
+    bins: Any,
+    *,
+    range: Any = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Any:
     flat = input.flatten()
     edges = bins.clone() if isinstance(bins, Tensor) else _edges(flat, bins, range)
     counts = tallied(flat, [edges], weight if weight is None else weight.flatten())
-    return torch.return_types.histogram((_as_density(counts, [edges]) if density else counts, edges))
+    return torch.return_types.histogram(
+        (_as_density(counts, [edges]) if density else counts, edges)
+    )
 
 
 @rule("histogramdd")
@@ -137,28 +177,48 @@ def _histogramdd(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_histogramdd_by_counts)
 
 
-def _histogramdd_by_counts(input: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False) -> Any:
+def _histogramdd_by_counts(
+    input: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False
+) -> Any:
     if input.ndim < 2:
         raise RuntimeError("torch.histogramdd: input tensor should have at least 2 dimensions")
     flat = input.reshape(-1, input.shape[-1])
     bins = [bins] * flat.shape[1] if isinstance(bins, int) else bins
-    ranges = [None] * len(bins) if range is None else list(zip(range[::2], range[1::2], strict=True))
-    edges = [b if isinstance(b, Tensor) else _edges(flat[:, d], b, r) for d, (b, r) in enumerate(zip(bins, ranges, strict=True))]
+    ranges = (
+        [None] * len(bins) if range is None else list(zip(range[::2], range[1::2], strict=True))
+    )
+    edges = [
+        b if isinstance(b, Tensor) else _edges(flat[:, d], b, r)
+        for d, (b, r) in enumerate(zip(bins, ranges, strict=True))
+    ]
     counts = tallied(flat, edges, weight if weight is None else weight.flatten())
-    return torch.return_types.histogramdd((_as_density(counts, edges) if density else counts, tuple(edges)))
+    return torch.return_types.histogramdd(
+        (_as_density(counts, edges) if density else counts, tuple(edges))
+    )
 
 
 def _edges(x: Tensor, bins: int, ends: Any) -> Tensor:
-    """Evenly spaced edges over ``ends``, else over the elements, as torch makes them of its own; the same on all ranks."""
-    low, high = ends if ends is not None else (t.item() for t in torch.aminmax(x)) if x.numel() else (0.0, 1.0)
+    """Evenly spaced edges over ``ends``, else over the elements, as torch makes them of its own;
+    the same on all ranks."""
+    low, high = (
+        ends
+        if ends is not None
+        else (t.item() for t in torch.aminmax(x))
+        if x.numel()
+        else (0.0, 1.0)
+    )
     if low == high:
         low, high = low - 0.5, high + 0.5
-    return x.new_tensor(torch.histogram(torch.empty(0, dtype=x.dtype), bins, range=(low, high)).bin_edges.tolist())
+    return x.new_tensor(
+        torch.histogram(torch.empty(0, dtype=x.dtype), bins, range=(low, high)).bin_edges.tolist()
+    )
 
 
 def _as_density(counts: Tensor, edges: Sequence[Tensor]) -> Tensor:
     counts = reduce_partials(counts)
     counts = counts / counts.sum()
     for d, e in enumerate(edges):
-        counts = counts / e.diff().reshape([-1 if k == d else 1 for k in builtins.range(counts.ndim)])
+        counts = counts / e.diff().reshape(
+            [-1 if k == d else 1 for k in builtins.range(counts.ndim)]
+        )
     return counts

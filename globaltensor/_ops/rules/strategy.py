@@ -1,10 +1,13 @@
-"""Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every rank takes the same decision.
+"""Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every
+rank takes the same decision.
 
-An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
-combination of signatures, one an axis, is priced: the time to box the operands, what the op itself communicates, plus what is lost by it: giving up
-broadcast operands costs the gather that would bring one back, leaving a partial result half its reduction, losing the split of the operand that the
-program goes on from the way back to it. Ties go to the combination whose result lies as some operand did, then to the one with the least traffic, with
-the fewest operands moved, listed first.
+An op whose operands already fit a signature never communicates (a broadcast addend fits a split
+contraction: it enters on one rank). Otherwise each combination of signatures, one an axis, is
+priced: the time to box the operands, what the op itself communicates, plus what is lost by it:
+giving up broadcast operands costs the gather that would bring one back, leaving a partial result
+half its reduction, losing the split of the operand that the program goes on from the way back to
+it. Ties go to the combination whose result lies as some operand did, then to the one with the least
+traffic, with the fewest operands moved, listed first.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from .notation import Factor, OpDescription, Signature
 
 __all__ = ["SignatureChoice", "select_signature"]
 
-_MOST = 4096  # combinations priced at most; beyond that each axis keeps only its cheapest signatures
+_MOST = (
+    4096  # combinations priced at most; beyond that each axis keeps only its cheapest signatures
+)
 
 
 @dataclass(frozen=True)
@@ -34,29 +39,57 @@ class SignatureChoice:
     signatures: tuple[Signature, ...]
 
 
-def select_signature(op: OpDescription, outs: Sequence[Spec], keep: int | None = None, alike: bool = False) -> SignatureChoice | None:
-    """The cheapest choice. ``outs``: specs of the results (their layouts are ignored). ``keep``: an operand whose layout must stay, and be that of
-    result 0 (in-place). ``alike``: operand 0 and result 0 must lie alike. None where no signature admits that."""
+def select_signature(
+    op: OpDescription, outs: Sequence[Spec], keep: int | None = None, alike: bool = False
+) -> SignatureChoice | None:
+    """The cheapest choice. ``outs``: specs of the results (their layouts are ignored). ``keep``: an
+    operand whose layout must stay, and be that of result 0 (in-place). ``alike``: operand 0 and
+    result 0 must lie alike. None where no signature admits that."""
     specs = [a.spec for a in op.args]
     axes = specs[0].placement.axes
     menu = [list(op.signatures(axis)) for axis in range(axes)]
     if keep is not None:
-        menu = [[s for s in m if _alike(s.ins[keep], specs[keep], a) and _alike(s.outs[0], specs[keep], a)] for a, m in enumerate(menu)]
-    for signatures in itertools.product(*([s for s in m if _fits(op, s, specs, a)] for a, m in enumerate(menu))):
+        menu = [
+            [
+                s
+                for s in m
+                if _alike(s.ins[keep], specs[keep], a) and _alike(s.outs[0], specs[keep], a)
+            ]
+            for a, m in enumerate(menu)
+        ]
+    for signatures in itertools.product(
+        *([s for s in m if _fits(op, s, specs, a)] for a, m in enumerate(menu))
+    ):
         found = _choice(signatures, specs, outs)
-        same = (a is b or (i in op.addends and not plan_boxing(b, a).bytes) for i, (a, b) in enumerate(zip(found.ins, specs, strict=True)))
-        if all(same) and not (op.traffic and op.traffic(found)) and (keep is None or found.outs[0].layout == specs[keep].layout):
+        same = (
+            a is b or (i in op.addends and not plan_boxing(b, a).bytes)
+            for i, (a, b) in enumerate(zip(found.ins, specs, strict=True))
+        )
+        if (
+            all(same)
+            and not (op.traffic and op.traffic(found))
+            and (keep is None or found.outs[0].layout == specs[keep].layout)
+        ):
             return found
     while len(menu) and _count(menu) > _MOST:
         longest = max(range(axes), key=lambda a: len(menu[a]))
-        menu[longest].sort(key=lambda s: sum(not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)))
+        menu[longest].sort(
+            key=lambda s: sum(
+                not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)
+            )
+        )
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
     best: tuple[tuple[float, int, float, int, int], SignatureChoice] | None = None
     choices = [_choice(signatures, specs, outs) for signatures in itertools.product(*menu)]
     # Those that move little first: what costs more than they do need not be priced to the end.
-    for number in sorted(range(len(choices)), key=lambda n: sum(a is not b for a, b in zip(choices[n].ins, specs, strict=True))):
+    for number in sorted(
+        range(len(choices)),
+        key=lambda n: sum(a is not b for a, b in zip(choices[n].ins, specs, strict=True)),
+    ):
         found = choices[number]
-        if keep is not None and (found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout):
+        if keep is not None and (
+            found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout
+        ):
             continue
         if alike and found.outs[0].layout != found.ins[0].layout:
             continue
@@ -75,20 +108,29 @@ def _count(menu: list[list[Signature]]) -> int:
 
 def _alike(entry: object, spec: Spec, axis: int) -> bool:
     mine = spec.layout[axis]
-    return entry is mine or (getattr(entry, "kind", "") == mine.kind == "split" and getattr(entry, "dim", None) == mine.dim)
+    return entry is mine or (
+        getattr(entry, "kind", "") == mine.kind == "split"
+        and getattr(entry, "dim", None) == mine.dim
+    )
 
 
 def _fits(op: OpDescription, signature: Signature, specs: Sequence[Spec], axis: int) -> bool:
     """Whether the operands lie as this signature wants; a broadcast addend may enter as partial."""
     return all(
-        _alike(entry, spec, axis) or (i in op.addends and entry.is_partial and spec.layout[axis].is_broadcast)
+        _alike(entry, spec, axis)
+        or (i in op.addends and entry.is_partial and spec.layout[axis].is_broadcast)
         for i, (entry, spec) in enumerate(zip(signature.ins, specs, strict=True))
     )
 
 
-def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequence[Spec]) -> SignatureChoice:
+def _choice(
+    signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequence[Spec]
+) -> SignatureChoice:
     ins = tuple(spec.replace(layout=[s.ins[i] for s in signatures]) for i, spec in enumerate(specs))
-    results = tuple(spec.replace(layout=[s.outs[min(i, len(s.outs) - 1)] for s in signatures]) for i, spec in enumerate(outs))
+    results = tuple(
+        spec.replace(layout=[s.outs[min(i, len(s.outs) - 1)] for s in signatures])
+        for i, spec in enumerate(outs)
+    )
     factors: dict[Factor, tuple[int, ...]] = {}
     for axis, s in enumerate(signatures):
         if s.factor is not None:
@@ -96,8 +138,11 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return SignatureChoice(ins, results, factors, signatures)
 
 
-def _price(op: OpDescription, specs: Sequence[Spec], choice: SignatureChoice, most: float) -> tuple[float, int, float, int] | None:
-    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands moved); None where these are more than ``most`` seconds."""
+def _price(
+    op: OpDescription, specs: Sequence[Spec], choice: SignatureChoice, most: float
+) -> tuple[float, int, float, int] | None:
+    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands
+    moved); None where these are more than ``most`` seconds."""
     traffic, lost, moved = op.traffic(choice) if op.traffic else 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
@@ -105,28 +150,35 @@ def _price(op: OpDescription, specs: Sequence[Spec], choice: SignatureChoice, mo
             moved += 1
             if route.bytes:
                 traffic += route.seconds
-            else:  # a free move gives something up: what it takes to win it back, once and not for each operand, is part of the price
+            else:
+                # a free move gives something up: what it takes to win it back, once and not for
+                # each operand, is part of the price
                 lost = max(lost, plan_boxing(dst, src).seconds)
             if round(traffic + lost, 12) > most:
                 return None
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan_boxing(out, out.replicated()).seconds / 2
-    # The program goes on with the main operand's split: a result that has lost it will have to be brought back.
+    # The program goes on with the main operand's split: a result that has lost it will have to be
+    # brought back.
     main = _main(op)
     for axis, entry in enumerate(specs[main].layout):
         factor = op.dims[main][entry.dim] if entry.is_split else None
         if factor is not None and choice.signatures[axis].factor != factor:
             for out, dims in zip(choice.outs, op.out, strict=False):
                 if factor in dims:
-                    back = [Sbp("split", dims.index(factor)) if a == axis else e for a, e in enumerate(out.layout)]
+                    back = [
+                        Sbp("split", dims.index(factor)) if a == axis else e
+                        for a, e in enumerate(out.layout)
+                    ]
                     lost += plan_boxing(out, out.replace(layout=back)).seconds
     new = sum(_is_new(op, axis, s) for axis, s in enumerate(choice.signatures))
     return round(traffic + lost, 12), new, round(traffic, 12), moved
 
 
 def _main(op: OpDescription) -> int:
-    """The operand that the program goes on from: the first that has every dim of the result (not the scale in ``scale * x``), else operand 0."""
+    """The operand that the program goes on from: the first that has every dim of the result (not
+    the scale in ``scale * x``), else operand 0."""
     wanted = {f for f in op.out[0] if f is not None} if op.out else set()
     return next((i for i, dims in enumerate(op.dims) if wanted <= set(dims)), 0)
 

@@ -1,4 +1,5 @@
-"""The largest and their places: max and min, argmax and argmin, topk. Of a split dim each rank sends only its own candidates, and the best are taken."""
+"""The largest and their places: max and min, argmax and argmin, topk. Of a split dim each rank
+sends only its own candidates, and the best are taken."""
 
 from __future__ import annotations
 
@@ -20,17 +21,21 @@ __all__: list[str] = []
 
 
 def _reduces(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
-    """Describe a reduction of ``dims``: those that are split may stay so, and every rank has the result."""
+    """Describe a reduction of ``dims``: those that are split may stay so, and every rank has the
+    result."""
     reduced(op, x, dims, keepdim, None, results)
     op.exchanges = {d for d in dims if split_in(x, [d])}
     op.whole -= op.exchanges
 
 
-# ---------------------------------------------------------------------------------------------------------------- the best of a dim
+# -------------------------------------------------------------------------------- the best of a dim
 
 
-def _best(split: LocalContext, d: int, largest: bool, keepdim: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The largest (smallest) along a split dim with its place: of equals the first; of NaNs too, which count as the best."""
+def _best(
+    split: LocalContext, d: int, largest: bool, keepdim: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The largest (smallest) along a split dim with its place: of equals the first; of NaNs too,
+    which count as the best."""
     place = Place.of(split, d)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +45,10 @@ def _best(split: LocalContext, d: int, largest: bool, keepdim: bool) -> Callable
         else:
             value = x.sum(d, keepdim=True).to(x.dtype)
             at = torch.zeros_like(value, dtype=torch.int64)
-        values, places = all_gather_small(value, place.ranks)[place.present], all_gather_small(at, place.ranks)[place.present]
+        values, places = (
+            all_gather_small(value, place.ranks)[place.present],
+            all_gather_small(at, place.ranks)[place.present],
+        )
         best, which = values.max(0) if largest else values.min(0)
         at = places.gather(0, which.unsqueeze(0))[0]
         return (best, at) if keepdim else (best.squeeze(d), at.squeeze(d))
@@ -49,7 +57,8 @@ def _best(split: LocalContext, d: int, largest: bool, keepdim: bool) -> Callable
 
 
 def _max_or_min(name: str) -> None:
-    """``max`` is three functions: of all elements, over a dim with indices, and of two tensors element by element."""
+    """``max`` is three functions: of all elements, over a dim with indices, and of two tensors
+    element by element."""
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         kwargs = canonical(kwargs)
@@ -91,7 +100,9 @@ def _arg(name: str) -> None:
             dims = dims_of(input, dim)
             _reduces(op, input, dims, keepdim, 1)
             if op.exchanges:
-                op.local = lambda split: _place(name, split, None if dim is None else dims[0], keepdim)
+                op.local = lambda split: _place(
+                    name, split, None if dim is None else dims[0], keepdim
+                )
 
         bind(*args, **canonical(kwargs))
 
@@ -116,16 +127,28 @@ def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> T
     here = x.flatten()
     if len(here):
         at = here.argmax() if largest else here.argmin()
-        value, rest, place, step = here.gather(0, at.reshape(1)).squeeze(0), at, torch.zeros_like(at), 1  # here[at] would ask for the number
-        for n, whole, offset in zip(reversed(x.shape), reversed(shape), reversed(offsets), strict=True):
+        value, rest, place, step = (
+            here.gather(0, at.reshape(1)).squeeze(0),
+            at,
+            torch.zeros_like(at),
+            1,
+        )  # here[at] would ask for the number
+        for n, whole, offset in zip(
+            reversed(x.shape), reversed(shape), reversed(offsets), strict=True
+        ):
             place = place + (rest % n + offset) * step
             rest, step = rest // n, step * whole
     else:
         value, place = x.new_zeros(()), torch.zeros((), dtype=torch.int64, device=x.device)
     present = [i for i, r in enumerate(ranks) if 0 not in spec.local_shape(r)]
-    values, places = all_gather_small(value, ranks)[present], all_gather_small(place, ranks)[present]
+    values, places = (
+        all_gather_small(value, ranks)[present],
+        all_gather_small(place, ranks)[present],
+    )
     best = values.max() if largest else values.min()
-    equal = torch.where(best.isnan(), values.isnan(), values == best)  # a NaN is the best, where there is one
+    equal = torch.where(
+        best.isnan(), values.isnan(), values == best
+    )  # a NaN is the best, where there is one
     found = torch.where(equal, places, spec.numel).min()
     return found.reshape(split.out_shape())
 
@@ -134,7 +157,7 @@ _arg("argmax")
 _arg("argmin")
 
 
-# ---------------------------------------------------------------------------------------------------------------- the best k
+# --------------------------------------------------------------------------------------- the best k
 
 
 @rule("topk")
@@ -143,12 +166,18 @@ def _topk(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         dims = dims_of(input, dim)
         _reduces(op, input, dims, True, 2)
         if op.exchanges:
-            op.local = lambda split: _best_k(split, dims[0], k, largest, sorted) if split.is_split(dims[0]) else torch.topk
+            op.local = lambda split: (
+                _best_k(split, dims[0], k, largest, sorted)
+                if split.is_split(dims[0])
+                else torch.topk
+            )
 
     bind(*args, **canonical(kwargs))
 
 
-def _best_k(split: LocalContext, d: int, k: int, largest: bool, in_order: bool) -> Callable[..., Any]:
+def _best_k(
+    split: LocalContext, d: int, k: int, largest: bool, in_order: bool
+) -> Callable[..., Any]:
     place = Place.of(split, d)
     sent = [min(k, n) for n in place.lengths]
     ends = [0, *accumulate(sent)]

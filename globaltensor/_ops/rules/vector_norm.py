@@ -1,4 +1,5 @@
-"""Vector and matrix norms, distances and similarities. The p-norm of a split dim is the p-norm of the parts' p-norms: a partial of its own kind."""
+"""Vector and matrix norms, distances and similarities. The p-norm of a split dim is the p-norm of
+the parts' p-norms: a partial of its own kind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from .registry import composite, rule
 __all__: list[str] = []
 
 
-def _vector(op: OpDescription, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, function: Any) -> None:
+def _vector(
+    op: OpDescription, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, function: Any
+) -> None:
     """``function(x)`` computes the norm on global tensors from others, where no partial says it."""
     if p == 0:
         reduced(op, x, dims, keepdim, "sum")
@@ -44,7 +47,14 @@ def _infinite(p: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
 
 @rule([torch.linalg.vector_norm])
 def _vector_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
+    def describe(
+        input: Arg,
+        ord: float = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         dims = dims_of(input, dim)
         _vector(op, input, float(ord), dims, keepdim, _infinite(float(ord), dims, keepdim, dtype))
 
@@ -57,7 +67,14 @@ def _matrix(op: OpDescription, x: Arg, ord: Any, dims: tuple[int, ...], keepdim:
 
 @rule([torch.linalg.matrix_norm])
 def _matrix_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> None:
+    def describe(
+        input: Arg,
+        ord: Any = "fro",
+        dim: Any = (-2, -1),
+        keepdim: bool = False,
+        *,
+        dtype: Any = None,
+    ) -> None:
         _matrix(op, input, ord, dims_of(input, dim), keepdim)
 
     describe(*args, **canonical(kwargs))
@@ -65,7 +82,14 @@ def _matrix_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 @rule([torch.linalg.norm])
 def _linalg_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
+    def describe(
+        input: Arg,
+        ord: Any = None,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         dims = dims_of(input, dim)
         if ord is None or len(dims) == 1:
             p = 2.0 if ord is None else float(ord)
@@ -78,7 +102,13 @@ def _linalg_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 @rule([torch.norm, torch.Tensor.norm])
 def _norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> None:
+    def describe(
+        input: Arg,
+        p: Any = "fro",
+        dim: Any = None,
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         dims = dims_of(input, dim)
         if p == "nuc":
             reduced(op, input, dims, keepdim, None)
@@ -91,16 +121,24 @@ def _norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 
 @rule([torch.norm_except_dim])
 def _norm_except(op: OpDescription, v: Arg, pow: float = 2, dim: int = 0) -> None:
-    op.compose(lambda v, pow=2, dim=0: torch.linalg.vector_norm(v, pow, None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim], dim != -1))
+    op.compose(
+        lambda v, pow=2, dim=0: torch.linalg.vector_norm(
+            v,
+            pow,
+            None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim],
+            dim != -1,
+        )
+    )
 
 
 @rule([torch_private.weight_norm])
 def _weight_norm(op: OpDescription, v: Arg, g: Arg, dim: int = 0) -> None:
-    """A weight as a direction and its lengths (Salimans and Kingma 2016). Torch's kernel divides by the number of rows, and some rank may have none."""
+    """A weight as a direction and its lengths (Salimans and Kingma 2016). Torch's kernel divides by
+    the number of rows, and some rank may have none."""
     op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- distances
+# ---------------------------------------------------------------------------------------- distances
 
 
 def _two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
@@ -112,7 +150,9 @@ def _two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
 
 
 def _any_split(a: Any, b: Any, dim: int | None) -> bool:
-    return any(x.is_split(d) for x in (a, b) for d in range(x.ndim) if dim is None or d - x.ndim == dim)
+    return any(
+        x.is_split(d) for x in (a, b) for d in range(x.ndim) if dim is None or d - x.ndim == dim
+    )
 
 
 @rule("dist")
@@ -153,7 +193,9 @@ def _split_cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Te
     return (x1 * x2).sum(dim) / (first * second)
 
 
-def _pairwise(op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> None:
+def _pairwise(
+    op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> None:
     names = _two(op, x1, x2)
     if _any_split(x1, x2, -1):
         op.compose(_split_pairwise)
@@ -161,7 +203,9 @@ def _pairwise(op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 
     op.out = [kept(names, (len(names) - 1,), keepdim)]
 
 
-def _split_pairwise(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+def _split_pairwise(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
@@ -170,7 +214,9 @@ register(F.pairwise_distance, _pairwise)
 register(torch.cdist, lambda op, *args, **kwargs: _cdist(op, *args, **kwargs))
 
 
-def _cdist(op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, compute_mode: str | None = None) -> None:
+def _cdist(
+    op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, compute_mode: str | None = None
+) -> None:
     (first, second), lead = align([x1.shape[:-2], x2.shape[:-2]])
     op.set(x1, (*first, "p", "k"))
     op.set(x2, (*second, "r", "k"))

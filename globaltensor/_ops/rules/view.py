@@ -1,6 +1,7 @@
 """Views: the same elements seen in another shape or order, or a part of them; and casts.
 
-All are linear and pass any partial through, as the same elements come out. A view stays a view: the local tensor is viewed by the same function.
+All are linear and pass any partial through, as the same elements come out. A view stays a view: the
+local tensor is viewed by the same function.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "r
 
 
 def passes(op: OpDescription) -> None:
-    """The elements of all operands come out unchanged: partials of any kind pass through, from all operands together."""
+    """The elements of all operands come out unchanged: partials of any kind pass through, from all
+    operands together."""
     op.linear, op.carries = [frozenset(range(len(op.args)))], True
 
 
@@ -35,23 +37,35 @@ def identity(op: OpDescription, x: Arg) -> None:
 
 
 def each_spelling(name: str, describe_for: Callable[[str], Callable[..., None]]) -> None:
-    """For rules whose local function must know whether it writes in place: ``describe_for`` gets the method's name, with ``_`` where it does."""
+    """For rules whose local function must know whether it writes in place: ``describe_for`` gets
+    the method's name, with ``_`` where it does."""
     for f, inplace in torch_functions_named(name):
         RULES[f] = Rule(name, describe_for(name + "_" * inplace), inplace=inplace)
 
 
-def on_meta(x: Arg, name: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, shape: Sequence[int] | None = None) -> Any:
-    """What the method ``name`` makes of an empty tensor like ``x``: torch itself resolves -1, negative dims and varargs."""
+def on_meta(
+    x: Arg,
+    name: str,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """What the method ``name`` makes of an empty tensor like ``x``: torch itself resolves -1,
+    negative dims and varargs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return getattr(torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device="meta"), name)(*args, **(kwargs or {}))
+        return getattr(
+            torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device="meta"),
+            name,
+        )(*args, **(kwargs or {}))
 
 
-# ---------------------------------------------------------------------------------------------------------------- reshape
+# ------------------------------------------------------------------------------------------ reshape
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Cut two shapes of one tensor into runs of dims of equal product -> (from, to) in the old and (from, to) in the new.
+    """Cut two shapes of one tensor into runs of dims of equal product -> (from, to) in the old and
+    (from, to) in the new.
 
     >>> list(groups((2, 6, 5), (12, 1, 5)))
     [(0, 2, 0, 1), (2, 3, 2, 3)]
@@ -76,19 +90,25 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, i
             yield a, i, b, j
 
 
-def _groups_of_nothing(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Without elements products say nothing; dims that are equal from either end are the same dims."""
+def _groups_of_nothing(
+    old: Sequence[int], new: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Without elements products say nothing; dims that are equal from either end are the same
+    dims."""
     front = back = 0
     while front < min(len(old), len(new)) and old[front] == new[front]:
         front += 1
     while back < min(len(old), len(new)) - front and old[-1 - back] == new[-1 - back]:
         back += 1
     yield from ((d, d + 1, d, d + 1) for d in range(front))
-    yield from ((len(old) - d, len(old) - d + 1, len(new) - d, len(new) - d + 1) for d in range(back, 0, -1))
+    yield from (
+        (len(old) - d, len(old) - d + 1, len(new) - d, len(new) - d + 1) for d in range(back, 0, -1)
+    )
 
 
 def regroup(op: OpDescription, x: Arg, shape: Sequence[int]) -> None:
-    """``x`` seen in another shape: the leading dim of each group may be split, in units that end at an element of both shapes."""
+    """``x`` seen in another shape: the leading dim of each group may be split, in units that end at
+    an element of both shapes."""
     dims: list[Any] = [None] * x.ndim
     out: list[Any] = [None] * len(shape)
     for a, b, c, d in groups(x.shape, shape):
@@ -102,7 +122,9 @@ def regroup(op: OpDescription, x: Arg, shape: Sequence[int]) -> None:
     passes(op)
 
 
-def _seen_as(method: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+def _seen_as(
+    method: Callable[..., torch.Tensor], shape: tuple[int, ...]
+) -> Callable[..., torch.Tensor]:
     return lambda input, *args, **kwargs: method(input, shape)
 
 
@@ -125,9 +147,16 @@ def _view_as_dtype(op: OpDescription, x: Arg, result: torch.Tensor) -> None:
     identity(op, x)
     op.view = True
     # torch looks at the strides of an empty part, too.
-    op.local = lambda split: None if 0 not in split.out_shape() else lambda input, *args, **kwargs: input.new_empty(split.out_shape(), dtype=result.dtype)
+    op.local = lambda split: (
+        None
+        if 0 not in split.out_shape()
+        else lambda input, *args, **kwargs: input.new_empty(split.out_shape(), dtype=result.dtype)
+    )
     if x.ndim and x.shape[-1] != result.shape[-1]:
-        wide, narrow = max(x.dtype.itemsize, result.dtype.itemsize), min(x.dtype.itemsize, result.dtype.itemsize)
+        wide, narrow = (
+            max(x.dtype.itemsize, result.dtype.itemsize),
+            min(x.dtype.itemsize, result.dtype.itemsize),
+        )
         op.scale[0 if x.dtype.itemsize < result.dtype.itemsize else ~0, x.ndim - 1] = wide // narrow
 
 
@@ -148,7 +177,7 @@ _like_another("expand_as", lambda input, other: input.expand(other.shape))
 _like_another("type_as", lambda input, other: input.to(other.dtype))
 
 
-# ---------------------------------------------------------------------------------------------------------------- one dim to one dim
+# ------------------------------------------------------------------------------- one dim to one dim
 
 
 def _permuted(name: str) -> Callable[..., None]:
@@ -162,7 +191,16 @@ def _permuted(name: str) -> Callable[..., None]:
     return describe
 
 
-for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "adjoint"]:
+for _name in [
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "adjoint",
+]:
     rule(_name)(_permuted(_name))
 
 
@@ -187,7 +225,13 @@ for _name in ("T", "mT", "H", "mH"):
 
 
 def _squeeze(op: OpDescription, input: Arg, dim: Any, more: tuple[int, ...], name: str) -> None:
-    named = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim, *more)
+    named = (
+        range(input.ndim)
+        if dim is None
+        else dim
+        if isinstance(dim, (tuple, list))
+        else (dim, *more)
+    )
     gone = {input.dim(d) for d in named} & {d for d, n in enumerate(input.shape) if n == 1}
     op.set(input, [None if d in gone else d for d in range(input.ndim)])
     op.out, op.view = [tuple(d for d in range(input.ndim) if d not in gone)], True
@@ -196,7 +240,9 @@ def _squeeze(op: OpDescription, input: Arg, dim: Any, more: tuple[int, ...], nam
     op.local = lambda split: lambda input, *args, **kwargs: getattr(input, name)(tuple(gone))
 
 
-each_spelling("squeeze", lambda name: lambda op, input, dim=None, *more: _squeeze(op, input, dim, more, name))
+each_spelling(
+    "squeeze", lambda name: lambda op, input, dim=None, *more: _squeeze(op, input, dim, more, name)
+)
 
 
 @rule("unsqueeze")
@@ -229,15 +275,18 @@ def _detach(op: OpDescription, input: Arg) -> None:
     op.view = True
 
 
-# ---------------------------------------------------------------------------------------------------------------- divide
+# ------------------------------------------------------------------------------------------- divide
 
 
 def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
-    """Several results that cut ``x`` along one dim. That is whole, or each result is split along it in its own size."""
+    """Several results that cut ``x`` along one dim. That is whole, or each result is split along it
+    in its own size."""
 
     def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
-            op.composite = lambda input, *args, **kwargs: getattr(input, name)(*map(_number, args), **{k: _number(a) for k, a in kwargs.items()})
+            op.composite = lambda input, *args, **kwargs: getattr(input, name)(
+                *map(_number, args), **{k: _number(a) for k, a in kwargs.items()}
+            )
             return
         results = on_meta(input, name, args, kwargs)
         d = dim_of(input, *args, **kwargs)
@@ -245,7 +294,9 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
         over = bool(runs) and stays_split(input, d, runs)
         op.set(input, [None if k == d and not over else k for k in range(input.ndim)])
         one = op.dims[input.index]
-        op.out = [tuple(one[k] for k in range(input.ndim) if name != "unbind" or k != d)] * len(results)
+        op.out = [tuple(one[k] for k in range(input.ndim) if name != "unbind" or k != d)] * len(
+            results
+        )
         op.view = True
         passes(op)
         if over:
@@ -291,7 +342,10 @@ def _narrow(op: OpDescription, input: Arg, dim: int, start: int, length: int) ->
     if isinstance(start, Arg):
         raise FormError("the start is data")
     d = input.dim(dim)
-    kept, runs = input.shape[d] == length, [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)]
+    kept, runs = (
+        input.shape[d] == length,
+        [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)],
+    )
     over = not kept and stays_split(input, d, runs)
     op.set(input, [None if k == d and not kept and not over else k for k in range(input.ndim)])
     op.out, op.view = [op.dims[input.index]], True
@@ -305,7 +359,8 @@ def _narrow(op: OpDescription, input: Arg, dim: int, start: int, length: int) ->
 
 
 def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
-    """Element ``at`` of dim ``d`` with the dim kept; zeros where ``at`` lies outside. Always connected to ``x``, as its backward may communicate."""
+    """Element ``at`` of dim ``d`` with the dim kept; zeros where ``at`` lies outside. Always
+    connected to ``x``, as its backward may communicate."""
     here = 0 <= at < x.shape[d]
     return x.narrow(d, at if here else 0, int(here)).sum(d, keepdim=True, dtype=x.dtype)
 
@@ -334,27 +389,47 @@ def _select(op: OpDescription, input: Arg, dim: int, index: int) -> None:
 def _diagonals(op: OpDescription, input: Arg, offset: int, first: int, second: int) -> None:
     rows, columns = input.dim(first), input.dim(second)
     n, m = input.shape[rows], input.shape[columns]
-    # A dim that the diagonal runs through from end to end is the diagonal's: its places are split as the dim is.
-    along = [d for d, whole in ((rows, 0 <= offset <= m - n), (columns, m - n <= offset <= 0)) if whole]
+    # A dim that the diagonal runs through from end to end is the diagonal's: its places are split
+    # as the dim is.
+    along = [
+        d for d, whole in ((rows, 0 <= offset <= m - n), (columns, m - n <= offset <= 0)) if whole
+    ]
     along = [d for d in along if input.is_split(d)] or along
     gone = {rows, columns} - set(along[:1])
     op.set(input, [None if k in gone else k for k in range(input.ndim)])
-    op.out, op.view = [(*[k for k in range(input.ndim) if k not in (rows, columns)], along[0] if along else None)], True
+    op.out, op.view = (
+        [
+            (
+                *[k for k in range(input.ndim) if k not in (rows, columns)],
+                along[0] if along else None,
+            )
+        ],
+        True,
+    )
     passes(op)
 
     def local(split: LocalContext) -> Callable[..., torch.Tensor]:
-        shifted = offset + (split.box(rows)[0] if along[:1] == [rows] else -split.box(columns)[0] if along else 0)
+        shifted = offset + (
+            split.box(rows)[0] if along[:1] == [rows] else -split.box(columns)[0] if along else 0
+        )
         return lambda input, *args, **kwargs: input.diagonal(shifted, rows, columns)
 
     op.local = local
 
 
-rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, offset, dim1, dim2))
-RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, offset, dim1, dim2))
+rule("diagonal")(
+    lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, offset, dim1, dim2)
+)
+RULES[torch.linalg.diagonal] = Rule(
+    "linalg.diagonal",
+    lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, offset, dim1, dim2),
+)
 
 
 @rule(["as_strided", "as_strided_copy"])
-def _as_strided(op: OpDescription, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
+def _as_strided(
+    op: OpDescription, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any
+) -> None:
     op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
     passes(op)
     if any(e.is_split for e in input.spec.layout):
@@ -370,18 +445,28 @@ def _as_strided_scatter(op: OpDescription, input: Arg, src: Arg, *args: Any, **k
 
 
 def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
-    """A function that counts places in memory: the parts come together in the order that ``stride()`` has told of."""
+    """A function that counts places in memory: the parts come together in the order that
+    ``stride()`` has told of."""
 
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
         strides = input.stride()
         order = sorted(range(input.dim()), key=lambda d: (-strides[d], d))
 
         def taken(source: Any) -> Any:
-            whole = source.to_global(sbp=[broadcast] * source.placement.axes) if source.is_global else source
+            whole = (
+                source.to_global(sbp=[broadcast] * source.placement.axes)
+                if source.is_global
+                else source
+            )
             for d in order:
                 if not strides[d]:  # expanded
                     whole = whole.narrow(d, 0, 1)
-            laid = whole.permute(order).contiguous().permute([order.index(d) for d in range(source.dim())]).expand(source.shape)
+            laid = (
+                whole.permute(order)
+                .contiguous()
+                .permute([order.index(d) for d in range(source.dim())])
+                .expand(source.shape)
+            )
             return function(laid, *args, **kwargs)
 
         out = taken(input)
@@ -390,7 +475,7 @@ def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------- copies of views
+# ---------------------------------------------------------------------------------- copies of views
 
 
 def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
@@ -405,7 +490,9 @@ def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None
     rule(name)(lambda op, *args, **kwargs: op.compose(run))
 
 
-def _sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _sliced(
+    input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     return input[(*[slice(None)] * (dim % input.ndim), slice(start, end, step))]
 
 
@@ -414,7 +501,8 @@ def _expanded(input: Any, size: Sequence[int], *, implicit: bool = False) -> Any
 
 
 for _name in (
-    "diagonal", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "detach",
+    "diagonal", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unfold", "unsqueeze", "view", "detach",
 ):  # fmt: skip
     _copied(_name + "_copy", getattr(torch.Tensor, _name))
 _copied("alias_copy", lambda input: input)
@@ -422,16 +510,22 @@ _copied("expand_copy", _expanded)
 _copied("slice_copy", _sliced)
 for _name in ("view_as_real", "view_as_complex"):
     _copied(_name + "_copy", getattr(torch, _name))
-for _name in ("chunk", "split", "split_with_sizes"):  # torch says of these that nobody writes into their results
+for _name in (
+    "chunk",
+    "split",
+    "split_with_sizes",
+):  # torch says of these that nobody writes into their results
     _copied("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
 rule([torch.ops.aten.slice.Tensor])(lambda op, *args, **kwargs: op.compose(_sliced))
 
 
-# ---------------------------------------------------------------------------------------------------------------- casts
+# -------------------------------------------------------------------------------------------- casts
 
 CASTS = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64,
-    "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64,
+    "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    "cfloat": torch.complex64, "cdouble": torch.complex128,
     "chalf": torch.complex32,
 }  # fmt: skip
 
@@ -440,7 +534,11 @@ def _cast(op: OpDescription, x: Arg, to: torch.dtype) -> None:
     identity(op, x)
     if x.dtype == to:
         passes(op)
-    elif (x.dtype.is_floating_point or x.dtype.is_complex) and (to.is_floating_point or to.is_complex) and (to.is_complex or not x.dtype.is_complex):
+    elif (
+        (x.dtype.is_floating_point or x.dtype.is_complex)
+        and (to.is_floating_point or to.is_complex)
+        and (to.is_complex or not x.dtype.is_complex)
+    ):
         op.linear = [frozenset([0])]
 
 

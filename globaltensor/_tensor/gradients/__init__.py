@@ -1,1 +1,2 @@
-"""Gradients of leaves: pending sums, buckets, flat memory, and the gathers of sharded parameters."""
+"""Gradients of leaves: pending sums, buckets, flat memory, and the gathers of sharded
+parameters."""

@@ -1,8 +1,10 @@
 """Buckets that all ranks form alike. Pure.
 
-The order in which a backward pass delivers gradients depends on the local graph, and a rank with an empty part may have another one. So what goes
-into a bucket, and the order within it, follow from numbers that all ranks know: each leaf has one. What arrived in the last pass makes the buckets
-of the next; a bucket goes out when all of it is there and those before it are out; the rest goes out when the pass ends.
+The order in which a backward pass delivers gradients depends on the local graph, and a rank with an
+empty part may have another one. So what goes into a bucket, and the order within it, follow from
+numbers that all ranks know: each leaf has one. What arrived in the last pass makes the buckets of
+the next; a bucket goes out when all of it is there and those before it are out; the rest goes out
+when the pass ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ T = TypeVar("T")
 
 
 class Buckets(Generic[T]):
-    """Items by their leaf's number. ``merge`` joins two arrivals for one leaf; ``first`` and ``limit`` are bytes of the first and of later buckets."""
+    """Items by their leaf's number. ``merge`` joins two arrivals for one leaf; ``first`` and
+    ``limit`` are bytes of the first and of later buckets."""
 
     def __init__(self, first: int, limit: int, merge: Callable[[T, T], T]) -> None:
         self.first, self.limit, self.merge = first, limit, merge
@@ -24,11 +27,16 @@ class Buckets(Generic[T]):
         self.planned: dict[int, tuple[int, int, Hashable]] = {}  # what the plan was made from
         self.bucket: dict[int, int] = {}  # number -> index of its bucket in the plan
         self.parts: list[dict[int, tuple[int, int, Hashable]]] = []  # `planned`, bucket by bucket
-        self.limits: dict[Hashable, int] = {}  # bytes of all buckets of a key that wants smaller ones
+        self.limits: dict[
+            Hashable, int
+        ] = {}  # bytes of all buckets of a key that wants smaller ones
         self.drop()
 
-    def expect(self, arrivals: Mapping[int, tuple[int, int, Hashable]], limits: Mapping[Hashable, int]) -> None:
-        """Between passes: plan the next one from what will come, number -> (arrivals, bytes, key), and not from the last. ``limits``: see there."""
+    def expect(
+        self, arrivals: Mapping[int, tuple[int, int, Hashable]], limits: Mapping[Hashable, int]
+    ) -> None:
+        """Between passes: plan the next one from what will come, number -> (arrivals, bytes, key),
+        and not from the last. ``limits``: see there."""
         self.limits.update(limits)
         self._plan({**self.planned, **arrivals})
         self.drop()
@@ -36,9 +44,13 @@ class Buckets(Generic[T]):
     def drop(self) -> None:
         """Forget what has arrived in this pass."""
         self.items: dict[int, T] = {}
-        self.seen: dict[int, tuple[int, int, Hashable]] = {}  # number -> (arrivals, bytes, what may go together)
+        self.seen: dict[
+            int, tuple[int, int, Hashable]
+        ] = {}  # number -> (arrivals, bytes, what may go together)
         self.sent = 0
-        self.missing = [len(bucket) for bucket in self.plan]  # in each bucket, the numbers that have not arrived as often as planned
+        self.missing = [
+            len(bucket) for bucket in self.plan
+        ]  # in each bucket, the numbers that have not arrived as often as planned
 
     def add(self, number: int, item: T, nbytes: int, key: Hashable) -> list[list[T]]:
         """One arrival -> the buckets that are now ready to go, in order."""
@@ -70,7 +82,8 @@ class Buckets(Generic[T]):
             self.missing[where] += 1
 
     def whole(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
-        """All items of a bucket of the plan, none of which had arrived, as planned -> the buckets that are now ready to go, in order."""
+        """All items of a bucket of the plan, none of which had arrived, as planned -> the buckets
+        that are now ready to go, in order."""
         self.seen.update(self.parts[where])
         self.missing[where] = 0
         if where == self.sent:
@@ -87,8 +100,12 @@ class Buckets(Generic[T]):
         return ready
 
     def finish(self) -> list[list[T]]:
-        """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets from this one's arrivals."""
-        rest = [[self.items[n] for n in bucket] for bucket in self._buckets(sorted(self.items, reverse=True))]
+        """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets
+        from this one's arrivals."""
+        rest = [
+            [self.items[n] for n in bucket]
+            for bucket in self._buckets(sorted(self.items, reverse=True))
+        ]
         if self.seen != self.planned:
             self._plan(self.seen)
         self.drop()
@@ -103,7 +120,9 @@ class Buckets(Generic[T]):
     def _buckets(self, numbers: list[int]) -> list[dict[int, int]]:
         """Last made, first served: backward meets the last layers first."""
         done: list[dict[int, int]] = []
-        begun: set[Hashable] = set()  # each way has its small first bucket, so that ranks that share only some ways agree
+        begun: set[Hashable] = (
+            set()
+        )  # each way has its small first bucket, so that ranks that share only some ways agree
         open_: dict[Hashable, tuple[dict[int, int], int]] = {}
         for n in numbers:
             times, nbytes, key = self.seen[n]

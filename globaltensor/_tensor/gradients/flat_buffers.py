@@ -18,19 +18,22 @@ _LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follo
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that a step lets go for the next one. The C library gives what is free at the end of its heap back to the system once
-    that is more than twice the largest block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and mapped anew: thousands
-    in a step. So let go of a large one, which costs nothing as it is never touched. (torch's DistributedDataParallel does so without meaning to, where it
-    forms its buckets anew.)"""
+    """Let this process keep the memory that a step lets go for the next one. The C library gives
+    what is free at the end of its heap back to the system once that is more than twice the largest
+    block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and
+    mapped anew: thousands in a step. So let go of a large one, which costs nothing as it is never
+    touched. (torch's DistributedDataParallel does so without meaning to, where it forms its buckets
+    anew.)"""
     torch.empty(_LARGEST, dtype=torch.uint8)
 
 
 class Room:
-    """Memory of a CPU that is lent to a tensor, and again once that tensor and all others that show its memory are gone. What is touched for the first time
-    costs more than a copy.
+    """Memory of a CPU that is lent to a tensor, and again once that tensor and all others that show
+    its memory are gone. What is touched for the first time costs more than a copy.
 
-    A loan is an array of NumPy, which the storage made of it holds as long as there is a tensor on it, whoever has that. So it is the loan's end that frees the
-    room, and nobody has to count who refers to what.
+    A loan is an array of NumPy, which the storage made of it holds as long as there is a tensor on
+    it, whoever has that. So it is the loan's end that frees the room, and nobody has to count who
+    refers to what.
     """
 
     __slots__ = ("_array", "_loan", "nbytes")
@@ -55,7 +58,8 @@ class Room:
 
 
 class FlatBuffer:
-    """Memory for gradients side by side: ``flat``, of one dim, with one element more at its end, and ``parts`` of it, one of the shape of each of ``like``."""
+    """Memory for gradients side by side: ``flat``, of one dim, with one element more at its end,
+    and ``parts`` of it, one of the shape of each of ``like``."""
 
     __slots__ = ("flat", "parts")
 
@@ -82,11 +86,21 @@ class FlatBufferPool:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        return sum(place.room.nbytes for place in {id(place): place for place in list(self._places.values())}.values())
+        return sum(
+            place.room.nbytes
+            for place in {id(place): place for place in list(self._places.values())}.values()
+        )
 
-    def take(self, numbers: list[int], like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
-        """A row for the gradients of leaves of these ``numbers``, which are ``like`` these. They stay where they were summed: the room serves again once they
-        have been let go. (Other devices have allocators that keep what is let go.)"""
+    def take(
+        self,
+        numbers: list[int],
+        like: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FlatBuffer:
+        """A row for the gradients of leaves of these ``numbers``, which are ``like`` these. They
+        stay where they were summed: the room serves again once they have been let go. (Other
+        devices have allocators that keep what is let go.)"""
         size = sum(t.numel() for t in like) + 1
         if device.type != "cpu":
             return FlatBuffer(torch.empty(size, dtype=dtype, device=device), like)
@@ -101,7 +115,8 @@ class FlatBufferPool:
         return FlatBuffer(place.room.lend(dtype), like)
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Keep nothing of these leaves, nor what the gradients of others were summed in together with theirs."""
+        """Keep nothing of these leaves, nor what the gradients of others were summed in together
+        with theirs."""
         for n in numbers:
             place = self._places.pop(n, None)
             for other in place.numbers if place is not None else ():

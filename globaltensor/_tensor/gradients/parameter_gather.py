@@ -1,7 +1,10 @@
-"""Split parameters that an op wants whole (FSDP, ZeRO-3): gathered many at a time, and their gradients reduce-scattered many at a time.
+"""Split parameters that an op wants whole (FSDP, ZeRO-3): gathered many at a time, and their
+gradients reduce-scattered many at a time.
 
-One parameter at a time costs a collective's latency each. The order in which parameters are used is learnt while the program runs; on a use, those that
-will follow are gathered in the same collective, up to a bucket. Every decision comes from what all ranks see alike: the order of ops, specs and versions.
+One parameter at a time costs a collective's latency each. The order in which parameters are used is
+learnt while the program runs; on a use, those that will follow are gathered in the same collective,
+up to a bucket. Every decision comes from what all ranks see alike: the order of ops, specs and
+versions.
 """
 
 from __future__ import annotations
@@ -27,22 +30,41 @@ from ..global_tensor import GlobalTensor
 from .buckets import Buckets
 from .reducer import dtype_of_sum, reduce_gradient, reducer
 
-__all__ = ["abort", "finish", "gather_axes", "gather_param", "immediate", "queue_reduce_scatter", "reset_prefetch", "reshard_after_forward", "to_logical"]
+__all__ = [
+    "abort",
+    "finish",
+    "gather_axes",
+    "gather_param",
+    "immediate",
+    "queue_reduce_scatter",
+    "reset_prefetch",
+    "reshard_after_forward",
+    "to_logical",
+]
 
-BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
-ALONE_BYTES = 1 << 21  # of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a collective more
+BUCKET_BYTES = (
+    16 << 20
+)  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
+# of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a
+# collective more
+ALONE_BYTES = 1 << 21
 UNDER_WAY = 1  # buckets of gradients
 MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
 MOST_EXPECTED = 1 << 14  # uses that are expected: beyond that all are learnt again
 PASSES = 8  # after how many passes a use that did not come again is no longer expected
-LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
+# under freed(), where a bucket is as large as the largest parameter at most: below this a
+# collective costs its latency
+LEAST_BYTES = 128 << 10
 
 
-Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
+Waiting = tuple[
+    GlobalTensor, Spec, torch.Tensor
+]  # a parameter, what it was gathered to, and the gradient of that
 
 
 class GatheredParam(NamedTuple):
-    """A gathered parameter: whose it is, from which version of which local tensor, and where it lies. It keeps none of them."""
+    """A gathered parameter: whose it is, from which version of which local tensor, and where it
+    lies. It keeps none of them."""
 
     leaf: weakref.ref[GlobalTensor]
     dst: Spec
@@ -55,8 +77,9 @@ class GatheredParam(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """A parameter that is gathered to ``dst``. It may have gone on this rank and be there on others, where a collector has not run yet: so what all have to
-    decide alike is asked of its number and specs."""
+    """A parameter that is gathered to ``dst``. It may have gone on this rank and be there on
+    others, where a collector has not run yet: so what all have to decide alike is asked of its
+    number and specs."""
 
     leaf: weakref.ref[GlobalTensor]
     number: int
@@ -74,14 +97,18 @@ class Gathering(NamedTuple):
 
 
 class PrefetchOrder:
-    """Which parameters of one placement are used after which. Its ranks see alike what is used there, and may differ in what they use elsewhere."""
+    """Which parameters of one placement are used after which. Its ranks see alike what is used
+    there, and may differ in what they use elsewhere."""
 
     def __init__(self) -> None:
-        #: (numbers of the one but last used and of the last; 0: none) -> the next, and in which pass that was so last.
+        #: (numbers of the one but last used and of the last; 0: none) -> the next, and in which
+        #: pass that was so last.
         self.next: dict[tuple[int, int], tuple[Gathering, int]] = {}
         self.recent: tuple[int, int] = (0, 0)
         self.passes = 0
-        self.largest = self.before = 0  # bytes of the largest one gathered in this pass, and in the last that gathered any
+        self.largest = self.before = (
+            0  # bytes of the largest one gathered in this pass, and in the last that gathered any
+        )
 
     def used(self, one: Gathering) -> None:
         """Learn that it comes next."""
@@ -92,7 +119,11 @@ class PrefetchOrder:
 
     def most(self, freed: bool) -> int:
         """Bytes of a bucket."""
-        return min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+        return (
+            min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES)
+            if freed
+            else BUCKET_BYTES
+        )
 
     def again(self) -> None:
         """A pass is over: the next begins where this one began."""
@@ -100,17 +131,23 @@ class PrefetchOrder:
         self.before, self.largest = self.largest or self.before, 0
         self.passes += 1
         if self.passes % PASSES == 0:
-            self.next = {pair: entry for pair, entry in self.next.items() if entry[1] >= self.passes - PASSES}
+            self.next = {
+                pair: entry for pair, entry in self.next.items() if entry[1] >= self.passes - PASSES
+            }
 
 
 class GatherState:
-    """One rank's memory of the order in which split parameters are used, and of those gathered ahead."""
+    """One rank's memory of the order in which split parameters are used, and of those gathered
+    ahead."""
 
     def __init__(self) -> None:
         self.orders: dict[Placement, PrefetchOrder] = {}
-        #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone, and with it the memory.
+        #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone,
+        #: and with it the memory.
         self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
-        self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
+        self.scatters: Buckets[Waiting] = Buckets(
+            BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2])
+        )
         self.last = 0
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
@@ -120,7 +157,8 @@ class GatherState:
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
 
     def number(self, leaf: GlobalTensor) -> int:
-        """A number for each parameter that is gathered, by its first use: the same on every rank."""
+        """A number for each parameter that is gathered, by its first use: the same on every
+        rank."""
         if torch_private.recording.on:
             return -id(leaf)  # in a graph's capture, whose uses count nowhere else
         found: int | None = leaf.__dict__.get("_gathered_number")
@@ -131,8 +169,11 @@ class GatherState:
         return found
 
     def let_go(self, number: int) -> None:
-        """A parameter has gone: keep no memory of it. What was ready for others stays known to be so, for they have to decide alike."""
-        for key in [k for k in list(self.ready) if k[0] == number]:  # of copies: a collector may run anywhere
+        """A parameter has gone: keep no memory of it. What was ready for others stays known to be
+        so, for they have to decide alike."""
+        for key in [
+            k for k in list(self.ready) if k[0] == number
+        ]:  # of copies: a collector may run anywhere
             kept = self.ready.pop(key, None)
             if kept is not None and kept[1]._version == kept[2]:
                 self.ready[key] = None
@@ -180,7 +221,8 @@ def relearn() -> None:
 
 @contextlib.contextmanager
 def immediate(on: bool) -> Iterator[None]:
-    """Gradients of gathered parameters flow through the graph at once: somebody asks for them there, not at the leaves."""
+    """Gradients of gathered parameters flow through the graph at once: somebody asks for them
+    there, not at the leaves."""
     state = _state()
     state.immediate += on
     try:
@@ -202,7 +244,11 @@ def abort() -> None:
 def to_logical(x: GlobalTensor) -> GlobalTensor:
     """A tensor that lies as it is shown to lie. Collective where it is stored otherwise (ZeRO)."""
     shown = x._spec.shown
-    return x if x._spec is shown else GlobalTensor.wrap(box(x._local, x._spec, shown, why="to_local"), shown)
+    return (
+        x
+        if x._spec is shown
+        else GlobalTensor.wrap(box(x._local, x._spec, shown, why="to_local"), shown)
+    )
 
 
 def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
@@ -214,11 +260,12 @@ def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
     return gathers(src.layout, dst.layout)
 
 
-# ---------------------------------------------------------------------------------------------------------------- gathering
+# ---------------------------------------------------------------------------------------- gathering
 
 
 def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
-    """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered ahead, or gathered with those to follow."""
+    """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered
+    ahead, or gathered with those to follow."""
     if torch_private.function_mode_on():
         return shown(gather_param, leaf, src, dst, why)  # type: ignore[no-any-return]
     state, local = _state(), leaf._local
@@ -231,13 +278,28 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
     else:
         out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
     if state.freed and torch.is_grad_enabled():
-        _remember(state, GatheredParam(weakref.ref(leaf), dst, weakref.ref(local), local._version, torch_private.StorageWeakRef(whole.untyped_storage())))
+        _remember(
+            state,
+            GatheredParam(
+                weakref.ref(leaf),
+                dst,
+                weakref.ref(local),
+                local._version,
+                torch_private.StorageWeakRef(whole.untyped_storage()),
+            ),
+        )
     return out
 
 
-def _whole(state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
+def _whole(
+    state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool
+) -> torch.Tensor:
     """The next use of a gathered parameter."""
-    local, order, one = leaf._local, state.order(src.placement), Gathering(weakref.ref(leaf), state.number(leaf), src, dst)
+    local, order, one = (
+        leaf._local,
+        state.order(src.placement),
+        Gathering(weakref.ref(leaf), state.number(leaf), src, dst),
+    )
     order.used(one)
     found = state.ready.pop(one.key, None)
     if found is None or found[1] is not local or found[2] != local._version:
@@ -260,7 +322,8 @@ def _alone(spec: Spec) -> bool:
 
 
 def _batch(state: GatherState, one: Gathering, most: int, exact: bool) -> list[Gathering]:
-    """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
+    """This use and those expected after it that travel the same way, up to a bucket of ``most``
+    bytes. Not ``exact``: the last may go beyond."""
     batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
     if _alone(one.dst):
         return batch
@@ -290,29 +353,41 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()
-    return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
+    return (
+        kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
+    )
 
 
 def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device) -> None:
     first, rank = batch[0], world().rank
     ranks = first.src.placement.fiber(rank, gather_axes(first.src, first.dst))
     numels = [sum(math.prod(one.src.box(r)[1]) for one in batch) for r in ranks]
-    wholes = [torch.empty(one.dst.box(rank)[1], dtype=one.dst.dtype, device=device) for one in batch]
+    wholes = [
+        torch.empty(one.dst.box(rank)[1], dtype=one.dst.dtype, device=device) for one in batch
+    ]
     leaves = [one.leaf() for one in batch]  # of one that has gone nobody will use what comes
     locals_ = [None if leaf is None else leaf._local for leaf in leaves]
     flat = [
-        torch.zeros(math.prod(one.src.box(rank)[1]), dtype=one.src.dtype, device=device) if local is None else local.detach().reshape(-1)
+        torch.zeros(math.prod(one.src.box(rank)[1]), dtype=one.src.dtype, device=device)
+        if local is None
+        else local.detach().reshape(-1)
         for one, local in zip(batch, locals_, strict=True)
     ]
     if len(batch) == 1 and _in_rows(first.src, first.dst, ranks, rank):
         world().comm(ranks).all_gather_into(flat[0], numels, wholes[0].view(-1))
     else:
-        parts = world().comm(ranks).all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels, fresh=False)
+        parts = (
+            world()
+            .comm(ranks)
+            .all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels, fresh=False)
+        )
         at = [0] * len(ranks)
         for one, whole in zip(batch, wholes, strict=True):
             for i, r in enumerate(ranks):
                 n = math.prod(shape := one.src.box(r)[1])
-                _piece(whole, one.src, one.dst, r, rank).copy_(parts[i][at[i] : at[i] + n].view(shape))
+                _piece(whole, one.src, one.dst, r, rank).copy_(
+                    parts[i][at[i] : at[i] + n].view(shape)
+                )
                 at[i] += n
     for one, whole, local in zip(batch, wholes, locals_, strict=True):
         state.ready[one.key] = None if local is None else (whole, local, local._version)
@@ -338,18 +413,32 @@ class _Box:
 
 
 class _Gathered(torch.autograd.Function):
-    """A gathered parameter. Backward: reduce-scatter, together with others where the gradient only has to reach the leaf."""
+    """A gathered parameter. Backward: reduce-scatter, together with others where the gradient only
+    has to reach the leaf."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
-        ctx.leaf, ctx.local, ctx.src, ctx.dst, ctx.freed = carried.leaf, local, src, dst, carried.freed
+        ctx.leaf, ctx.local, ctx.src, ctx.dst, ctx.freed = (
+            carried.leaf,
+            local,
+            src,
+            dst,
+            carried.freed,
+        )
         return carried.whole
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
             dual, mine = ctx.dst.dual(), ctx.src.dual()
-            return reduce_gradient(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
+            return (
+                reduce_gradient(
+                    grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"
+                ),
+                None,
+                None,
+                None,
+            )
         queue_reduce_scatter(ctx.leaf, ctx.dst, grads[0], ctx.freed)
         return None, None, None, None
 
@@ -359,12 +448,14 @@ def _watched(leaf: GlobalTensor) -> bool:
     return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- scattering
+# --------------------------------------------------------------------------------------- scattering
 
 
-def queue_reduce_scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False) -> None:
-    """Keep the gradient of a gathered parameter until a bucket is full or backward ends. ``reshard_after_forward``: the bucket is a small one, filled as
-    gradients come.
+def queue_reduce_scatter(
+    leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False
+) -> None:
+    """Keep the gradient of a gathered parameter until a bucket is full or backward ends.
+    ``reshard_after_forward``: the bucket is a small one, filled as gradients come.
     """
     state = _state()
     reducer().at_end(finish)
@@ -375,10 +466,13 @@ def queue_reduce_scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, free
         if _alone(dst):
             key = (*key, state.number(leaf))
             state.scatters.limits[key] = 1
-        for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
+        for bucket in state.scatters.add(
+            state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key
+        ):
             _send(state, bucket)
         return
-    # Whoever gathers again on the way back meets the parameters in the same order on every rank; so do their gradients.
+    # Whoever gathers again on the way back meets the parameters in the same order on every rank; so
+    # do their gradients.
     waiting = state.waiting.setdefault(key, [])
     waiting.append((leaf, dst, grad))
     if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).most(True):
@@ -386,7 +480,8 @@ def queue_reduce_scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, free
 
 
 def finish() -> None:
-    """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to sum."""
+    """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to
+    sum."""
     state = _state()
     for bucket in [*state.scatters.finish(), *state.waiting.values()]:
         _send(state, bucket)
@@ -405,7 +500,9 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
     leaf, dst, first = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
-    pieces = [_piece(grad, leaf._spec, whole, r, rank) for r in ranks for leaf, whole, grad in items]
+    pieces = [
+        _piece(grad, leaf._spec, whole, r, rank) for r in ranks for leaf, whole, grad in items
+    ]
     kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
     in_rows = all(p.is_contiguous() for p in pieces)
     if in_rows and len(items) == 1 and kind is first.dtype:
@@ -415,9 +512,22 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
         if in_rows:
             torch.cat([p.view(-1) for p in pieces], out=flat)
         else:
-            torch_private.copy_all([to.view(p.shape) for to, p in zip(flat.split_with_sizes(sizes), pieces, strict=True)], pieces)
-        chunks = flat.split_with_sizes([sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))])
-    state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], world().comm(ranks).reduce_scatter_async(chunks, "sum")))
+            torch_private.copy_all(
+                [
+                    to.view(p.shape)
+                    for to, p in zip(flat.split_with_sizes(sizes), pieces, strict=True)
+                ],
+                pieces,
+            )
+        chunks = flat.split_with_sizes(
+            [sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))]
+        )
+    state.under_way.append(
+        (
+            [(leaf, grad.dtype) for leaf, _, grad in items],
+            world().comm(ranks).reduce_scatter_async(chunks, "sum"),
+        )
+    )
     while len(state.under_way) > UNDER_WAY:
         _receive(state)
 
@@ -443,20 +553,25 @@ def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch
     """What of a gathered parameter's gradient belongs to rank ``r``."""
     offsets = dst.box(rank)[0]
     begin, shape = src.box(r)
-    return grad[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))]
+    return grad[
+        tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- freeing
+# ------------------------------------------------------------------------------------------ freeing
 
 
 @contextlib.contextmanager
 def reshard_after_forward() -> Iterator[None]:
-    """Parameters gathered in the block are let go of after each use, and gathered again when backward needs them: autograd keeps a note instead.
+    """Parameters gathered in the block are let go of after each use, and gathered again when
+    backward needs them: autograd keeps a note instead.
 
-    For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in the block, backward in it or after it. Of gathered
-    parameters, and of their gradients, a rank then has a bucket or two at a time, as large as the largest parameter; without, autograd keeps them all.
-    It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that an op makes and keeps (autocast's) is not let go of.
-    The parameters must not change before backward has used them: RuntimeError, as for any tensor that autograd keeps.
+    For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in
+    the block, backward in it or after it. Of gathered parameters, and of their gradients, a rank
+    then has a bucket or two at a time, as large as the largest parameter; without, autograd keeps
+    them all. It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that
+    an op makes and keeps (autocast's) is not let go of. The parameters must not change before
+    backward has used them: RuntimeError, as for any tensor that autograd keeps.
 
     >>> import globaltensor as flow
     >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
@@ -488,7 +603,8 @@ def _forget_gone(state: GatherState) -> None:
 
 
 class _Note(NamedTuple):
-    """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its memory."""
+    """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its
+    memory."""
 
     leaf: GlobalTensor
     dst: Spec
@@ -502,7 +618,14 @@ class _Note(NamedTuple):
 def _noted(state: GatherState, t: torch.Tensor) -> Any:
     use = state.alive.get(torch_private.storage_key(t))
     leaf, local = (None, None) if use is None or use.gone() else (use.leaf(), use.local())
-    if use is None or leaf is None or local is None or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():
+    if (
+        use is None
+        or leaf is None
+        or local is None
+        or t.dtype is not use.dst.dtype
+        or t.is_conj()
+        or t.is_neg()
+    ):
         return t, t._version  # which torch looks at only where there are no hooks
     return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
 
@@ -517,11 +640,14 @@ def _recalled(kept: Any) -> torch.Tensor:
     if leaf._local is not kept.local or kept.local._version != kept.version:
         raise _changed(leaf, kept.version)
     with torch.no_grad():
-        return _whole(_state(), leaf, leaf._spec, kept.dst, True).as_strided(kept.size, kept.stride, kept.offset)
+        return _whole(_state(), leaf, leaf._spec, kept.dst, True).as_strided(
+            kept.size, kept.stride, kept.offset
+        )
 
 
 def _changed(t: torch.Tensor, version: int) -> RuntimeError:
     return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape {list(t.shape)} is at version "
+        f"one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of shape {list(t.shape)} is at version "
         f"{t._version}; expected version {version} instead"
     )

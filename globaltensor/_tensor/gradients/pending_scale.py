@@ -13,7 +13,8 @@ __all__ = ["PendingScale"]
 
 
 class PendingScale(Protocol):
-    """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to tell each other first (_ops/rules/deferred_mean.py)."""
+    """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to
+    tell each other first (_ops/rules/deferred_mean.py)."""
 
     riding: bool  # whether it travels with gradients
 
@@ -23,8 +24,11 @@ class PendingScale(Protocol):
     def start(self) -> None:
         """Begin to tell. Collective, once."""
 
-    def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor without dims, to be summed with the first gradients that leave; None where it is told otherwise."""
+    def rider(
+        self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A tensor without dims, to be summed with the first gradients that leave; None where it is
+        told otherwise."""
 
     def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
         """That is under way: after ``wait()`` it is in ``cell``, of one element."""

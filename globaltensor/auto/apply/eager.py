@@ -1,7 +1,7 @@
 """``flow.parallelize(model, placement, "auto")``: a model in eager mode, laid as a search says.
 
-The search wants inputs. Given beforehand, it runs at once; otherwise at the model's first call. Parameters are laid in place, and the plan is carried out as
-any other is (auto/apply/modules.py).
+The search wants inputs. Given beforehand, it runs at once; otherwise at the model's first call.
+Parameters are laid in place, and the plan is carried out as any other is (auto/apply/modules.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ __all__ = ["plan_of"]
 
 
 def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
-    """Lay a model out by a search: now where there are example inputs, else at its first call. Collective."""
+    """Lay a model out by a search: now where there are example inputs, else at its first call.
+    Collective."""
     module_to_global(model, placement, [broadcast] * placement.axes)
     if inputs is not None:
         _lay_out(model, placement, inputs if isinstance(inputs, tuple) else (inputs,), {})
@@ -44,12 +45,14 @@ SEARCHED[str] = _parallelized
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model of ``flow.parallelize(model, placement, "auto")``, or with a plan there, runs by; None before its first call, and for others."""
+    """The plan that a model of ``flow.parallelize(model, placement, "auto")``, or with a plan
+    there, runs by; None before its first call, and for others."""
     return model.__dict__.get("_automatic_plan")
 
 
 class _AtFirst:
-    """A forward pre-hook that lays its module out when it is first called, and is no longer there then. Copies of the module have one of their own."""
+    """A forward pre-hook that lays its module out when it is first called, and is no longer there
+    then. Copies of the module have one of their own."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -57,8 +60,10 @@ class _AtFirst:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch_private.recording.on:
             raise GraphError(
-                f'{type(module).__name__} is to be laid out at its first call (parallelize with "auto"), which is too late inside a graph: give parallelize '
-                "example inputs=, or make the model broadcast and let the graph search for the whole step, config.enable_auto_parallel()"
+                f"{type(module).__name__} is to be laid out at its first call (parallelize with "
+                f'"auto"), which is too late inside a graph: give parallelize '
+                "example inputs=, or make the model broadcast and let the graph search for the "
+                "whole step, config.enable_auto_parallel()"
             )
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is self:
@@ -67,7 +72,9 @@ class _AtFirst:
         try:
             _lay_out(module, self.placement, args, kwargs)
         except Exception:
-            module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)  # the next call is the first that can be planned for
+            module.register_forward_pre_hook(
+                self, prepend=True, with_kwargs=True
+            )  # the next call is the first that can be planned for
             raise
 
 
@@ -76,12 +83,27 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
 
     def captured() -> tuple[Calls, Text]:
         calls = calls_of_model(model, args, kwargs, cluster.device)
-        return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
+        return calls, Text(
+            (),
+            [
+                f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}"
+                for c in calls.calls
+            ],
+        )
 
-    calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
+    calls = agreed(
+        name,
+        captured,
+        'parallelize with "auto" looked for a plan: a model that asks for values takes one by '
+        'name, "data", "fsdp", "tensor"',
+    )
     given = object_tensors(kwargs, object_tensors(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
-    fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
+    fixed = {
+        v.name: (t._spec.layout,)
+        for v, t in zip(inputs, given, strict=True)
+        if isinstance(t, GlobalTensor)
+    }
     found = agreed(name, lambda: (search_plan(calls, cluster, placement, Auto(), fixed, 2.0), None))
     apply_layouts(dict(model.named_parameters()), found)
     install_layout_hooks(model, found.plan)
@@ -90,4 +112,6 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
 
 
 def _told(calls: Calls, numbers: Sequence[int]) -> str:
-    return ", ".join(f"{v.path or v.name} {list(v.shape)}" for v in (calls.values[n] for n in numbers))
+    return ", ".join(
+        f"{v.path or v.name} {list(v.shape)}" for v in (calls.values[n] for n in numbers)
+    )

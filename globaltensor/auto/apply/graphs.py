@@ -1,4 +1,5 @@
-"""A plan carried out: parameters are laid as it says, and a graph's next capture takes each operand as it says."""
+"""A plan carried out: parameters are laid as it says, and a graph's next capture takes each operand
+as it says."""
 
 from __future__ import annotations
 
@@ -32,20 +33,37 @@ from ..ir.op_graph import Calls
 from ..ir.trace import captured_calls
 from ..profile import cluster_here
 
-__all__ = ["apply_layouts", "cluster_at_hand", "follow", "from_rank0", "options_of", "plan_for_capture", "search_plan", "states_of"]
+__all__ = [
+    "apply_layouts",
+    "cluster_at_hand",
+    "follow",
+    "from_rank0",
+    "options_of",
+    "plan_for_capture",
+    "search_plan",
+    "states_of",
+]
 
-#: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it take it as it lies.
+#: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it
+#: take it as it lies.
 _LAID = "_laid_for_training"
 #: Attribute of a graph: who chooses its plan, if not the search.
 _CHOICE = "_choose_plan"
 
 
 def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
-    """The plan of a graph for these inputs; its parameters lie as it says afterwards. Collective."""
-    parameters = {f"{name}.{path}": t for name, module in graph._modules.items() for path, t in module.named_parameters()}
+    """The plan of a graph for these inputs; its parameters lie as it says afterwards.
+    Collective."""
+    parameters = {
+        f"{name}.{path}": t
+        for name, module in graph._modules.items()
+        for path, t in module.named_parameters()
+    }
     for module in graph._modules.values():
         for experts in experts_in(module).values():
-            dispatch_tokens(experts)  # as `parallelize` does: which tokens go where is no matter of layouts
+            dispatch_tokens(
+                experts
+            )  # as `parallelize` does: which tokens go where is no matter of layouts
     zero = graph._shared[1]
     if zero is not None:
         zero.detach()
@@ -54,7 +72,9 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
 
     def captured() -> tuple[tuple[fx.Graph, Calls, Placement], Text]:
         logical, calls = captured_calls(graph, args, kwargs)
-        return (logical, calls, _mesh_of(graph.name, parameters, logical)), Text(settings(graph, ()), lines(logical))
+        return (logical, calls, _mesh_of(graph.name, parameters, logical)), Text(
+            settings(graph, ()), lines(logical)
+        )
 
     try:
         logical, calls, mesh = agreed(graph.name, captured, f"{graph.name} was captured")
@@ -62,43 +82,68 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
             for call in calls.calls:
                 call.fixed = () if call.fixed is not None else None
         free = {path for path, t in parameters.items() if _free(t, graph.training)}
-        fixed = {v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free}
+        fixed = {
+            v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free
+        }
         choose, cluster = graph.__dict__.get(_CHOICE, search_plan), cluster_at_hand(mesh)
-        found: SearchResult = agreed(graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None))
+        found: SearchResult = agreed(
+            graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None)
+        )
         apply_layouts({path: parameters[path] for path in free}, found, graph.training)
         for entry in graph._optimizers:
             relay(entry.optimizer)
     finally:
         if zero is not None:
             graph._attach()
-    return PlanFollower(plan_for_capture(logical, found), strict=False, unasked=auto.ignore_user_sbp, searched=found.plan)
+    return PlanFollower(
+        plan_for_capture(logical, found),
+        strict=False,
+        unasked=auto.ignore_user_sbp,
+        searched=found.plan,
+    )
 
 
 AUTO_PLANNERS.append(_search_for)
 
 
-def follow(graph: Any, choose: Callable[[Calls, Cluster, Placement, Auto, Mapping[str, Any], float], SearchResult]) -> None:
-    """Let ``choose``, called as `search_plan` is, say what a graph with config.enable_auto_parallel() does from its next capture on: to run a plan that is not
-    the best. It must choose the same on every rank, and leave what is ``fixed`` (path -> layouts) as it is."""
+def follow(
+    graph: Any,
+    choose: Callable[[Calls, Cluster, Placement, Auto, Mapping[str, Any], float], SearchResult],
+) -> None:
+    """Let ``choose``, called as `search_plan` is, say what a graph with
+    config.enable_auto_parallel() does from its next capture on: to run a plan that is not the best.
+    It must choose the same on every rank, and leave what is ``fixed`` (path -> layouts) as it
+    is."""
     graph.__dict__[_CHOICE] = choose
 
 
 def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: float) -> Options:
     """The search's options under the names of a graph's config."""
     return Options(
-        computation=auto.computation, wait=auto.wait * cluster.launch, collect=auto.collector, states=states, fixed=dict(fixed),
-        hidden=None if auto.trunk else 0.0, memory=(cluster.memory or None) if auto.memory == "AdaptiveMemory" else None,
+        computation=auto.computation, wait=auto.wait * cluster.launch, collect=auto.collector,
+        states=states, fixed=dict(fixed),
+        hidden=None if auto.trunk else 0.0,
+        memory=(cluster.memory or None) if auto.memory == "AdaptiveMemory" else None,
     )  # fmt: skip
 
 
 def cluster_at_hand(where: Placement) -> Cluster:
-    """The cluster to plan for on the ranks of this job: what `use_cluster` says; else as they are measured, now or before (`cluster_here`); else the generic
-    machine. Collective among all ranks."""
+    """The cluster to plan for on the ranks of this job: what `use_cluster` says; else as they are
+    measured, now or before (`cluster_here`); else the generic machine. Collective among all
+    ranks."""
     return named_cluster() or cluster_here(where.type) or current_cluster()
 
 
-def search_plan(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fixed: Mapping[str, Any], states: float) -> SearchResult:
-    """The best plan under a mode of memory, the same on every rank. Collective; a rank where it fails is to tell the others by `agree`."""
+def search_plan(
+    calls: Calls,
+    cluster: Cluster,
+    mesh: Placement,
+    auto: Auto,
+    fixed: Mapping[str, Any],
+    states: float,
+) -> SearchResult:
+    """The best plan under a mode of memory, the same on every rank. Collective; a rank where it
+    fails is to tell the others by `agree`."""
     options, saved = options_of(auto, cluster, fixed, states), MEMORY[auto.memory]
     found = search(calls, cluster, mesh, options, agreed=from_rank0, compared=not saved)
     if not saved:
@@ -107,7 +152,13 @@ def search_plan(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fix
     if least is None:
         least = found.plan.memory  # how much less would do was not found in the time: none is saved
     limit = round(found.plan.memory - saved * (found.plan.memory - least))
-    return search(calls, cluster, mesh, dataclasses.replace(options, memory=max(limit, least)), agreed=from_rank0)
+    return search(
+        calls,
+        cluster,
+        mesh,
+        dataclasses.replace(options, memory=max(limit, least)),
+        agreed=from_rank0,
+    )
 
 
 def from_rank0(found: Any) -> Any:
@@ -123,21 +174,31 @@ def from_rank0(found: Any) -> Any:
 
 
 def _free(t: Any, training: bool) -> bool:
-    """Whether a search may lay a parameter otherwise: none has for another graph, or only for one that does not train."""
-    return isinstance(t, GlobalTensor) and (_LAID not in t.__dict__ or (training and not t.__dict__[_LAID]))
+    """Whether a search may lay a parameter otherwise: none has for another graph, or only for one
+    that does not train."""
+    return isinstance(t, GlobalTensor) and (
+        _LAID not in t.__dict__ or (training and not t.__dict__[_LAID])
+    )
 
 
 def states_of(graph: Any) -> float:
     """Bytes of optimizer state for each byte of a parameter, by the kind of the optimizers."""
     kinds = {type(entry.optimizer).__name__ for entry in graph._optimizers}
-    return max((_STATES.get(kind, 2.0) if kind != "SGD" else float(_momentum(graph)) for kind in kinds), default=0.0)
+    return max(
+        (_STATES.get(kind, 2.0) if kind != "SGD" else float(_momentum(graph)) for kind in kinds),
+        default=0.0,
+    )
 
 
 _STATES = {"Adagrad": 1.0, "RMSprop": 1.0, "Rprop": 2.0, "ASGD": 1.0, "Adafactor": 0.1}
 
 
 def _momentum(graph: Any) -> bool:
-    return any(group.get("momentum") for entry in graph._optimizers for group in entry.optimizer.param_groups)
+    return any(
+        group.get("momentum")
+        for entry in graph._optimizers
+        for group in entry.optimizer.param_groups
+    )
 
 
 def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Placement:
@@ -147,18 +208,29 @@ def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Pla
         if isinstance(val, GlobalTensor):
             places.add(val._spec.shown.placement)
     if not places:
-        raise GraphError(f"{name}: config.enable_auto_parallel() wants a model on a placement: model.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
+        raise GraphError(
+            f"{name}: config.enable_auto_parallel() wants a model on a placement: "
+            f"model.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)"
+        )
     if len(places) > 1:
         raise GraphError(
-            f"{name}: config.enable_auto_parallel() chooses layouts on one placement, but the graph has {len(places)}: {', '.join(map(repr, places))}. "
-            "flow.auto.plan(...) chooses stages too, and flow.parallelize(model, placement, plan) and config.follow(plan) carry them out, the search left off"
+            f"{name}: config.enable_auto_parallel() chooses layouts on one placement, but the "
+            f"graph has {len(places)}: {', '.join(map(repr, places))}. "
+            "flow.auto.plan(...) chooses stages too, and flow.parallelize(model, placement, plan) "
+            "and config.follow(plan) carry them out, the search left off"
         )
     return places.pop()
 
 
-def apply_layouts(parameters: Mapping[str, torch.Tensor], found: SearchResult, training: bool = True) -> None:
+def apply_layouts(
+    parameters: Mapping[str, torch.Tensor], found: SearchResult, training: bool = True
+) -> None:
     """Lay parameters as a plan says: in place, so that optimizers know them still. Collective."""
-    values = {v.path: v for v in found.formulation.calls.states() if v.path and v.number in found.formulation.node_of_value}
+    values = {
+        v.path: v
+        for v in found.formulation.calls.states()
+        if v.path and v.number in found.formulation.node_of_value
+    }
     for path, t in parameters.items():
         value = values.get(path)
         if value is None or not isinstance(t, GlobalTensor):
@@ -169,7 +241,10 @@ def apply_layouts(parameters: Mapping[str, torch.Tensor], found: SearchResult, t
             spec = t._spec.replace(layout=layout)
             with torch.no_grad():
                 local = box(t._local.detach(), t._spec, spec, why="automatic plan")
-                if local.numel() * local.element_size() != local.untyped_storage().nbytes() or local.data_ptr() == t._local.data_ptr():
+                if (
+                    local.numel() * local.element_size() != local.untyped_storage().nbytes()
+                    or local.data_ptr() == t._local.data_ptr()
+                ):
                     local = local.clone()  # a slice would keep the whole tensor alive
             replace_local(t, local.contiguous(), spec)
 
@@ -187,7 +262,10 @@ def plan_for_capture(logical: fx.Graph, found: SearchResult) -> GraphPlan:
             if call.fixed:
                 wanted = ()  # it says itself how it wants its operand
         if len(wanted) == len(op.operands):
-            operands = [dataclasses.replace(o, wanted=tuple(e.short for e in w) if o.came else ()) for o, w in zip(op.operands, wanted, strict=True)]
+            operands = [
+                dataclasses.replace(o, wanted=tuple(e.short for e in w) if o.came else ())
+                for o, w in zip(op.operands, wanted, strict=True)
+            ]
         else:
             operands = [dataclasses.replace(o, wanted=()) for o in op.operands]
         ops.append(dataclasses.replace(op, operands=tuple(operands)))

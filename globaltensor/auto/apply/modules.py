@@ -1,7 +1,10 @@
-"""``flow.parallelize(model, placement, plan)``: a model laid as a plan says, whoever has found it and wherever.
+"""``flow.parallelize(model, placement, plan)``: a model laid as a plan says, whoever has found it
+and wherever.
 
-Parameters lie as planned, modules are cut into its stages, and modules without children bring what they take, and what they give, to the layout that the plan
-wants there; functions between modules choose for themselves (_ops/rules/strategy.py). Micro-batches, their schedule, and ZeRO are a graph's: `Config.follow`.
+Parameters lie as planned, modules are cut into its stages, and modules without children bring what
+they take, and what they give, to the layout that the plan wants there; functions between modules
+choose for themselves (_ops/rules/strategy.py). Micro-batches, their schedule, and ZeRO are a
+graph's: `Config.follow`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ __all__ = ["apply_plan", "install_layout_hooks", "install_reshard_hooks"]
 def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     """Lay a model out as ``plan`` says on the ranks of ``placement``, in their order. Collective.
 
-    Raises PlanError where the plan is of another number of ranks, of another model, or has a stage that begins with no module.
+    Raises PlanError where the plan is of another number of ranks, of another model, or has a stage
+    that begins with no module.
     """
     plan = _of_model(plan, model)
     lanes = _lanes(plan, placement)
@@ -52,10 +56,15 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
         stages = plan.choices["stages"]
         staged(model, [lanes[stage["lane"]] for stage in stages], _parts(plan, model), sbp)
     if lanes[0] is not placement:
-        model.register_forward_pre_hook(_Entering(lanes[0], [_layout(g.layout) for g in plan.given if g.kind == "input"]), with_kwargs=True)
+        model.register_forward_pre_hook(
+            _Entering(lanes[0], [_layout(g.layout) for g in plan.given if g.kind == "input"]),
+            with_kwargs=True,
+        )
     install_layout_hooks(model, plan)
     for path in _recomputed(plan, model):
-        model.get_submodule(path).__dict__.setdefault("_stage", ModuleSettings()).activation_checkpointing = True
+        model.get_submodule(path).__dict__.setdefault(
+            "_stage", ModuleSettings()
+        ).activation_checkpointing = True
     install_reshard_hooks(model, plan)
     model.__dict__["_automatic_plan"] = plan
     return model
@@ -69,7 +78,8 @@ def _layout(entries: Sequence[str]) -> Layout:
 
 
 def _of_model(plan: Plan, model: nn.Module) -> Plan:
-    """The plan, with paths as in ``model``: one that was made for a graph has the name of the graph's module before them."""
+    """The plan, with paths as in ``model``: one that was made for a graph has the name of the
+    graph's module before them."""
     shapes = {path: tuple(t.shape) for path, t in model.named_parameters()}
     planned = {g.name: g.shape for g in plan.given if g.kind == "parameter"}
     strange = sorted(path for path, shape in planned.items() if shapes.get(path) != shape)
@@ -80,21 +90,38 @@ def _of_model(plan: Plan, model: nn.Module) -> Plan:
     if len(names) == 1 and all(shapes.get(path) == shape for path, shape in inner.items()):
         return _without(plan, f"{names.pop()}.")
     path = strange[0]
-    has = f"it is {list(shapes[path])} there" if path in shapes else f"which has none of that name (but {', '.join(list(shapes)[:4])}, ...)"
-    raise PlanError(f"the plan is of another model than this {type(model).__name__}: parameter {path} is {list(planned[path])} in the plan, {has}")
+    has = (
+        f"it is {list(shapes[path])} there"
+        if path in shapes
+        else f"which has none of that name (but {', '.join(list(shapes)[:4])}, ...)"
+    )
+    raise PlanError(
+        f"the plan is of another model than this {type(model).__name__}: parameter {path} is "
+        f"{list(planned[path])} in the plan, {has}"
+    )
 
 
 def _without(plan: Plan, prefix: str) -> Plan:
     def bare(path: str) -> str:
-        return path.removeprefix(prefix) if path.startswith(prefix) else "" if path == prefix[:-1] else path
+        return (
+            path.removeprefix(prefix)
+            if path.startswith(prefix)
+            else ""
+            if path == prefix[:-1]
+            else path
+        )
 
     given = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.given)
-    calls = tuple(dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands))) for c in plan.calls)
+    calls = tuple(
+        dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands)))
+        for c in plan.calls
+    )
     return dataclasses.replace(plan, given=given, calls=calls)
 
 
 def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
-    """Where each lane of the plan lies: its mesh, of so many ranks in the order of the placement."""
+    """Where each lane of the plan lies: its mesh, of so many ranks in the order of the
+    placement."""
     size = math.prod(plan.mesh)
     count = 1 + max((stage["lane"] for stage in plan.choices.get("stages", ())), default=0)
     if placement.size != count * size:
@@ -102,16 +129,22 @@ def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
         told = f"{count} times a mesh of {shape}" if count > 1 else f"a mesh of {shape}"
         mend = "plan for as many, by mesh=... or cluster.with_size(n)"
         ranks = f"{count * size} rank{'s' if count * size > 1 else ''}"
-        raise PlanError(f"the plan is for {ranks} ({told}), {placement!r} has {placement.size}: {mend}")
+        raise PlanError(
+            f"the plan is for {ranks} ({told}), {placement!r} has {placement.size}: {mend}"
+        )
     if count == 1 and placement.shape == plan.mesh:
         return [placement]
     ranks = placement.ranks.reshape(-1)
-    return [Placement(placement.type, ranks[k * size : (k + 1) * size].reshape(plan.mesh)) for k in range(count)]
+    return [
+        Placement(placement.type, ranks[k * size : (k + 1) * size].reshape(plan.mesh))
+        for k in range(count)
+    ]
 
 
 def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
-    """The outermost modules whose calls are in one stage, and that stage. One that is called in several is in the first of them, as is one of which others
-    use the parameters; one without parameters that stands for itself runs wherever it is used."""
+    """The outermost modules whose calls are in one stage, and that stage. One that is called in
+    several is in the first of them, as is one of which others use the parameters; one without
+    parameters that stands for itself runs wherever it is used."""
     places = {call.name: k for k, call in enumerate(plan.calls)}
     under: dict[str, set[int]] = {}  # module -> stages of what runs in it
     users: dict[str, int] = {}  # parameter -> first stage that takes it
@@ -131,21 +164,30 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            held, stages = [f"{path}.{n}" for n, _ in child.named_parameters()], under.get(path, set())
+            held, stages = (
+                [f"{path}.{n}" for n, _ in child.named_parameters()],
+                under.get(path, set()),
+            )
             lists = isinstance(child, (nn.ModuleList, nn.ModuleDict))
             if not stages or (not held and (len(stages) > 1 or not in_row)):
                 if held:
                     yield path, min((users[p] for p in held if p in users), default=0)
-            elif (lists or any(id(m) in several for m in child.modules())) and any(True for _ in child.children()):
+            elif (lists or any(id(m) in several for m in child.modules())) and any(
+                True for _ in child.children()
+            ):
                 yield from down(child, f"{path}.", lists or isinstance(child, nn.Sequential))
             else:
                 yield path, min(stages)
 
-    found = sorted(down(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1])
+    found = sorted(
+        down(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1]
+    )
     for number, stage in enumerate(plan.choices["stages"]):
         if number and number not in {k for _, k in found}:
             where = f"stage {number} of the plan begins at {', '.join(stage['calls'][:1])}"
-            raise PlanError(f"{where}, and no module of the model starts to run in it: it cannot be cut there")
+            raise PlanError(
+                f"{where}, and no module of the model starts to run in it: it cannot be cut there"
+            )
     return found
 
 
@@ -157,12 +199,19 @@ def _above(path: str) -> Iterator[str]:
 
 def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
     """The outermost modules all of whose calls run again in backward."""
-    again = {p for c in plan.calls if c.again for p in _above(c.module)} - {p for c in plan.calls if not c.again for p in _above(c.module)}
-    return [path for path, _ in model.named_modules() if path in again and path.rpartition(".")[0] not in again]
+    again = {p for c in plan.calls if c.again for p in _above(c.module)} - {
+        p for c in plan.calls if not c.again for p in _above(c.module)
+    }
+    return [
+        path
+        for path, _ in model.named_modules()
+        if path in again and path.rpartition(".")[0] not in again
+    ]
 
 
 class _Entering:
-    """A forward pre-hook of the model: what it is given comes to the first stage, as the plan has it there."""
+    """A forward pre-hook of the model: what it is given comes to the first stage, as the plan has
+    it there."""
 
     def __init__(self, where: Placement, layouts: Sequence[Layout]) -> None:
         self.where, self.layouts = where, layouts
@@ -176,11 +225,14 @@ class _Entering:
     def brought(self, t: Any, layout: Layout | None) -> Any:
         if not isinstance(t, GlobalTensor) or t.placement is self.where:
             return t
-        return t.to_global(placement=self.where, sbp=layout_for(self.where, t.sbp if layout is None else layout))
+        return t.to_global(
+            placement=self.where, sbp=layout_for(self.where, t.sbp if layout is None else layout)
+        )
 
 
 def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
-    """Let gathered parameters go after each use in the model's forward, where the plan says so (`sharded.freed`); in a graph the graph does."""
+    """Let gathered parameters go after each use in the model's forward, where the plan says so
+    (`sharded.freed`); in a graph the graph does."""
     if plan.choices.get("freed"):
         freed = _Freeing()
         model.register_forward_pre_hook(freed.begin, prepend=True)
@@ -225,21 +277,31 @@ def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def _runs_once(own: Sequence[PlannedCall], held: set[str]) -> bool:
-    """Whether the module's calls stand together and none comes twice: the same line with the same parameters would be a second run."""
+    """Whether the module's calls stand together and none comes twice: the same line with the same
+    parameters would be a second run."""
     numbers = [c.number for c in own]
     used = [name for c in own for name in c.operands if name in held]
-    return numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(used) == len(set(used))
+    return numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(used) == len(
+        set(used)
+    )
 
 
 def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
     """How the first call takes what comes from outside the module, in the order of its operands."""
     inside, first = {c.name for c in own}, own[0]
-    outside = [(name, wanted) for name, wanted in zip(first.operands, first.wanted, strict=True) if name not in inside and name not in held]
-    return [_layout(wanted) if first.operands.count(name) == 1 else None for name, wanted in outside]
+    outside = [
+        (name, wanted)
+        for name, wanted in zip(first.operands, first.wanted, strict=True)
+        if name not in inside and name not in held
+    ]
+    return [
+        _layout(wanted) if first.operands.count(name) == 1 else None for name, wanted in outside
+    ]
 
 
 def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> Layout | None:
-    """How all who take the module's result take it, where they do so alike, and not as it is made."""
+    """How all who take the module's result take it, where they do so alike, and not as it is
+    made."""
     last = own[-1]
     if len(last.results) != 1:
         return None
@@ -249,10 +311,17 @@ def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> L
 
 
 def _boxed(t: Any, layout: Layout | None) -> Any:
-    if layout is None or not isinstance(t, GlobalTensor) or t._spec.layout == layout or len(layout) != t._spec.placement.axes:
+    if (
+        layout is None
+        or not isinstance(t, GlobalTensor)
+        or t._spec.layout == layout
+        or len(layout) != t._spec.placement.axes
+    ):
         return t
     if any(e.is_split and e.dim >= t.dim() for e in layout):
-        return t  # it is not the tensor that was meant: the module's arguments come in another order
+        return (
+            t  # it is not the tensor that was meant: the module's arguments come in another order
+        )
     return t.to_global(sbp=list(layout))
 
 

@@ -1,10 +1,14 @@
-"""Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
+"""Whole training steps of a model, measured: by how much longer calls and moves take within a step
+than one by one.
 
-In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
-ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it; and buckets of parameters and gradients,
-begun early, take less than moves that ranks have to meet for (a third of it, on four ranks of two cores). So a few plans that compute, move, wait and hold
-unlike much are run on a copy of the model, and five numbers are fitted to what their steps take: by what computing, moving, moving in buckets, and the
-optimizer's step with the copies before and after moves are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+In a step caches hold what others left there, and ranks come late to a collective: measured alone,
+calls and moves take a quarter to a third less (on two CPU ranks); what a rank holds of parameters
+costs two or three times what its optimizer would take to read and write it; and buckets of
+parameters and gradients, begun early, take less than moves that ranks have to meet for (a third of
+it, on four ranks of two cores). So a few plans that compute, move, wait and hold unlike much are
+run on a copy of the model, and five numbers are fitted to what their steps take: by what computing,
+moving, moving in buckets, and the optimizer's step with the copies before and after moves are
+multiplied, and how long ranks wait for one another at each move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -42,24 +46,37 @@ from ..solver import Problem, solve
 
 __all__ = ["COPIES", "Step", "calibrate_steps", "factors", "perturbed"]
 
-_ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
+# steps in a row, as training makes them, and those before that find in the caches what another
+# plan's have left there
+_ROW, _BEFORE = (
+    10,
+    5,
+)
 _SEARCH = 5.0  # seconds for the plan of each
 _GRAPHS = 4  # in which each plan is run at most
 _SOON = 1e-3  # seconds that building takes at least
-_ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
+# how much less two factors that are alike explain, before they may differ: in parts of a step's
+# time
+_ALIKE = 0.1
 _ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
-_MOVES_ALIKE = 0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
+_MOVES_ALIKE = (
+    0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
+)
 _LEAST, _MOST = 0.1, 10.0
 _WAIT = 1e-3  # seconds of a wait in which the fit counts
 _MORE_SKEW = 1e-7  # by what of a wait they are counted
 
 _Steps = dict[str, Callable[[], None]]
-Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
+Fixed = Callable[
+    [Graph, Any, Placement], Mapping[str, Any]
+]  # layouts of parameters by their paths, of a graph's calls on a mesh
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer by the model of the cluster, and measured. ``waits``: how
-    many moves it cannot go on without. What is copied before and after moves counts as the optimizer's: in a step it finds as little in the caches."""
+    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer
+    by the model of the cluster, and measured. ``waits``: how many moves it cannot go on without.
+    What is copied before and after moves counts as the optimizer's: in a step it finds as little in
+    the caches."""
 
     computing: float
     moving: float
@@ -69,9 +86,17 @@ class Step(NamedTuple):
     bucketed: float = 0.0
 
 
-def calibrate_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
-    """``cluster`` with times as they are within steps of this model. What cannot be run as a step is left out, with a warning; where nothing can, nothing
-    changes. Collective among all ranks, which are those of the mesh."""
+def calibrate_steps(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cluster: Cluster,
+    mesh: Placement,
+    seconds: float,
+) -> Cluster:
+    """``cluster`` with times as they are within steps of this model. What cannot be run as a step
+    is left out, with a warning; where nothing can, nothing changes. Collective among all ranks,
+    which are those of the mesh."""
     with torch.random.fork_rng(devices=[]), use_cluster(cluster):
         steps = _measured(model, args, kwargs, mesh, seconds)
     if not steps:
@@ -81,16 +106,25 @@ def calibrate_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappi
 
 
 def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
-    """By what computing and moving have to be multiplied, how many seconds each wait has to be longer, and by what the optimizer's step and moving in buckets
-    have to be multiplied, to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell factors apart they are alike, and
-    where they do not tell of waits these are as long as they were.
+    """By what computing and moving have to be multiplied, how many seconds each wait has to be
+    longer, and by what the optimizer's step and moving in buckets have to be multiplied, to come
+    nearest to what was measured, in parts of it (least squares). Where the steps do not tell
+    factors apart they are alike, and where they do not tell of waits these are as long as they
+    were.
 
     >>> a, b, c, d, e = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
     >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1), round(e, 1)
     (1.5, 2.0, 0.006, 1.5, 2.0)
-    """
-    rows = [[x / s.measured for x in (s.computing, s.moving, s.bucketed, s.updating, _WAIT * s.waits)] for s in steps]
-    rows += [[_ALIKE, -_ALIKE, 0, 0, 0], [0, _MOVES_ALIKE, -_MOVES_ALIKE, 0, 0], [_ALIKE_TOO, 0, 0, -_ALIKE_TOO, 0]]
+    """  # noqa: E501
+    rows = [
+        [x / s.measured for x in (s.computing, s.moving, s.bucketed, s.updating, _WAIT * s.waits)]
+        for s in steps
+    ]
+    rows += [
+        [_ALIKE, -_ALIKE, 0, 0, 0],
+        [0, _MOVES_ALIKE, -_MOVES_ALIKE, 0, 0],
+        [_ALIKE_TOO, 0, 0, -_ALIKE_TOO, 0],
+    ]
     rows += [[0, 0, 0, 0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
     wanted = np.array([1.0] * len(steps) + [0.0] * 4)
     found = np.linalg.lstsq(np.array(rows), wanted, rcond=None)[0]
@@ -106,7 +140,9 @@ def _recipe(name: str) -> Fixed:
 
 def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
     inputs = {v.name for v in calls.values if v.state == "input"}
-    return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if path not in inputs}
+    return {
+        path: layouts for path, layouts in data_parallel(calls, mesh).items() if path not in inputs
+    }
 
 
 def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
@@ -119,7 +155,8 @@ def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
 
 
 class StepVariant(NamedTuple):
-    """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at random, in parts of a node's mean cost."""
+    """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at
+    random, in parts of a node's mean cost."""
 
     batch: Sbp
     fixed: Fixed = lambda graph, calls, mesh: {}
@@ -151,7 +188,11 @@ class _Training(Graph):
     def __init__(self, model: torch.nn.Module, plan: _Planned) -> None:
         super().__init__()
         self.model = model
-        self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
+        self.add_optimizer(
+            torch.optim.AdamW(
+                [p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0
+            )
+        )
         self.config.enable_auto_parallel()
         self.config.enable_auto_memory("Disable")
         arrange.follow(self, functools.partial(plan, self))
@@ -173,7 +214,8 @@ def _loss(out: Any) -> torch.Tensor:
 
 
 class _Chosen(NamedTuple):
-    """A plan, how many moves it cannot go on without, and seconds of computing, of moving in buckets, and of copying."""
+    """A plan, how many moves it cannot go on without, and seconds of computing, of moving in
+    buckets, and of copying."""
 
     found: SearchResult
     waits: float
@@ -200,18 +242,29 @@ class _Planned:
         assert self.chosen is not None, "it has been run"
         found, waits, computing, bucketed, copied = self.chosen
         spent = found.plan.spent
-        moving = spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
+        moving = (
+            spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
+        )
         return Step(computing, moving, measured, waits, spent["updating"] + copied, bucketed)
 
 
-def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
-    """Steps of each plan. Those of one plan differ by up to a tenth from graph to graph, by where its memory happens to lie: so graphs are built anew, in
-    another order, some times in at most half of the seconds, and the median of theirs counts."""
+def _measured(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Placement,
+    seconds: float,
+) -> list[Step]:
+    """Steps of each plan. Those of one plan differ by up to a tenth from graph to graph, by where
+    its memory happens to lie: so graphs are built anew, in another order, some times in at most
+    half of the seconds, and the median of theirs counts."""
     clock = Clock(world().device(current_cluster().device))
     plans = {name: _Planned(way) for name, way in _WAYS.items()}
     began = time.perf_counter()
     graphs = _built(plans, model, args, kwargs, mesh)
-    building = clock.slowest([time.perf_counter() - began - sum(plan.seconds for plan in plans.values())])[0]
+    building = clock.slowest(
+        [time.perf_counter() - began - sum(plan.seconds for plan in plans.values())]
+    )[0]
     times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _SOON))))
     each, names = (seconds - (times - 1) * building) / times, list(graphs)
     took = [_timed(graphs, clock, each)]
@@ -221,17 +274,31 @@ def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         order = np.random.default_rng(len(took)).permutation(len(names))
         graphs = _built({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
         took.append(_timed(graphs, clock, each))
-    return [plans[name].step(statistics.median(found[name] for found in took if name in found)) for name in names]
+    return [
+        plans[name].step(statistics.median(found[name] for found in took if name in found))
+        for name in names
+    ]
 
 
 def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
     """Seconds of a step of each."""
-    cases = [Case(i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW) for i, step in enumerate(graphs.values())]
+    cases = [
+        Case(
+            i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW
+        )
+        for i, step in enumerate(graphs.values())
+    ]
     found = clock.time(cases, seconds) if cases else {}
     return {name: found[i] for i, name in enumerate(graphs)}
 
 
-def _built(plans: Mapping[str, _Planned], model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement) -> _Steps:
+def _built(
+    plans: Mapping[str, _Planned],
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Placement,
+) -> _Steps:
     """A step of each plan, once run. What cannot be run is left out."""
     where = Placement(current_cluster().device, mesh.ranks)
     steps: _Steps = {}
@@ -239,13 +306,24 @@ def _built(plans: Mapping[str, _Planned], model: torch.nn.Module, args: tuple[An
         try:
             whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
             graph = _Training(whole, plan)
-            own, named = replaced_in_objects((args, dict(kwargs)), iter([_real(t, where, plan.way.batch) for t in object_tensors((args, dict(kwargs)), [])]))
+            own, named = replaced_in_objects(
+                (args, dict(kwargs)),
+                iter(
+                    [
+                        _real(t, where, plan.way.batch)
+                        for t in object_tensors((args, dict(kwargs)), [])
+                    ]
+                ),
+            )
             step = functools.partial(_run, graph, own, named)
             step()
             steps[name] = step
         except Exception as error:  # of the model, perhaps, on inputs that are not the user's
             told = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=6)
+            warnings.warn(
+                f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}",
+                stacklevel=6,
+            )
     return steps
 
 
@@ -253,11 +331,30 @@ def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     graph(*args, **kwargs).item()
 
 
-def _chosen(graph: _Training, way: StepVariant, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
-    options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
-    found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.from_rank0, compared=False)
+def _chosen(
+    graph: _Training,
+    way: StepVariant,
+    calls: Any,
+    cluster: Cluster,
+    mesh: Placement,
+    auto: Any,
+    given: Mapping[str, Any],
+    states: float,
+) -> _Chosen:
+    options = dataclasses.replace(
+        arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states),
+        memory=None,
+    )
+    found = search(
+        calls, cluster, mesh, options, _SEARCH, agreed=arrange.from_rank0, compared=False
+    )
     if way.noise:
-        other = arrange.from_rank0(solve(perturbed(found.formulation, way.noise * found.plan.cost / len(found.choice)), seconds=_SEARCH))
+        other = arrange.from_rank0(
+            solve(
+                perturbed(found.formulation, way.noise * found.plan.cost / len(found.choice)),
+                seconds=_SEARCH,
+            )
+        )
         if other.feasible:
             by = binding_formulation(found.formulation, other.choice)
             other = dataclasses.replace(other, cost=by.problem.evaluate(other.choice), bound=0.0)
@@ -267,17 +364,26 @@ def _chosen(graph: _Training, way: StepVariant, calls: Any, cluster: Cluster, me
     def more(other: Cluster) -> float:
         """What the plan takes longer on this cluster, the optimizer's step aside."""
         there = formulate(calls, other, mesh, own.options)
-        longer, here = (float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice) for f in (there, own))
+        longer, here = (
+            float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice)
+            for f in (there, own)
+        )
         return longer - here
 
     waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
     same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # all else
-    return _Chosen(found, waits, more(same(2.0, 1.0, copying=1.0)), more(cluster.stretched(1.0, 1.0, bucketed=2.0)), more(same(1.0, 1.0, copying=2.0)))
+    return _Chosen(
+        found,
+        waits,
+        more(same(2.0, 1.0, copying=1.0)),
+        more(cluster.stretched(1.0, 1.0, bucketed=2.0)),
+        more(same(1.0, 1.0, copying=2.0)),
+    )
 
 
 def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
-    """The problem with up to some times ``by`` seconds added at random to all that may be chosen. Second layouts of what lies in one way cost what they do:
-    who wants none has none."""
+    """The problem with up to some times ``by`` seconds added at random to all that may be chosen.
+    Second layouts of what lies in one way cost what they do: who wants none has none."""
     drawn, costs = np.random.default_rng(seed), []
     for node, cost in enumerate(formulation.problem.costs):
         lies = [x for x, _ in formulation.layouts.get(node, ())] or range(len(cost))
@@ -290,10 +396,18 @@ def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
     """An input of this shape, the same on every rank."""
     if t.is_meta or isinstance(t, GlobalTensor):
-        t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
+        t = (
+            torch.randn(t.shape, dtype=t.dtype)
+            if t.is_floating_point()
+            else torch.zeros(t.shape, dtype=t.dtype)
+        )
     whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
     layout = (batch,) * where.axes
-    return whole.to_global(sbp=layout) if t.dim() and gives_every_rank_data(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
+    return (
+        whole.to_global(sbp=layout)
+        if t.dim() and gives_every_rank_data(tuple(t.shape), layout, where)
+        else whole
+    )  # type: ignore[no-any-return]
 
 
 def _row(step: Callable[[], None], steps: int) -> None:

@@ -1,7 +1,9 @@
-"""The same calls for another batch: what was captured for two sizes of the batch gives any third, since shapes grow evenly with it.
+"""The same calls for another batch: what was captured for two sizes of the batch gives any third,
+since shapes grow evenly with it.
 
-Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and batches; those of axes longer than `_PROBED` are those of an
-axis of that length, where each rank still gets a part.
+Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and
+batches; those of axes longer than `_PROBED` are those of an axis of that length, where each rank
+still gets a part.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class _Uneven(Exception):
 
 
 class Batches:
-    """``capture(batch)`` gives the calls of a step on so many rows. Captured are ``batch`` and its half; what lies between or below is worked out of these,
-    and captured itself only where the two differ in more than numbers."""
+    """``capture(batch)`` gives the calls of a step on so many rows. Captured are ``batch`` and its
+    half; what lies between or below is worked out of these, and captured itself only where the two
+    differ in more than numbers."""
 
     def __init__(self, capture: Callable[[int], Calls], batch: int) -> None:
         self.capture, self.batch = capture, batch
@@ -49,12 +52,15 @@ class Batches:
             except PlanError:
                 pass  # `at` tells, if it is asked for
         self._at: dict[int, Calls] = {batch: self.whole}
-        self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}  # key of a call -> what was lost of it, on the mesh where that is most
+        self._lost: dict[
+            Hashable, Counter[tuple[str, str]]
+        ] = {}  # key of a call -> what was lost of it, on the mesh where that is most
         self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], RuleFailures]] = {}
         self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, RuleFailures]] = {}
 
     def at(self, rows: int) -> Calls:
-        """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls then than with the whole batch, or does not run."""
+        """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls
+        then than with the whole batch, or does not run."""
         found = self._at.get(rows)
         if found is None:
             try:
@@ -68,9 +74,13 @@ class Batches:
         try:
             found = self.capture(rows)
         except Exception as error:
-            raise PlanError(f"with a batch of {rows} instead of {self.batch} the model does not run: {error}") from error
+            raise PlanError(
+                f"with a batch of {rows} instead of {self.batch} the model does not run: {error}"
+            ) from error
         if not _alike(self.whole, found):
-            raise PlanError(f"with a batch of {rows} the model makes other calls than with one of {self.batch}")
+            raise PlanError(
+                f"with a batch of {rows} the model makes other calls than with one of {self.batch}"
+            )
         return found
 
     def _between(self, rows: int) -> Calls:
@@ -88,23 +98,37 @@ class Batches:
             return value
 
         values = [
-            dataclasses.replace(v, shape=tuple(map(line, v.shape, w.shape)), takers=list(v.takers)) for v, w in zip(self.whole.values, half.values, strict=True)
+            dataclasses.replace(v, shape=tuple(map(line, v.shape, w.shape)), takers=list(v.takers))
+            for v, w in zip(self.whole.values, half.values, strict=True)
         ]
         calls = []
         for c, d in zip(self.whole.calls, half.calls, strict=True):
             extra = max(0, round(c.extra + (d.extra - c.extra) * part / self.batch))
             args, kwargs = _mixed(c.args, d.args, line), _mixed(c.kwargs, d.kwargs, line)
-            calls.append(dataclasses.replace(c, args=args, kwargs=kwargs, extra=extra, key=None if c.key is None else (c.key, rows)))
+            calls.append(
+                dataclasses.replace(
+                    c,
+                    args=args,
+                    kwargs=kwargs,
+                    extra=extra,
+                    key=None if c.key is None else (c.key, rows),
+                )
+            )
         return dataclasses.replace(self.whole, calls=calls, values=values)
 
-    def signatures(self, call: Call, rows: int, ranks: int, losses: RuleFailures) -> list[Signature]:
-        """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see `signatures`."""
+    def signatures(
+        self, call: Call, rows: int, ranks: int, losses: RuleFailures
+    ) -> list[Signature]:
+        """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see
+        `signatures`."""
         probed = min(ranks, _PROBED)
         if rows != self.batch and self.half is None:
             return signatures(call, self.at(rows).values, probed, losses)
         big, small = self._probe(self.whole, call.number, probed, 0, losses), None
         if rows != self.batch and self.half is not None:
-            small = {(s.ins, s.outs): s for s in self._probe(self.half, call.number, probed, 1, losses)}
+            small = {
+                (s.ins, s.outs): s for s in self._probe(self.half, call.number, probed, 1, losses)
+            }
         if small is None:
             return big
         part = 2 * (self.batch - rows) / self.batch
@@ -112,22 +136,41 @@ class Batches:
         for s in big:
             other = small.get((s.ins, s.outs), s)
             if len(other.moved) == len(s.moved):
-                moved = tuple((kind, max(0, round(n + (k - n) * part))) for (kind, n), (_, k) in zip(s.moved, other.moved, strict=True))
+                moved = tuple(
+                    (kind, max(0, round(n + (k - n) * part)))
+                    for (kind, n), (_, k) in zip(s.moved, other.moved, strict=True)
+                )
                 s = s._replace(moved=moved)
             found.append(s)
         return found
 
-    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: RuleFailures) -> list[tuple[Any, ...]] | None:
-        """How the results of a composition lie along as many axes of two, with operands that lie so along each; None where it cannot take them."""
+    def composition(
+        self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: RuleFailures
+    ) -> list[tuple[Any, ...]] | None:
+        """How the results of a composition lie along as many axes of two, with operands that lie so
+        along each; None where it cannot take them."""
         made = self.whole.calls[call.number]
         key = self._key(made), entries
         if key not in self._compositions:
             lost = RuleFailures()
             placement = Placement("cpu", np.arange(2 ** len(entries)).reshape((2,) * len(entries)))
             operands = [self.whole.values[v] for v in made.operands]
-            columns = [[_ENTRIES.get(axis[i]) or split(axis[i]) for axis in entries] for i in range(len(operands))]
-            seen = probe_decomposition(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)], lost)
-            self._compositions[key] = None if seen is None else [_dims(layout) for layout in seen[0]], lost
+            columns = [
+                [_ENTRIES.get(axis[i]) or split(axis[i]) for axis in entries]
+                for i in range(len(operands))
+            ]
+            seen = probe_decomposition(
+                made,
+                [
+                    Spec.make(v.shape, v.dtype, placement, column)
+                    for v, column in zip(operands, columns, strict=True)
+                ],
+                lost,
+            )
+            self._compositions[key] = (
+                None if seen is None else [_dims(layout) for layout in seen[0]],
+                lost,
+            )
         found, lost = self._compositions[key]
         losses.update(lost)
         return found
@@ -145,7 +188,9 @@ class Batches:
     def _key(call: Call) -> Hashable:
         return call.number if call.key is None else call.key
 
-    def _probe(self, calls: Calls, number: int, ranks: int, which: int, losses: RuleFailures) -> list[Signature]:
+    def _probe(
+        self, calls: Calls, number: int, ranks: int, which: int, losses: RuleFailures
+    ) -> list[Signature]:
         call = calls.calls[number]
         key = self._key(call), ranks, which
         found = self._signatures.get(key)
@@ -157,15 +202,20 @@ class Batches:
 
 
 class BatchMenu(StrategyBuilder):
-    """Candidates of the calls of one batch on one mesh, of signatures that all meshes and batches share. What a composition does along several axes at once is
-    asked on axes of two."""
+    """Candidates of the calls of one batch on one mesh, of signatures that all meshes and batches
+    share. What a composition does along several axes at once is asked on axes of two."""
 
     def __init__(self, prices: ReshardCosts, batches: Batches, rows: int) -> None:
         super().__init__(prices, batches.whole.training)
         self.batches, self.rows = batches, rows
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures) -> list[Signature]:
-        return [s._replace(composed=False) for s in self.batches.signatures(call, self.rows, size, losses)]
+    def _on_axis(
+        self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
+    ) -> list[Signature]:
+        return [
+            s._replace(composed=False)
+            for s in self.batches.signatures(call, self.rows, size, losses)
+        ]
 
     def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
         found = self._of_all(call, super()._make(call, values))
@@ -176,27 +226,70 @@ class BatchMenu(StrategyBuilder):
         """Without those that are compositions along several axes at once and do not run there."""
         mesh = self.prices.mesh
         compositions = {
-            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n, RuleFailures()) if s.composed}
+            a: {
+                _dims((*s.ins, *s.outs))
+                for s in self.batches.signatures(call, self.rows, n, RuleFailures())
+                if s.composed
+            }
             for a, n in enumerate(mesh.shape)
             if n > 1
         }
         if sum(map(bool, compositions.values())) < 2:
             return found
-        good = [k for k in range(len(found)) if self._runs(call, [x[k] for x in found.ins], [x[k] for x in found.outs], compositions, found.losses)]
+        good = [
+            k
+            for k in range(len(found))
+            if self._runs(
+                call,
+                [x[k] for x in found.ins],
+                [x[k] for x in found.outs],
+                compositions,
+                found.losses,
+            )
+        ]
         ins, outs = ([[x[k] for k in good] for x in those] for those in (found.ins, found.outs))
-        return StrategyTable(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)), found.losses, found.left_out)
+        return StrategyTable(
+            ins,
+            outs,
+            *(
+                column[good]
+                for column in (found.forward, found.backward, found.moving, found.share)
+            ),
+            found.losses,
+            found.left_out,
+        )
 
-    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]], losses: RuleFailures) -> bool:
-        both = [a for a, those in compositions.items() if _dims([x[a] for x in (*ins, *outs)]) in those]
+    def _runs(
+        self,
+        call: Call,
+        ins: list[Layout],
+        outs: list[Layout],
+        compositions: dict[int, set[Any]],
+        losses: RuleFailures,
+    ) -> bool:
+        both = [
+            a for a, those in compositions.items() if _dims([x[a] for x in (*ins, *outs)]) in those
+        ]
         if len(both) < 2:
             return True
-        seen = self.batches.composition(call, tuple(_dims([x[a] for x in ins]) for a in both), losses)
+        seen = self.batches.composition(
+            call, tuple(_dims([x[a] for x in ins]) for a in both), losses
+        )
         return seen is not None and seen == [_dims([x[a] for a in both]) for x in outs]
 
 
 def takes_statistics(calls: Calls) -> str:
-    """The first call that normalizes by statistics of the batch, as batch norm does in training: in micro-batches it gives other numbers. "": there is none."""
-    return next((c.module or c.name for c in calls.calls if c.func in _BATCH_NORMS and (c.args[5] if len(c.args) > 5 else c.kwargs.get("training"))), "")
+    """The first call that normalizes by statistics of the batch, as batch norm does in training: in
+    micro-batches it gives other numbers. "": there is none."""
+    return next(
+        (
+            c.module or c.name
+            for c in calls.calls
+            if c.func in _BATCH_NORMS
+            and (c.args[5] if len(c.args) > 5 else c.kwargs.get("training"))
+        ),
+        "",
+    )
 
 
 _BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
@@ -207,8 +300,12 @@ def _dims(entries: Iterable[Sbp]) -> tuple[Any, ...]:
 
 
 def _alike(one: Calls, other: Calls) -> bool:
-    same_calls = [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in one.calls] == [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in other.calls]
-    same_values = [(len(v.shape), v.dtype, v.state, v.path) for v in one.values] == [(len(v.shape), v.dtype, v.state, v.path) for v in other.values]
+    same_calls = [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in one.calls] == [
+        (c.func, c.operands, c.outs, c.wild, c.inplace) for c in other.calls
+    ]
+    same_values = [(len(v.shape), v.dtype, v.state, v.path) for v in one.values] == [
+        (len(v.shape), v.dtype, v.state, v.path) for v in other.values
+    ]
     return same_calls and same_values
 
 
@@ -223,7 +320,12 @@ def _mixed(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
     if isinstance(a, int):
         return line(a, b)
     if isinstance(a, slice):
-        return slice(*(_mixed(x, y, line) for x, y in zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)))
+        return slice(
+            *(
+                _mixed(x, y, line)
+                for x, y in zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)
+            )
+        )
     if len(a) != len(b):
         raise _Uneven
     if isinstance(a, dict):

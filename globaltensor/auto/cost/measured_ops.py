@@ -1,4 +1,5 @@
-"""Calls by what was measured of them: the key under which a cluster keeps seconds of a call on one rank's parts, and the call itself, to be timed."""
+"""Calls by what was measured of them: the key under which a cluster keeps seconds of a call on one
+rank's parts, and the call itself, to be timed."""
 
 from __future__ import annotations
 
@@ -23,17 +24,28 @@ def parts(operands: Sequence[Value], come: Sequence[Layout], prices: ReshardCost
 
 
 def op_key(call: Call, operands: Sequence[Value], shapes: Sequence[Shape]) -> str | None:
-    """The key in ``Cluster.ops`` of a call on parts of these shapes: function, shape and dtype of each operand and whether a gradient flows to it, and all
-    other arguments. The same in every process. None for what cannot be named so: properties, and arguments that print as an address.
+    """The key in ``Cluster.ops`` of a call on parts of these shapes: function, shape and dtype of
+    each operand and whether a gradient flows to it, and all other arguments. The same in every
+    process. None for what cannot be named so: properties, and arguments that print as an address.
 
     >>> x = Value(0, (4, 8), torch.float32, True, -1, "x")
     >>> op_key(Call(0, "relu", torch.relu, (torch.empty(0),), {}, (0,), (1,), "", "", False), [x], [(2, 8)])
     'relu(float32[2, 8]~)'
-    """
+    """  # noqa: E501
     name = getattr(call.func, "__qualname__", "") or getattr(call.func, "__name__", "")
-    if not operands or not name or name.endswith("__get__") or len(tensors_in((call.args, call.kwargs), [])) != len(operands):
+    if (
+        not operands
+        or not name
+        or name.endswith("__get__")
+        or len(tensors_in((call.args, call.kwargs), [])) != len(operands)
+    ):
         return None
-    marks = iter([_Shown(f"{str(v.dtype).removeprefix('torch.')}{list(s)}{'~' if v.grad else ''}") for v, s in zip(operands, shapes, strict=True)])
+    marks = iter(
+        [
+            _Shown(f"{str(v.dtype).removeprefix('torch.')}{list(s)}{'~' if v.grad else ''}")
+            for v, s in zip(operands, shapes, strict=True)
+        ]
+    )
     args, kwargs = replaced((call.args, call.kwargs), marks)
     told = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
     return None if " at 0x" in told else f"{name.rpartition('.')[2]}({told})"
@@ -50,9 +62,13 @@ class _Shown:
 Local = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def local_call(call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device: torch.device) -> Local | None:
-    """The call and its arguments on one rank: random parts of these shapes. None where the call cannot be made on parts: another argument names a size of the
-    whole, say, or it writes into what a gradient flows to. That is the same on every rank, whatever memory there is: it is tried without any."""
+def local_call(
+    call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device: torch.device
+) -> Local | None:
+    """The call and its arguments on one rank: random parts of these shapes. None where the call
+    cannot be made on parts: another argument names a size of the whole, say, or it writes into what
+    a gradient flows to. That is the same on every rank, whatever memory there is: it is tried
+    without any."""
     args = (list(map(_empty, operands, shapes)), call)
     try:
         with torch.enable_grad():
@@ -62,8 +78,20 @@ def local_call(call: Call, operands: Sequence[Value], shapes: Sequence[Shape], d
     if any(v.grad for v in operands) and not any(t.requires_grad for t in outs):
         return None
     # Indices must be in range for whatever they count: the least of the other operands' sizes.
-    real = [n for v, s in zip(operands, shapes, strict=True) if v.dtype.is_floating_point for n in s if n > 1]
-    return _run, ([_random(v, s, min(real, default=2), device) for v, s in zip(operands, shapes, strict=True)], call)
+    real = [
+        n
+        for v, s in zip(operands, shapes, strict=True)
+        if v.dtype.is_floating_point
+        for n in s
+        if n > 1
+    ]
+    return _run, (
+        [
+            _random(v, s, min(real, default=2), device)
+            for v, s in zip(operands, shapes, strict=True)
+        ],
+        call,
+    )
 
 
 def _run(operands: Sequence[torch.Tensor], call: Call) -> Any:
@@ -79,6 +107,12 @@ def _empty(value: Value, shape: Shape) -> torch.Tensor:
 def _random(value: Value, shape: Shape, most: int, device: torch.device) -> torch.Tensor:
     source = torch.Generator().manual_seed(0)
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        drawn = torch.randn(shape, generator=source, dtype=torch.complex64 if value.dtype.is_complex else torch.float32)
+        drawn = torch.randn(
+            shape,
+            generator=source,
+            dtype=torch.complex64 if value.dtype.is_complex else torch.float32,
+        )
         return drawn.to(device, value.dtype).requires_grad_(value.grad)
-    return torch.randint(2 if value.dtype is torch.bool else most, shape, generator=source).to(device, value.dtype)
+    return torch.randint(2 if value.dtype is torch.bool else most, shape, generator=source).to(
+        device, value.dtype
+    )

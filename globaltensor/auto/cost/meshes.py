@@ -1,4 +1,5 @@
-"""The meshes worth searching: the ways to write a number of devices as a product of one to three axes, in the order of the nodes they stand on."""
+"""The meshes worth searching: the ways to write a number of devices as a product of one to three
+axes, in the order of the nodes they stand on."""
 
 from __future__ import annotations
 
@@ -38,19 +39,27 @@ def factorizations(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def mesh(shape: tuple[int, ...], first: int = 0, device: str = "cpu") -> Placement:
-    """Consecutive ranks from ``first`` on, the last axis the fastest. The device matters to those who run on it, not to the search."""
+    """Consecutive ranks from ``first`` on, the last axis the fastest. The device matters to those
+    who run on it, not to the search."""
     return Placement(device, first + np.arange(math.prod(shape)).reshape(shape))
 
 
 def meshes(devices: int, cluster: Cluster, axes: int = 3, most: int = 40) -> list[Placement]:
-    """Meshes of ``devices`` consecutive ranks with up to ``axes`` axes, at most ``most``, those with fewer axes first.
+    """Meshes of ``devices`` consecutive ranks with up to ``axes`` axes, at most ``most``, those
+    with fewer axes first.
 
-    The order of axes matters: neighbours on the last one are consecutive ranks. All but the first axis keep to nodes: their groups lie within one, or have no
-    two ranks in the same; others mix fast links with slow ones and are left out. The first takes what is left, and may have several ranks on a node.
+    The order of axes matters: neighbours on the last one are consecutive ranks. All but the first
+    axis keep to nodes: their groups lie within one, or have no two ranks in the same; others mix
+    fast links with slow ones and are left out. The first takes what is left, and may have several
+    ranks on a node.
     """
     found = [(devices,)]
     for k in range(2, axes + 1):
-        shapes = [shape for shape in factorizations(devices, k) if _keeps_to_nodes(shape, cluster.node_size)]
+        shapes = [
+            shape
+            for shape in factorizations(devices, k)
+            if _keeps_to_nodes(shape, cluster.node_size)
+        ]
         # Balanced ones first: an axis of two or three is seldom worth one of its own.
         found += sorted(shapes, key=lambda shape: (-min(shape), shape))
     return [mesh(shape) for shape in found[:most]]

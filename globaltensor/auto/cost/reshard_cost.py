@@ -1,6 +1,8 @@
-"""What it costs to change a tensor's layout on a mesh: the runtime's own moves, priced by the cluster, for all pairs of layouts at once.
+"""What it costs to change a tensor's layout on a mesh: the runtime's own moves, priced by the
+cluster, for all pairs of layouts at once.
 
-Eager asks the planner for one route at a time; the search wants them all, so shortest paths are taken between all layouts together (Floyd and Warshall 1962).
+Eager asks the planner for one route at a time; the search wants them all, so shortest paths are
+taken between all layouts together (Floyd and Warshall 1962).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ __all__ = ["FELLOWS", "ReshardCosts", "Routes", "duals"]
 Table = np.ndarray[Any, np.dtype[Any]]
 Routes = tuple[dict[Layout, int], Table]  # the number of each layout, seconds from each to each
 _MOST = 4096  # layouts of one tensor
-#: Parameters that share a gathering's latency, and that ranks wait for one another there: by its bytes alone the only one that is gathered, among others taken
-#: otherwise, would cost nothing.
+#: Parameters that share a gathering's latency, and that ranks wait for one another there: by its
+#: bytes alone the only one that is gathered, among others taken otherwise, would cost nothing.
 FELLOWS = 4
 
 
@@ -39,10 +41,13 @@ def duals(layout: Layout) -> Layout:
 
 
 class ReshardCosts:
-    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one collective; ``gathered``: of parameters that are gathered, and
-    of their gradients that are scattered; 0: each is alone."""
+    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one
+    collective; ``gathered``: of parameters that are gathered, and of their gradients that are
+    scattered; 0: each is alone."""
 
-    def __init__(self, cluster: Cluster, mesh: Placement, bucket: int = 0, gathered: int = 0) -> None:
+    def __init__(
+        self, cluster: Cluster, mesh: Placement, bucket: int = 0, gathered: int = 0
+    ) -> None:
         self.cluster, self.mesh, self.bucket, self.gathered = cluster, mesh, bucket, gathered
         self._tables: dict[Any, Routes] = {}
         self._fibers: dict[tuple[int, ...], Sequence[int]] = {}
@@ -62,8 +67,14 @@ class ReshardCosts:
         """Shape of the largest part."""
         sizes = []
         for dim, n in enumerate(shape):
-            chain = tuple((self.mesh.shape[a], e.unit) for a, e in enumerate(layout) if e.kind == "split" and e.dim == dim)
-            sizes.append(max(length for _, length in nested_balanced_split(n, chain)) if chain else n)
+            chain = tuple(
+                (self.mesh.shape[a], e.unit)
+                for a, e in enumerate(layout)
+                if e.kind == "split" and e.dim == dim
+            )
+            sizes.append(
+                max(length for _, length in nested_balanced_split(n, chain)) if chain else n
+            )
         return tuple(sizes)
 
     def collective(self, kind: str, nbytes: int, axes: tuple[int, ...]) -> float:
@@ -78,47 +89,88 @@ class ReshardCosts:
         return found
 
     def gradients(
-        self, shape: tuple[int, ...], dtype: torch.dtype, wanted: Sequence[Layout], kept: Sequence[Layout], routes: Routes | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        wanted: Sequence[Layout],
+        kept: Sequence[Layout],
+        routes: Routes | None = None,
     ) -> Table:
-        """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each way it may lie itself (columns).
+        """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each
+        way it may lie itself (columns).
 
-        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took it, and is summed whole together with others (`reducer`);
-        where it was gathered it is scattered together with others (`sharded`). ``routes``: by a larger `table` than that of these layouts."""
+        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took
+        it, and is summed whole together with others (`reducer`); where it was gathered it is
+        scattered together with others (`sharded`). ``routes``: by a larger `table` than that of
+        these layouts."""
         numbers, seconds = routes or self.table(shape, dtype, [*wanted, *kept])
         summed = [self.summed(x) for x in kept]
-        there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
+        there = seconds[
+            np.ix_(
+                [numbers[duals(x)] for x in wanted],
+                [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)],
+            )
+        ]
         self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
         sizes = [dtype.itemsize * self.local(shape, x) for x in kept]
-        sums = [self._part("all_reduce", nbytes, axes, self.bucket, copied=True) for nbytes, axes in zip(sizes, summed, strict=True)]
+        sums = [
+            self._part("all_reduce", nbytes, axes, self.bucket, copied=True)
+            for nbytes, axes in zip(sizes, summed, strict=True)
+        ]
         return there + np.array(sums)  # type: ignore[no-any-return]
 
     def summed(self, kept: Layout) -> tuple[int, ...]:
         """The axes that gradients of a parameter are summed over in buckets."""
         if any(e.is_partial for e in kept):
             return ()
-        return tuple(a for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True)) if e.is_broadcast and n > 1)
+        return tuple(
+            a
+            for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True))
+            if e.is_broadcast and n > 1
+        )
 
-    def _part(self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int, copied: bool) -> float:
-        """Its part of the seconds of a bucket. ``copied``: all is brought into the bucket, or out of it."""
+    def _part(
+        self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int, copied: bool
+    ) -> float:
+        """Its part of the seconds of a bucket. ``copied``: all is brought into the bucket, or out
+        of it."""
         whole = max(nbytes, bucket)
         if not axes or not whole:
             return 0.0
         copying = self.cluster.relaid(whole) if copied else None
-        return (self.cluster.bucketed * self.collective(kind, whole, axes) + (copying or 0.0)) * nbytes / whole
+        return (
+            (self.cluster.bucketed * self.collective(kind, whole, axes) + (copying or 0.0))
+            * nbytes
+            / whole
+        )
 
     def fetched(
-        self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout], routes: Routes | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        kept: Sequence[Layout],
+        wanted: Sequence[Layout],
+        routes: Routes | None = None,
     ) -> Table:
-        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others.
-        ``routes``: by a larger `table` than that of these layouts."""
+        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take
+        it (columns); where that is gathering, with others. ``routes``: by a larger `table` than
+        that of these layouts."""
         numbers, seconds = routes or self.table(shape, dtype, [*kept, *wanted])
         found = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
         self._together("all_gather", found, shape, dtype, kept, wanted)
         return found  # type: ignore[no-any-return]
 
-    def _together(self, kind: str, seconds: Table, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> None:
-        """Put in what a parameter's part of a bucket costs that is gathered, or whose gradient is scattered, along the axes where ``kept`` splits it and
-        ``wanted`` does not."""
+    def _together(
+        self,
+        kind: str,
+        seconds: Table,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        kept: Sequence[Layout],
+        wanted: Sequence[Layout],
+    ) -> None:
+        """Put in what a parameter's part of a bucket costs that is gathered, or whose gradient is
+        scattered, along the axes where ``kept`` splits it and ``wanted`` does not."""
         if not self.gathered:
             return
         alone = min(self.gathered, ALONE_BYTES) if self.cluster.device == "cpu" else self.gathered
@@ -128,31 +180,67 @@ class ReshardCosts:
                     nbytes = dtype.itemsize * self.local(shape, y)
                     if nbytes >= alone:
                         in_rows = all(x[a].dim == 0 for a in axes)  # lying there as it travels
-                        seconds[i, j] = self._part(kind, nbytes, axes, 0, copied=not in_rows) + self.cluster.bucketed * self.cluster.skew
+                        seconds[i, j] = (
+                            self._part(kind, nbytes, axes, 0, copied=not in_rows)
+                            + self.cluster.bucketed * self.cluster.skew
+                        )
                     else:
-                        few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / FELLOWS
-                        seconds[i, j] = self._part(kind, nbytes, axes, self.gathered, copied=True) + few
+                        few = (
+                            self.cluster.bucketed
+                            * (self.collective(kind, 0, axes) + self.cluster.skew)
+                            / FELLOWS
+                        )
+                        seconds[i, j] = (
+                            self._part(kind, nbytes, axes, self.gathered, copied=True) + few
+                        )
 
-    def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout], routes: Routes | None = None) -> Table:
-        """What it costs whoever gets a result that lies so to see it: its partial sums are taken. In training ranks have just met, to sum gradients, and none
-        is late. ``routes``: by a larger `table` than that of these layouts."""
+    def settled(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        layouts: Sequence[Layout],
+        routes: Routes | None = None,
+    ) -> Table:
+        """What it costs whoever gets a result that lies so to see it: its partial sums are taken.
+        In training ranks have just met, to sum gradients, and none is late. ``routes``: by a larger
+        `table` than that of these layouts."""
         whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
         numbers, seconds = routes or self.table(shape, dtype, [*layouts, *whole])
         late = self.cluster.skew if self.bucket else 0.0
-        return np.array([max(0.0, seconds[numbers[x], numbers[y]] - late) for x, y in zip(layouts, whole, strict=True)])
+        return np.array(
+            [
+                max(0.0, seconds[numbers[x], numbers[y]] - late)
+                for x, y in zip(layouts, whole, strict=True)
+            ]
+        )
 
-    def table(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]) -> Routes:
-        """(number of each layout, seconds from each to each) for these layouts and all that lie between; those of gradients included.
+    def table(
+        self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]
+    ) -> Routes:
+        """(number of each layout, seconds from each to each) for these layouts and all that lie
+        between; those of gradients included.
 
-        A route passes through entries of these layouts only: with more layouts it may take less time. So one change of layout costs what it does in a problem
-        by the table of all layouts that the problem has there."""
+        A route passes through entries of these layouts only: with more layouts it may take less
+        time. So one change of layout costs what it does in a problem by the table of all layouts
+        that the problem has there."""
         axes = len(self.mesh.shape)
         given = list(dict.fromkeys(layouts))
         splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))
         menus: list[list[Sbp]] = [[broadcast, partial_sum, *splits] for _ in range(axes)]
         others = [e for layout in given for e in layout if e.is_partial and e is not partial_sum]
         if math.prod(map(len, menus)) > _MOST:
-            menus = [list(dict.fromkeys([broadcast, partial_sum, *(e for layout in given for e in (layout[a], dual(layout[a])))])) for a in range(axes)]
+            menus = [
+                list(
+                    dict.fromkeys(
+                        [
+                            broadcast,
+                            partial_sum,
+                            *(e for layout in given for e in (layout[a], dual(layout[a]))),
+                        ]
+                    )
+                )
+                for a in range(axes)
+            ]
         key = shape, dtype, tuple(tuple(m) for m in menus), tuple(others)
         found = self._tables.get(key)
         if found is None:
@@ -160,9 +248,14 @@ class ReshardCosts:
             found = self._tables[key] = self._all_pairs(shape, dtype, menus)
         return found
 
-    def _all_pairs(self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]) -> tuple[dict[Layout, int], Table]:
+    def _all_pairs(
+        self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]
+    ) -> tuple[dict[Layout, int], Table]:
         states, numbers, moves = _moves(tuple(map(tuple, menus)), self.mesh.shape)
-        priced, relaid = move_costs(tuple(shape), dtype, self.mesh, self.cluster), self.cluster.relaid(1) is not None
+        priced, relaid = (
+            move_costs(tuple(shape), dtype, self.mesh, self.cluster),
+            self.cluster.relaid(1) is not None,
+        )
         nbytes = [dtype.itemsize * self.local(shape, layout) for layout in states]
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
@@ -182,11 +275,18 @@ class ReshardCosts:
 
 
 @lru_cache(maxsize=1 << 10)
-def _moves(menus: tuple[tuple[Sbp, ...], ...], sizes: tuple[int, ...]) -> tuple[list[Layout], dict[Layout, int], list[tuple[int, int, str, tuple[int, ...]]]]:
-    """(layouts of these entries, the number of each, (from, to, kind, axes) of each move between them), of any tensor on a mesh of these sizes."""
+def _moves(
+    menus: tuple[tuple[Sbp, ...], ...], sizes: tuple[int, ...]
+) -> tuple[list[Layout], dict[Layout, int], list[tuple[int, int, str, tuple[int, ...]]]]:
+    """(layouts of these entries, the number of each, (from, to, kind, axes) of each move between
+    them), of any tensor on a mesh of these sizes."""
     states = list(itertools.product(*menus))
     numbers = {layout: i for i, layout in enumerate(states)}
     found = []
     for i, layout in enumerate(states):
-        found += [(i, j, kind, axes) for kind, axes, after in legal_moves(layout, sizes, menus) if (j := numbers.get(after)) is not None]
+        found += [
+            (i, j, kind, axes)
+            for kind, axes, after in legal_moves(layout, sizes, menus)
+            if (j := numbers.get(after)) is not None
+        ]
     return states, numbers, found

@@ -1,4 +1,5 @@
-"""Ways to run a call that a search has lost to errors: a rule refuses what it does not admit by the library's own errors; any other error is a fault of it."""
+"""Ways to run a call that a search has lost to errors: a rule refuses what it does not admit by the
+library's own errors; any other error is a fault of it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ from ..plan.plan import Lost
 
 __all__ = ["RuleFailures", "describe", "lost_by"]
 
-#: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose results depend on values.
-REFUSALS: tuple[type[Exception], ...] = (GlobalTensorError, Untraceable, *torch_private.data_dependence())
+#: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose
+#: results depend on values.
+REFUSALS: tuple[type[Exception], ...] = (
+    GlobalTensorError,
+    Untraceable,
+    *torch_private.data_dependence(),
+)
 
 
 class RuleFailures(Counter[tuple[str, str]]):
@@ -34,14 +40,23 @@ class RuleFailures(Counter[tuple[str, str]]):
 
 def _told(error: Exception) -> str:
     """The error in a line, with the last line of this library that it came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE_ROOT))]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename.startswith(str(PACKAGE_ROOT))
+    ]
     lines = str(error).splitlines() or [""]
-    place = f" ({Path(frames[-1].filename).relative_to(PACKAGE_ROOT)}:{frames[-1].lineno})" if frames else ""
+    place = (
+        f" ({Path(frames[-1].filename).relative_to(PACKAGE_ROOT)}:{frames[-1].lineno})"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ") + place
 
 
 def describe(rule: Rule, op: OpDescription, args: Any, kwargs: Any) -> bool:
-    """Let the rule describe a call; return False where it does not know this form of it. Raises what a faulty rule raises."""
+    """Let the rule describe a call; return False where it does not know this form of it. Raises
+    what a faulty rule raises."""
     these = iter(op.args)
     given, named = replaced(args, these), replaced(kwargs, these)
     try:
@@ -56,10 +71,14 @@ def describe(rule: Rule, op: OpDescription, args: Any, kwargs: Any) -> bool:
 
 
 def lost_by(losses: Iterable[Mapping[tuple[str, str], int]]) -> tuple[Lost, ...]:
-    """Return what was lost, one record for each function and error. ``losses``: of each call of the graph, those that are alike each for itself."""
+    """Return what was lost, one record for each function and error. ``losses``: of each call of the
+    graph, those that are alike each for itself."""
     ways, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for one in losses:
         for key, n in one.items():
             ways[key] += n
             calls[key] += 1
-    return tuple(Lost(function, error, ways[function, error], calls[function, error]) for function, error in sorted(ways))
+    return tuple(
+        Lost(function, error, ways[function, error], calls[function, error])
+        for function, error in sorted(ways)
+    )

@@ -1,8 +1,11 @@
-"""What a call admits on one axis, by its rule: how operands may come, how the results lie then, and what the call itself communicates.
+"""What a call admits on one axis, by its rule: how operands may come, how the results lie then, and
+what the call itself communicates.
 
-A rule describes a call for operands that lie in some way, and may say otherwise where they lie otherwise (linearity where something is partial, a composition
-where a dim is split that the kernel needs whole). So it is asked for several ways: all broadcast, each operand split along each dim, each partial. What is a
-composition is run on tensors without memory to see what it gives and what moves in it.
+A rule describes a call for operands that lie in some way, and may say otherwise where they lie
+otherwise (linearity where something is partial, a composition where a dim is split that the kernel
+needs whole). So it is asked for several ways: all broadcast, each operand split along each dim,
+each partial. What is a composition is run on tensors without memory to see what it gives and what
+moves in it.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ __all__ = ["Signature", "probe_decomposition", "signatures"]
 
 
 class Signature(NamedTuple):
-    """One way to run a call on an axis. ``divided``: whether the ranks share the work. ``moved``: (kind, bytes as `Cluster.seconds` takes them) of what the
-    call itself communicates, forward. ``probe_decomposition``: whether it is a composition of other calls then, which may be another on several axes."""
+    """One way to run a call on an axis. ``divided``: whether the ranks share the work. ``moved``:
+    (kind, bytes as `Cluster.seconds` takes them) of what the call itself communicates, forward.
+    ``probe_decomposition``: whether it is a composition of other calls then, which may be another
+    on several axes."""
 
     ins: tuple[Sbp, ...]
     outs: tuple[Sbp, ...]
@@ -44,9 +49,11 @@ class Signature(NamedTuple):
     composed: bool = False
 
 
-def signatures(call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None) -> list[Signature]:
-    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast. ``losses``: takes note of those that could not be found out because
-    of an error."""
+def signatures(
+    call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None
+) -> list[Signature]:
+    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast.
+    ``losses``: takes note of those that could not be found out because of an error."""
     losses = RuleFailures() if losses is None else losses
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
@@ -57,9 +64,15 @@ def signatures(call: Call, values: Sequence[Value], ranks: int, losses: RuleFail
     axis = Placement("cpu", list(range(ranks)))
     found: dict[tuple[Any, ...], Signature] = {}
     for hint in _hints(call, operands, ranks):
-        specs = [Spec.make(v.shape, v.dtype, axis, entry) for v, entry in zip(operands, hint, strict=True)]
+        specs = [
+            Spec.make(v.shape, v.dtype, axis, entry)
+            for v, entry in zip(operands, hint, strict=True)
+        ]
         for s in _heard(call, operands, outs, specs, axis, losses):
-            if _sensible(s, operands) and all(_fills(v, e, ranks) for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)):
+            if _sensible(s, operands) and all(
+                _fills(v, e, ranks)
+                for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)
+            ):
                 found.setdefault((s.ins, s.outs), s)
     if call.inplace:
         return [s for s in found.values() if s.ins[0] is s.outs[0]] or [whole]
@@ -68,7 +81,9 @@ def signatures(call: Call, values: Sequence[Value], ranks: int, losses: RuleFail
 
 def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
     """Not those that make a partial sum of what is given whole, where nothing else asks for one."""
-    asked = any(e.is_split or (e.is_partial and not v.state) for v, e in zip(operands, s.ins, strict=True))
+    asked = any(
+        e.is_split or (e.is_partial and not v.state) for v, e in zip(operands, s.ins, strict=True)
+    )
     return asked or not any(e.is_partial for e in s.ins)
 
 
@@ -95,10 +110,18 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
         for d, n in enumerate(v.shape):
             if n >= ranks:
                 yield tuple(split(d) if j == i else e for j, e in enumerate(none))
-                alike = [j for j, w in enumerate(operands) if not w.plain and len(w.shape) > d and w.shape[d] == n]
+                alike = [
+                    j
+                    for j, w in enumerate(operands)
+                    if not w.plain and len(w.shape) > d and w.shape[d] == n
+                ]
                 if i == 0 and len(alike) > 1:
                     yield tuple(split(d) if j in alike else e for j, e in enumerate(none))
-    real = [i for i, v in enumerate(operands) if not v.plain and (v.dtype.is_floating_point or v.dtype.is_complex)]
+    real = [
+        i
+        for i, v in enumerate(operands)
+        if not v.plain and (v.dtype.is_floating_point or v.dtype.is_complex)
+    ]
     for i in real:
         yield tuple(partial_sum if j == i else e for j, e in enumerate(none))
     if len(real) > 1:
@@ -106,7 +129,12 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
 
 
 def _heard(
-    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: RuleFailures
+    call: Call,
+    operands: Sequence[Value],
+    outs: Sequence[Value],
+    specs: Sequence[Spec],
+    axis: Placement,
+    losses: RuleFailures,
 ) -> Iterator[Signature]:
     """Return what the rule admits for operands that lie so, as far as it gets."""
     try:
@@ -116,30 +144,50 @@ def _heard(
 
 
 def _probe_rule(
-    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: RuleFailures
+    call: Call,
+    operands: Sequence[Value],
+    outs: Sequence[Value],
+    specs: Sequence[Spec],
+    axis: Placement,
+    losses: RuleFailures,
 ) -> Iterator[Signature]:
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
-        # A function of ours (to, contiguous, clone, ...): what it does with locals is the same along every axis.
+        # A function of ours (to, contiguous, clone, ...): what it does with locals is the same
+        # along every axis.
         seen = probe_decomposition(call, specs, losses) if operands else None
         if seen is not None:
-            yield Signature(tuple(x.layout[0] for x in specs), tuple(o[0] for o in seen[0]), any(x.layout[0].is_split for x in specs), seen[1])
+            yield Signature(
+                tuple(x.layout[0] for x in specs),
+                tuple(o[0] for o in seen[0]),
+                any(x.layout[0].is_split for x in specs),
+                seen[1],
+            )
         return
     op = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
     if not describe(rule, op, call.args, call.kwargs) or op.whole_call:
         return
     if op.composite is not None:
         lone = [i for i, s in enumerate(specs) if s.layout[0].is_split]
-        seen = probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
+        seen = (
+            probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None
+        )  # one other than the first alone leads nowhere
         if seen is not None:
-            yield Signature(tuple(s.layout[0] for s in specs), tuple(o[0] for o in seen[0]), any(s.layout[0].is_split for s in specs), seen[1], True)
+            yield Signature(
+                tuple(s.layout[0] for s in specs),
+                tuple(o[0] for o in seen[0]),
+                any(s.layout[0].is_split for s in specs),
+                seen[1],
+                True,
+            )
         return
     results = [Spec.make(v.shape, v.dtype, axis, broadcast) for v in outs]
     if not op.out:
         op.out = [(None,) * r.ndim for r in results]
     plain = {i for i, v in enumerate(operands) if v.plain}
     for s in op.signatures(0):
-        # A plain tensor is whole everywhere: it may be sliced for nothing, but it is no partial sum.
+        # A plain tensor is whole everywhere: it may be sliced for nothing, but it is no partial
+        # sum.
         if any(s.ins[i].is_partial and i not in op.addends for i in plain):
             continue
         ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
@@ -157,17 +205,27 @@ def _probe_rule(
             continue  # the op would move it
         own = taken.traffic(got) if taken.traffic is not None else 0.0
         moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
-        if s.factor in taken.exchanges and not own:  # with its neighbours, say: what and how much, it tells when it runs
+        if (
+            s.factor in taken.exchanges and not own
+        ):  # with its neighbours, say: what and how much, it tells when it runs
             seen = probe_decomposition(call, ins, losses)
             if seen is None:
                 continue
             moved = seen[1]
-        yield Signature(tuple(x.layout[0] for x in ins), tuple(o.layout[0] for o in got.outs), s.factor is not None, moved)
+        yield Signature(
+            tuple(x.layout[0] for x in ins),
+            tuple(o.layout[0] for o in got.outs),
+            s.factor is not None,
+            moved,
+        )
 
 
-def probe_decomposition(call: Call, specs: Sequence[Spec], losses: RuleFailures) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
-    """Return what a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of
-    an error that is no refusal."""
+def probe_decomposition(
+    call: Call, specs: Sequence[Spec], losses: RuleFailures
+) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
+    """Return what a composition does with operands that lie so: (layouts of the results, what
+    moves); None where it cannot take them. ``losses``: takes note of an error that is no
+    refusal."""
     real, size = world(), specs[0].placement.size
     places = _elsewhere.setdefault(real, {})
     dry = places.get(size)
@@ -178,7 +236,9 @@ def probe_decomposition(call: Call, specs: Sequence[Spec], losses: RuleFailures)
         try:
             with memoized(_tried):
                 return _watched(call, specs, "meta", dry.derived)
-        except Exception:  # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know more, and take longer
+        except Exception:
+            # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know
+            # more, and take longer
             with torch_private.fake_tensors():
                 return _watched(call, specs, None, None)
     except Exception as error:
@@ -195,13 +255,24 @@ def _watched(
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
     """What a call gives and moves on tensors without memory."""
     with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
-        these = iter([GlobalTensor.wrap(torch.empty(s.local_shape(0), dtype=s.dtype, device=device), s) for s in specs])
+        these = iter(
+            [
+                GlobalTensor.wrap(torch.empty(s.local_shape(0), dtype=s.dtype, device=device), s)
+                for s in specs
+            ]
+        )
         out = call.func(*replaced(call.args, these), **replaced(call.kwargs, these))
-        outs = [materialize(t)._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(out, [])]
+        outs = [
+            materialize(t)._spec if isinstance(t, GlobalTensor) else None
+            for t in tensors_in(out, [])
+        ]
     if not outs or any(o is None for o in outs):
         return None
-    # What begins before it is needed, such as the count of a mean loss, hides behind computing, or in a program rides with the gradients.
-    return [o.layout for o in outs if o is not None], tuple(part for entry in moves if entry.op != AHEAD for part in _parts(entry))
+    # What begins before it is needed, such as the count of a mean loss, hides behind computing, or
+    # in a program rides with the gradients.
+    return [o.layout for o in outs if o is not None], tuple(
+        part for entry in moves if entry.op != AHEAD for part in _parts(entry)
+    )
 
 
 def _parts(entry: Any) -> Iterator[tuple[str, int]]:
@@ -212,11 +283,15 @@ def _parts(entry: Any) -> Iterator[tuple[str, int]]:
     for m in entry.plan.moves:
         if m.bytes:
             whole = m.dst if m.kind == "all_gather" else m.src
-            yield m.kind, m.bytes if m.kind == "exchange" else whole.dtype.itemsize * whole.local_numel()
+            yield (
+                m.kind,
+                m.bytes if m.kind == "exchange" else whole.dtype.itemsize * whole.local_numel(),
+            )
 
 
 class _ImaginedWorld(DryWorld):
-    """Rank 0 of as many ranks as wanted, which nobody has to have, and the plans of what has run there on tensors without a device."""
+    """Rank 0 of as many ranks as wanted, which nobody has to have, and the plans of what has run
+    there on tensors without a device."""
 
     def __init__(self, size: int) -> None:
         super().__init__(world())

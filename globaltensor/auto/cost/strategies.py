@@ -1,4 +1,5 @@
-"""The candidates of a call on a mesh: each combination of one signature an axis, with what it costs and how its tensors lie."""
+"""The candidates of a call on a mesh: each combination of one signature an axis, with what it costs
+and how its tensors lie."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ _MOST = 1024  # candidates of a call; beyond that those that divide least are dr
 
 @dataclass(eq=False)
 class StrategyTable:
-    """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in candidate k. In seconds: ``forward`` and ``backward`` (computing),
-    ``moving`` (what the call communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
+    """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in
+    candidate k. In seconds: ``forward`` and ``backward`` (computing), ``moving`` (what the call
+    communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
 
     ins: list[list[Layout]]
     outs: list[list[Layout]]
@@ -70,16 +72,29 @@ class StrategyBuilder:
         return found
 
     def states(self, value: Value, stored: bool) -> list[Layout]:
-        """How something given may lie: whole, or split along any dim that gives each rank a part; what is no parameter or input, whole."""
+        """How something given may lie: whole, or split along any dim that gives each rank a part;
+        what is no parameter or input, whole."""
         key = value.shape, stored
         found = self._states.get(key)
         if found is None:
             mesh = self.prices.mesh
-            menus = [[broadcast, *(split(d) for d, n in enumerate(value.shape) if stored and n >= size > 1)] for size in mesh.shape]
-            found = self._states[key] = [layout for layout in itertools.product(*menus) if gives_every_rank_data(value.shape, layout, mesh)]
+            menus = [
+                [
+                    broadcast,
+                    *(split(d) for d, n in enumerate(value.shape) if stored and n >= size > 1),
+                ]
+                for size in mesh.shape
+            ]
+            found = self._states[key] = [
+                layout
+                for layout in itertools.product(*menus)
+                if gives_every_rank_data(value.shape, layout, mesh)
+            ]
         return found
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures) -> list[Signature]:
+    def _on_axis(
+        self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
+    ) -> list[Signature]:
         def ask() -> tuple[list[Signature], RuleFailures]:
             lost = RuleFailures()
             return signatures(call, values, size, lost), lost
@@ -88,20 +103,31 @@ class StrategyBuilder:
         losses.update(lost)
         return list(found)  # a list of its own, which `_make` may shorten
 
-    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: RuleFailures) -> Any:
+    def _seen(
+        self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: RuleFailures
+    ) -> Any:
         """What a composition does on several axes at once."""
 
         def ask() -> tuple[Any, RuleFailures]:
             lost = RuleFailures()
-            specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
+            specs = [
+                Spec.make(v.shape, v.dtype, self.prices.mesh, layout)
+                for v, layout in zip(operands, come, strict=True)
+            ]
             return probe_decomposition(call, specs, lost), lost
 
-        found, lost = _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
+        found, lost = _asked(
+            None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask
+        )
         losses.update(lost)
         return found
 
     def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
-        mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
+        mesh, operands, results = (
+            self.prices.mesh,
+            [values[v] for v in call.operands],
+            [values[v] for v in call.outs],
+        )
         losses = RuleFailures()
         menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
         every = math.prod(map(len, menus))
@@ -115,22 +141,38 @@ class StrategyBuilder:
         left_out = every - math.prod(map(len, menus))
         work = work_of(call, values, losses)
         taken: set[tuple[Any, ...]] = set()
-        again = [(i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i]  # as y * y takes y twice
+        again = [
+            (i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i
+        ]  # as y * y takes y twice
         for combination in itertools.product(*menus):
-            come = [_canonical(v, [s.ins[i] for s in combination], mesh) for i, v in enumerate(operands)]
+            come = [
+                _canonical(v, [s.ins[i] for s in combination], mesh) for i, v in enumerate(operands)
+            ]
             if any(come[i] != come[k] for i, k in again):
                 continue  # one tensor lies in one way
-            lie = [_canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh) for i, v in enumerate(results)]
+            lie = [
+                _canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh)
+                for i, v in enumerate(results)
+            ]
             acting = [s for s in combination if not all(e.is_broadcast for e in s.ins)]
             if None not in come and len(acting) > 1 and any(s.composed for s in acting):
-                seen = self._seen(call, operands, come, losses) if not any(map(_loose, acting)) else None
+                seen = (
+                    self._seen(call, operands, come, losses)
+                    if not any(map(_loose, acting))
+                    else None
+                )
                 if seen is None:
                     continue
-                lie = [layout if gives_every_rank_data(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
+                lie = [
+                    layout if gives_every_rank_data(v.shape, layout, mesh) else None
+                    for v, layout in zip(results, seen[0], strict=True)
+                ]
             key = (*come, *lie)
             if key in taken or any(layout is None for layout in key):
                 continue
-            if call.fixed is not None and (lie[0] != call.fixed if len(call.fixed) == len(mesh.shape) else False):
+            if call.fixed is not None and (
+                lie[0] != call.fixed if len(call.fixed) == len(mesh.shape) else False
+            ):
                 continue
             taken.add(key)
             for column, layout in zip((*ins, *outs), key, strict=True):
@@ -140,20 +182,44 @@ class StrategyBuilder:
             whole = (broadcast,) * len(mesh.shape)
             ins, outs = [[whole] for _ in operands], [[call.fixed or whole] for _ in results]
             rows.append(((), [whole] * len(operands), [o[0] for o in outs]))
-        share = np.array([self._share(combination, operands, results) for combination, _, _ in rows], dtype=float)
+        share = np.array(
+            [self._share(combination, operands, results) for combination, _, _ in rows], dtype=float
+        )
         if work.view:
             computing = np.zeros((2, len(rows)))
         else:
-            computing = self._computing(call, operands, results, [come for _, come, _ in rows], [lie for _, _, lie in rows], work, share)
+            computing = self._computing(
+                call,
+                operands,
+                results,
+                [come for _, come, _ in rows],
+                [lie for _, _, lie in rows],
+                work,
+                share,
+            )
             if work.flops and self.prices.cluster.ops:
-                computing *= [self._rounds(call, operands, results, *row, work, part) for row, part in zip(rows, share.tolist(), strict=True)]
-        moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
+                computing *= [
+                    self._rounds(call, operands, results, *row, work, part)
+                    for row, part in zip(rows, share.tolist(), strict=True)
+                ]
+        moving = np.array(
+            [
+                self._moving(combination, part)
+                for (combination, _, _), part in zip(rows, share.tolist(), strict=True)
+            ]
+        )
         twice = self.training if work.view else computing[1] > 0
         return StrategyTable(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
 
-    def _share(self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]) -> float:
+    def _share(
+        self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]
+    ) -> float:
         """The part of the work that one rank does."""
-        return math.prod(_largest(s, operands, results, size) for s, size in zip(combination, self.prices.mesh.shape, strict=False) if s.divided)
+        return math.prod(
+            _largest(s, operands, results, size)
+            for s, size in zip(combination, self.prices.mesh.shape, strict=False)
+            if s.divided
+        )
 
     def _moving(self, combination: Sequence[Signature], share: float) -> float:
         """Seconds of what a candidate communicates itself in the forward pass."""
@@ -161,41 +227,70 @@ class StrategyBuilder:
         for axis, s in enumerate(combination):
             others = share * (prices.mesh.shape[axis] if s.divided else 1)
             for kind, nbytes in s.moved:
-                moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,)) + prices.cluster.skew
+                moving += (
+                    nbytes * 1e-12
+                    if kind == "seconds"
+                    else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,))
+                    + prices.cluster.skew
+                )
         return moving
 
     def _rounds(
-        self, call: Call, operands: Sequence[Value], results: Sequence[Value], combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
+        self, call: Call, operands: Sequence[Value], results: Sequence[Value],
+        combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
         work: Work, share: float,
     ) -> float:  # fmt: skip
-        """How often a candidate does what was measured of it. A rank's rows of queries in ring attention meet the keys of all ranks, one after the other; what
-        was measured are its own."""
+        """How often a candidate does what was measured of it. A rank's rows of queries in ring
+        attention meet the keys of all ranks, one after the other; what was measured are its own."""
         if not any(s.moved for s in combination) or self._measured(call, operands, come) is None:
             return 1.0
         layouts = zip((*operands, *results), (*come, *lie), strict=True)
-        once = work_of(call, {v.number: dataclasses.replace(v, shape=self.prices.local_shape(v.shape, layout)) for v, layout in layouts}).flops
+        once = work_of(
+            call,
+            {
+                v.number: dataclasses.replace(v, shape=self.prices.local_shape(v.shape, layout))
+                for v, layout in layouts
+            },
+        ).flops
         return max(1.0, work.flops * share / once) if once else 1.0
 
     def _computing(
-        self, call: Call, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: Array
+        self,
+        call: Call,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        come: Sequence[Any],
+        lie: Sequence[Any],
+        work: Work,
+        share: Array,
     ) -> Array:
-        """Seconds of both passes of each candidate. Where some were measured and others cannot be (a call that takes its part of an operand itself is given
-        another shape than it works on), an estimate is as far off as that of the measured one with the nearest share of the work: estimates are lower than
-        what is measured, and would win against it."""
+        """Seconds of both passes of each candidate. Where some were measured and others cannot be
+        (a call that takes its part of an operand itself is given another shape than it works on),
+        an estimate is as far off as that of the measured one with the nearest share of the work:
+        estimates are lower than what is measured, and would win against it."""
         measured = [self._measured(call, operands, c) for c in come]
         known = [k for k, found in enumerate(measured) if found is not None]
         if len(known) == len(measured):
             return np.array(measured, dtype=float).T
-        found = np.array([self._estimated(operands, results, c, o, work, part) for c, o, part in zip(come, lie, share.tolist(), strict=True)]).T
+        found = np.array(
+            [
+                self._estimated(operands, results, c, o, work, part)
+                for c, o, part in zip(come, lie, share.tolist(), strict=True)
+            ]
+        ).T
         if known:
             told = np.array([measured[k] for k in known], dtype=float).T
-            off = np.divide(told, found[:, known], out=np.ones_like(told), where=found[:, known] > 0)
+            off = np.divide(
+                told, found[:, known], out=np.ones_like(told), where=found[:, known] > 0
+            )
             near = np.abs(np.log(share[known])[:, None] - np.log(share)[None]).argmin(0)
             found *= off[:, near]
             found[:, known] = told
         return found
 
-    def _measured(self, call: Call, operands: Sequence[Value], come: Sequence[Layout]) -> tuple[float, float] | None:
+    def _measured(
+        self, call: Call, operands: Sequence[Value], come: Sequence[Layout]
+    ) -> tuple[float, float] | None:
         """Seconds of both passes on parts that lie so, where they were measured on this cluster."""
         cluster = self.prices.cluster
         key = op_key(call, operands, parts(operands, come, self.prices)) if cluster.ops else None
@@ -203,32 +298,55 @@ class StrategyBuilder:
         return found if found is None or self.training else (found[0], 0.0)
 
     def _estimated(
-        self, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: float
+        self,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        come: Sequence[Any],
+        lie: Sequence[Any],
+        work: Work,
+        share: float,
     ) -> tuple[float, float]:
         """Seconds of both passes by the roofline."""
         prices = self.prices
-        nbytes = sum(v.dtype.itemsize * prices.local(v.shape, layout) for v, layout in zip((*operands, *results), (*come, *lie), strict=True))
+        nbytes = sum(
+            v.dtype.itemsize * prices.local(v.shape, layout)
+            for v, layout in zip((*operands, *results), (*come, *lie), strict=True)
+        )
         return roofline(prices.cluster, operands, results, work, share, nbytes, self.training)
 
 
 def roofline(
-    cluster: Cluster, operands: Sequence[Value], results: Sequence[Value], work: Work, share: float, nbytes: float, training: bool
+    cluster: Cluster,
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    work: Work,
+    share: float,
+    nbytes: float,
+    training: bool,
 ) -> tuple[float, float]:
-    """Seconds of both passes of a part of a call's work, ``nbytes`` of operands and results among it."""
-    dtype = next((v.dtype for v in (*results, *operands) if v.dtype.is_floating_point), (results or operands)[0].dtype)
+    """Seconds of both passes of a part of a call's work, ``nbytes`` of operands and results among
+    it."""
+    dtype = next(
+        (v.dtype for v in (*results, *operands) if v.dtype.is_floating_point),
+        (results or operands)[0].dtype,
+    )
     forward = cluster.compute(work.flops * share, nbytes, dtype)
     if not (training and work.backward):
         return forward, 0.0
-    return forward, cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
+    return forward, cluster.compute(
+        work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1
+    )
 
 
-#: What calls do by the rules of a version, for all meshes: asking is slow where a call is a composition.
+#: What calls do by the rules of a version, for all meshes: asking is slow where a call is a
+#: composition.
 _known: dict[Hashable, Any] = {}
 _KEPT = 1 << 14
 
 
 def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
-    """Return what ``ask`` tells, once for each key as long as the rules stay. None: nothing that is asked twice."""
+    """Return what ``ask`` tells, once for each key as long as the rules stay. None: nothing that is
+    asked twice."""
     if key is None:
         return ask()
     key = RULES.version, key
@@ -267,7 +385,9 @@ def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout 
 def gives_every_rank_data(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
     """Whether every rank has something of a tensor that lies so."""
     for dim, n in enumerate(shape):
-        parts = math.prod(mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim)
+        parts = math.prod(
+            mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim
+        )
         if parts > 1 and n < parts:
             return False
     return True

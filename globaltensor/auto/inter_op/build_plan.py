@@ -1,4 +1,5 @@
-"""The plan that a candidate is: how each call and each tensor lies, which stage it belongs to, and what was chosen besides."""
+"""The plan that a candidate is: how each call and each tensor lies, which stage it belongs to, and
+what was chosen besides."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ class _Told(NamedTuple):
     given: dict[int, Any]  # number of something given -> how it is kept
 
 
-def build_plan(candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]) -> Plan:
-    """The plan. Seconds of calls and changes of layout are of one micro-batch, cost and seconds of the plan of the whole step."""
+def build_plan(
+    candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]
+) -> Plan:
+    """The plan. Seconds of calls and changes of layout are of one micro-batch, cost and seconds of
+    the plan of the whole step."""
     cutting, found, setting = candidate.cutting, candidate.found, candidate.setting
     ground, chain = cutting.ground, cutting.ground.chain
     calls, changes, kept = list[PlannedCall](), list[LayoutChange](), dict[int, Any]()
@@ -39,10 +43,19 @@ def build_plan(candidate: Candidate, run: Simulation, bound: float, batch: int, 
     for i, way in enumerate(candidate.ways):
         a, b = found.cuts[i], found.cuts[i + 1]
         again = [k < way.recomputed for k in range(b - a)]
-        faces = cutting.ranges(way.weights).faces(cutting.kinds[a:b], again, cutting.hub, found.faces[i], found.faces[i + 1])
+        faces = cutting.ranges(way.weights).faces(
+            cutting.kinds[a:b], again, cutting.hub, found.faces[i], found.faces[i + 1]
+        )
         own = list[PlannedCall]()
         for k, segment in enumerate(chain.segments[a:b]):
-            piece = _segment(ground, segment, cutting.hub, cutting.weights(way.weights), again[k], (faces[k], faces[k + 1]))
+            piece = _segment(
+                ground,
+                segment,
+                cutting.hub,
+                cutting.weights(way.weights),
+                again[k],
+                (faces[k], faces[k + 1]),
+            )
             own += [dataclasses.replace(c, again=again[k]) for c in piece.calls]
             changes += piece.changes
             kept |= piece.given
@@ -52,30 +65,48 @@ def build_plan(candidate: Candidate, run: Simulation, bound: float, batch: int, 
         first = candidate.lanes[i] * setting.mesh.size
         stages.append(
             {
-                "lane": candidate.lanes[i], "ranks": [first, first + setting.mesh.size], "mesh": list(setting.mesh.shape),
-                "calls": [own[0].name, own[-1].name] if own else [], "modules": list(dict.fromkeys(c.module for c in own)),
-                "segments": [s.name for s in chain.segments[a:b]], "recompute": [s.name for s, r in zip(chain.segments[a:b], again, strict=True) if r],
+                "lane": candidate.lanes[i], "ranks": [first, first + setting.mesh.size],
+                "mesh": list(setting.mesh.shape),
+                "calls": [own[0].name, own[-1].name] if own else [],
+                "modules": list(dict.fromkeys(c.module for c in own)),
+                "segments": [s.name for s in chain.segments[a:b]],
+                "recompute": [s.name for s, r in zip(chain.segments[a:b], again, strict=True) if r],
                 "memory": run.memory[candidate.lanes[i]], "costs": dataclasses.asdict(records[i]),
             }
         )  # fmt: skip
     values = ground.calls.values
-    states = {h: options[ground.active[h][_state(ground, cutting.hub, h)]] for h, options in ground.hubs.items()}
+    states = {
+        h: options[ground.active[h][_state(ground, cutting.hub, h)]]
+        for h, options in ground.hubs.items()
+    }
     kept |= {h: how for h, how in states.items() if values[h].state}
-    shared = {values[v].path: how for v, how in sorted(kept.items()) if isinstance(how, ParameterStorage) and how.zero}
-    zero = {path: {"stage": how.zero, "shares": list(short(how.shares))} for path, how in shared.items()}
+    shared = {
+        values[v].path: how
+        for v, how in sorted(kept.items())
+        if isinstance(how, ParameterStorage) and how.zero
+    }
+    zero = {
+        path: {"stage": how.zero, "shares": list(short(how.shares))} for path, how in shared.items()
+    }
     choices = {
-        "mesh": list(setting.mesh.shape), "stages": stages, "micro_batches": setting.micros, "schedule": candidate.schedule if setting.stages > 1 else None,
+        "mesh": list(setting.mesh.shape), "stages": stages, "micro_batches": setting.micros,
+        "schedule": candidate.schedule if setting.stages > 1 else None,
         "recompute": recomputed, "zero": zero, "batch": batch,
     }  # fmt: skip
     given = tuple(_given(ground, values[v], how) for v, how in sorted(kept.items()))
     parameters = {g.name for g in given if g.kind == "parameter"}
-    if ground.calls.training and any(c.value in parameters and c.src != c.dst and "all_gather" in c.there for c in changes):
+    if ground.calls.training and any(
+        c.value in parameters and c.src != c.dst and "all_gather" in c.there for c in changes
+    ):
         choices["freed"] = True
     return Plan(
-        cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost, bound=bound, seconds=run.seconds, memory=max(run.memory),
+        cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost,
+        bound=bound, seconds=run.seconds, memory=max(run.memory),
         limit=ground.options.memory, timeline=run.trace(), source=ground.cluster.origin,
-        training=ground.calls.training, given=given, calls=tuple(calls), changes=tuple(changes), choices=choices, search=log,
-        spent=_spent(records, setting.micros, ground.seen), held=_held(given, ground, kept, max(run.memory)),
+        training=ground.calls.training, given=given, calls=tuple(calls), changes=tuple(changes),
+        choices=choices, search=log,
+        spent=_spent(records, setting.micros, ground.seen),
+        held=_held(given, ground, kept, max(run.memory)),
     )  # fmt: skip
 
 
@@ -85,13 +116,23 @@ def _state(ground: MeshContext, hub: int, number: int) -> int:
     return int(np.unravel_index(hub, shape)[list(ground.hubs).index(number)])
 
 
-def _segment(ground: MeshContext, segment: Segment, hub: int, weights: Any, again: bool, ends: tuple[int, int]) -> _Told:
+def _segment(
+    ground: MeshContext,
+    segment: Segment,
+    hub: int,
+    weights: Any,
+    again: bool,
+    ends: tuple[int, int],
+) -> _Told:
     part = ground.part(segment.kind)
     states = [_state(ground, hub, h) for h in ground.hubs if h in segment.hubs]
     chosen = part.strategies(weights, again, (*states, *ends))
     actual = _names(ground, part.segment, segment)
     reader = _Reader(ground, part, chosen, actual)
-    given = {actual[v]: part.options[part.node_of["value", v]][chosen["value", v]] for v in part.segment.given}
+    given = {
+        actual[v]: part.options[part.node_of["value", v]][chosen["value", v]]
+        for v in part.segment.given
+    }
     return _Told(list(reader.calls()), list(reader.changes()), given)
 
 
@@ -108,7 +149,13 @@ def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
 class _Reader:
     """Calls and changes of layout of a segment, by the choices made for the first of its kind."""
 
-    def __init__(self, ground: MeshContext, part: SegmentProblem, chosen: dict[tuple[str, int], int], actual: dict[int, int]) -> None:
+    def __init__(
+        self,
+        ground: MeshContext,
+        part: SegmentProblem,
+        chosen: dict[tuple[str, int], int],
+        actual: dict[int, int],
+    ) -> None:
         self.ground, self.part, self.chosen, self.actual = ground, part, chosen, actual
         self.values = ground.calls.values
 
@@ -118,13 +165,21 @@ class _Reader:
 
     def calls(self) -> Iterator[PlannedCall]:
         for c in self.part.segment.calls:
-            call, like, found = self.ground.calls.calls[self.actual[-1 - c]], self.ground.calls.calls[c], self.part.found[c]
+            call, like, found = (
+                self.ground.calls.calls[self.actual[-1 - c]],
+                self.ground.calls.calls[c],
+                self.part.found[c],
+            )
             k = self.chosen["call", c]
             yield PlannedCall(
                 call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
-                tuple(self.name(v) for v in like.operands), tuple(short(x[k]) for x in found.ins), tuple(short(x[k]) for x in found.outs),
-                tuple(self.values[v].shape for v in like.outs), float(found.forward[k]), float(found.backward[k]), float(found.moving[k]),
-                float(found.share[k]), bytes=int(sum(self.ground.bytes(self.values[v], [x[k]])[0] for v, x in zip(like.outs, found.outs, strict=True))),
+                tuple(self.name(v) for v in like.operands), tuple(short(x[k]) for x in found.ins),
+                tuple(short(x[k]) for x in found.outs),
+                tuple(self.values[v].shape for v in like.outs), float(found.forward[k]),
+                float(found.backward[k]), float(found.moving[k]),
+                float(found.share[k]),
+                bytes=int(sum(self.ground.bytes(self.values[v], [x[k]])[0] for v,
+                    x in zip(like.outs, found.outs, strict=True))),
                 number=call.number,
             )  # fmt: skip
 
@@ -144,10 +199,14 @@ class _Reader:
             wanted: dict[Layout, list[int]] = {}
             for t in takers:
                 call = self.ground.calls.calls[t]
-                wanted.setdefault(self.part.found[t].ins[call.operands.index(v)][self.chosen["call", t]], []).append(t)
+                wanted.setdefault(
+                    self.part.found[t].ins[call.operands.index(v)][self.chosen["call", t]], []
+                ).append(t)
             for dst, those in wanted.items():
                 for group in [those] if dst == second else [[t] for t in those]:
-                    names = " ".join(self.ground.calls.calls[self.actual[-1 - t]].name for t in group)
+                    names = " ".join(
+                        self.ground.calls.calls[self.actual[-1 - t]].name for t in group
+                    )
                     yield from self._change(v, names, src, dst)
 
     def _made(self, c: int, v: int) -> Layout:
@@ -170,38 +229,84 @@ class _Reader:
             return self._option("gives", v), None
         if value.plain:
             return self.ground.whole, None
-        return (self._made(value.maker, v), None) if value.maker in self.part.found else (None, None)
+        return (
+            (self._made(value.maker, v), None) if value.maker in self.part.found else (None, None)
+        )
 
     def _change(self, v: int, takers: str, src: Any, dst: Layout) -> Iterator[LayoutChange]:
         ground, value = self.ground, self.values[v]
         if isinstance(src, ParameterStorage):
-            forward = float(ground.prices.fetched(value.shape, value.dtype, [src.layout], [dst])[0, 0])
-            backward = float(ground.prices.gradients(value.shape, value.dtype, [dst], [src.shares])[0, 0]) if ground.calls.training and value.grad else 0.0
+            forward = float(
+                ground.prices.fetched(value.shape, value.dtype, [src.layout], [dst])[0, 0]
+            )
+            backward = (
+                float(ground.prices.gradients(value.shape, value.dtype, [dst], [src.shares])[0, 0])
+                if ground.calls.training and value.grad
+                else 0.0
+            )
             if src.layout != dst or backward:
-                back = collectives(duals(dst), src.shares) if ground.calls.training and value.grad else ""
+                back = (
+                    collectives(duals(dst), src.shares)
+                    if ground.calls.training and value.grad
+                    else ""
+                )
                 there = collectives(src.layout, dst) or back
-                yield LayoutChange(self.name(v), takers, short(src.layout), short(dst), forward, backward, value.nbytes, there, back if backward else "")
+                yield LayoutChange(
+                    self.name(v),
+                    takers,
+                    short(src.layout),
+                    short(dst),
+                    forward,
+                    backward,
+                    value.nbytes,
+                    there,
+                    back if backward else "",
+                )
         elif src != dst:
             there, back = (float(x[0, 0]) for x in ground.change(value, [src], [dst]))
             names = collectives(src, dst), collectives(duals(dst), duals(src)) if back else ""
-            yield LayoutChange(self.name(v), takers, short(src), short(dst), there, back, value.nbytes, *names)
+            yield LayoutChange(
+                self.name(v), takers, short(src), short(dst), there, back, value.nbytes, *names
+            )
 
 
 def _given(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
     layout = how.layout if isinstance(how, ParameterStorage) else how
     held = int(ground.bytes(value, [layout])[0])
-    return PlacedTensor(value.path or value.name, value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held)
+    return PlacedTensor(
+        value.path or value.name,
+        value.state,
+        value.shape,
+        str(value.dtype).removeprefix("torch."),
+        short(layout),
+        held,
+    )
 
 
 def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]:
     """What the cost is made of, summed over stages."""
     passes = sum(micros * (s.forward + s.backward) for s in records)
     aside = sum(micros * s.gathers + s.sums for s in records)
-    return {"computing and moving": passes, "parameters and gradients": aside, "hidden": (1 - seen) * aside, "updating": sum(s.updates for s in records)}
+    return {
+        "computing and moving": passes,
+        "parameters and gradients": aside,
+        "hidden": (1 - seen) * aside,
+        "updating": sum(s.updates for s in records),
+    }
 
 
-def _held(given: Sequence[PlacedTensor], ground: MeshContext, kept: dict[int, Any], peak: int) -> dict[str, int]:
+def _held(
+    given: Sequence[PlacedTensor], ground: MeshContext, kept: dict[int, Any], peak: int
+) -> dict[str, int]:
     """What the memory of the fullest rank is made of where all stages lie alike, in bytes."""
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
-    states = sum(float(ground.keeping(ground.calls.values[v], [how])["P"][0]) for v, how in kept.items() if ground.calls.values[v].state == "parameter")
-    return {"parameters": parameters, "gradients and optimizer": round(states - parameters), "peak": peak}
+    states = sum(
+        float(ground.keeping(ground.calls.values[v], [how])["P"][0])
+        for v, how in kept.items()
+        if ground.calls.values[v].state == "parameter"
+    )
+    return {
+        "parameters": parameters,
+        "gradients and optimizer": round(states - parameters),
+        "peak": peak,
+    }

@@ -1,4 +1,5 @@
-"""What no plan of a chain in stages can beat within a memory limit, by a price on memory (Lagrange 1788, Geoffrion 1974), raised step by step."""
+"""What no plan of a chain in stages can beat within a memory limit, by a price on memory (Lagrange
+1788, Geoffrion 1974), raised step by step."""
 
 from __future__ import annotations
 
@@ -14,20 +15,25 @@ from .stage_dp import StageCosts
 
 __all__ = ["Dual"]
 
-_FIRST: Final = 0.16  # of the time without a limit, for as much memory as there is: about where running forward passes again pays
+# of the time without a limit, for as much memory as there is: about where running forward passes
+# again pays
+_FIRST: Final = 0.16
 _NEAR: Final = 1.2  # prices nearer than that to one another are as good
 
 
 class Dual:
-    """The bound of the stages of ``cutting`` by a schedule that takes ``part`` of the weighted time at least, and ``bubble`` seconds besides, where lane i
-    holds ``flights[i]`` micro-batches.
+    """The bound of the stages of ``cutting`` by a schedule that takes ``part`` of the weighted time
+    at least, and ``bubble`` seconds besides, where lane i holds ``flights[i]`` micro-batches.
 
-    Stages cannot do better than share all work evenly. If lane i pays p / flights[i] seconds a byte, what a micro-batch keeps costs the same on each lane, and
-    a parameter costs least on the lane with most micro-batches: then no lane counts any more, and the least of the chain, less what the limits are worth, is a
-    bound for any p. It is concave in p.
+    Stages cannot do better than share all work evenly. If lane i pays p / flights[i] seconds a
+    byte, what a micro-batch keeps costs the same on each lane, and a parameter costs least on the
+    lane with most micro-batches: then no lane counts any more, and the least of the chain, less
+    what the limits are worth, is a bound for any p. It is concave in p.
     """
 
-    def __init__(self, cutting: StageCosts, part: float, bubble: float, flights: Sequence[float]) -> None:
+    def __init__(
+        self, cutting: StageCosts, part: float, bubble: float, flights: Sequence[float]
+    ) -> None:
         self.cutting, self.part, self.bubble = cutting, part, bubble
         self.most, self.mean = max(flights), len(flights) / sum(1 / f for f in flights)
         self.evenly = part * cutting.evenly()
@@ -62,8 +68,13 @@ class Dual:
     def _at(self, price: float) -> float:
         cutting, limit = self.cutting, self.cutting.limit or math.inf
         each, time = price * self.evenly / limit, float(cutting.micros + cutting.stages - 1)
-        weights = Weights(self.part * time, self.part, each * self.mean / self.most, each * self.mean)
-        return self._least(Ranges(cutting.ground, weights, True)) / cutting.stages - price * self.evenly
+        weights = Weights(
+            self.part * time, self.part, each * self.mean / self.most, each * self.mean
+        )
+        return (
+            self._least(Ranges(cutting.ground, weights, True)) / cutting.stages
+            - price * self.evenly
+        )
 
     def _least(self, ranges: Ranges) -> float:
         """The least of a chain where each segment may recompute or not, whatever the hubs."""

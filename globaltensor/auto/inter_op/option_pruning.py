@@ -1,4 +1,5 @@
-"""Fewer options, for tables that would be too wide: some are left out, or values are taken apart so that what is found is a bound."""
+"""Fewer options, for tables that would be too wide: some are left out, or values are taken apart so
+that what is found is a bound."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ __all__ = ["Pairs", "apart", "cheapest", "some", "spread"]
 
 
 class Pairs(NamedTuple):
-    """Of a node whose options are pairs of layouts: the option without a second layout that each has the first one of, how many calls take the value, and
-    whether it is small."""
+    """Of a node whose options are pairs of layouts: the option without a second layout that each
+    has the first one of, how many calls take the value, and whether it is small."""
 
     alone: tuple[int, ...]
     takers: int
@@ -22,12 +23,17 @@ class Pairs(NamedTuple):
 
 
 def some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
-    """A table for these options only; what has but one joins nothing, so that it is no variable of it."""
+    """A table for these options only; what has but one joins nothing, so that it is no variable of
+    it."""
     nodes, table = factor
     for axis, n in enumerate(nodes):
         if n in kept:
             table = table.take(kept[n], axis)
-    single = tuple(axis for axis, n in enumerate(nodes) if n not in ends and len(kept.get(n, nodes + nodes)) == 1)
+    single = tuple(
+        axis
+        for axis, n in enumerate(nodes)
+        if n not in ends and len(kept.get(n, nodes + nodes)) == 1
+    )
     return tuple(n for axis, n in enumerate(nodes) if axis not in single), table.squeeze(single)
 
 
@@ -41,8 +47,8 @@ def apart(factor: Factor, values: Sequence[int]) -> Factor:
 
 
 def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs]) -> Factor:
-    """A table from a value to a call that takes it as if each such call paid an even part of whatever second layout is best for it: never more than with those
-    there are."""
+    """A table from a value to a call that takes it as if each such call paid an even part of
+    whatever second layout is best for it: never more than with those there are."""
     nodes, table = factor
     if len(nodes) < 2 or nodes[0] not in single:
         return factor
@@ -53,7 +59,9 @@ def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs
     return nodes, least
 
 
-def cheapest(node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None) -> list[int]:
+def cheapest(
+    node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None
+) -> list[int]:
     """Of those kept the first and those that cost least, whatever the neighbours do."""
     total: Any = 0.0
     for nodes, table in factors:

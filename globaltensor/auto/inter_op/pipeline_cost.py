@@ -1,4 +1,5 @@
-"""Pipelines by the model: how long a step takes by each schedule's formula, what crosses between stages, and the stages as the simulator takes them."""
+"""Pipelines by the model: how long a step takes by each schedule's formula, what crosses between
+stages, and the stages as the simulator takes them."""
 
 from __future__ import annotations
 
@@ -14,14 +15,24 @@ from .segment_cost import QUANTITIES, MeshContext, ParameterStorage
 from .stage_dp import StageCosts, StageDivision, StageVariant
 from .step_simulator import Stage
 
-__all__ = ["Candidate", "Crossing", "Setting", "filling", "modelled", "narrowed", "parts_of", "stages_of"]
+__all__ = [
+    "Candidate",
+    "Crossing",
+    "Setting",
+    "filling",
+    "modelled",
+    "narrowed",
+    "parts_of",
+    "stages_of",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _FACES: Final = 3  # layouts considered where stages meet
 
 
 class Setting(NamedTuple):
-    """A number of stages, the mesh of each, and of micro-batches; no plan with them takes less than ``bound``."""
+    """A number of stages, the mesh of each, and of micro-batches; no plan with them takes less than
+    ``bound``."""
 
     bound: float
     stages: int
@@ -31,7 +42,8 @@ class Setting(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A plan by the model: chunks of segments on lanes of devices, the layouts between them, and how each runs."""
+    """A plan by the model: chunks of segments on lanes of devices, the layouts between them, and
+    how each runs."""
 
     cost: float
     setting: Setting
@@ -43,39 +55,75 @@ class Candidate:
 
 
 def modelled(
-    schedule: str, lanes: Sequence[int], micros: int, times: Sequence[float], steps: Sequence[float], transfers: Sequence[float], forwards: Sequence[float]
+    schedule: str,
+    lanes: Sequence[int],
+    micros: int,
+    times: Sequence[float],
+    steps: Sequence[float],
+    transfers: Sequence[float],
+    forwards: Sequence[float],
 ) -> float:
-    """The time of a step by a schedule's formula: every lane works through all micro-batches; before and after, the pipeline fills and drains.
+    """The time of a step by a schedule's formula: every lane works through all micro-batches;
+    before and after, the pipeline fills and drains.
 
-    1f1b and gpipe: sum of t + max of (m - 1) t + u. Others: the busiest lane's m t + u, and a bubble: of (p - 1) / v stages' t (interleaved, v chunks a lane),
-    of p - 1 stages' forward (zb-h1, where the backward of weights fills the rest), of half of that (zb-v, whose lanes start one after the other as soon as half
-    of a stage has gone forward; from 2 p - 1 micro-batches on, else more). zb-h2, as it is simulated, gains nothing on zb-h1 in a step by itself.
+    1f1b and gpipe: sum of t + max of (m - 1) t + u. Others: the busiest lane's m t + u, and a
+    bubble: of (p - 1) / v stages' t (interleaved, v chunks a lane), of p - 1 stages' forward
+    (zb-h1, where the backward of weights fills the rest), of half of that (zb-v, whose lanes start
+    one after the other as soon as half of a stage has gone forward; from 2 p - 1 micro-batches on,
+    else more). zb-h2, as it is simulated, gains nothing on zb-h1 in a step by itself.
     """
     count = max(lanes) + 1
-    work = [sum(t for t, where in zip(times, lanes, strict=True) if where == lane) for lane in range(count)]
-    own = [sum(u for u, where in zip(steps, lanes, strict=True) if where == lane) for lane in range(count)]
+    work = [
+        sum(t for t, where in zip(times, lanes, strict=True) if where == lane)
+        for lane in range(count)
+    ]
+    own = [
+        sum(u for u, where in zip(steps, lanes, strict=True) if where == lane)
+        for lane in range(count)
+    ]
     if schedule in ("1f1b", "gpipe"):
-        return sum(work) + max((micros - 1) * t + u for t, u in zip(work, own, strict=True)) + sum(transfers)
+        return (
+            sum(work)
+            + max((micros - 1) * t + u for t, u in zip(work, own, strict=True))
+            + sum(transfers)
+        )
     busiest = max(micros * t + u for t, u in zip(work, own, strict=True))
-    return busiest + filling(schedule, count, len(lanes), micros, sum(work), sum(forwards)) + sum(transfers) * count / len(lanes)
+    return (
+        busiest
+        + filling(schedule, count, len(lanes), micros, sum(work), sum(forwards))
+        + sum(transfers) * count / len(lanes)
+    )
 
 
-def filling(schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float) -> float:
-    """Seconds of a step for which a lane waits: ``work`` of a micro-batch in all stages together, ``forward`` of it in the forward pass."""
+def filling(
+    schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float
+) -> float:
+    """Seconds of a step for which a lane waits: ``work`` of a micro-batch in all stages together,
+    ``forward`` of it in the forward pass."""
     short = max(0.0, 1 - micros / (2 * stages - 1))
     if schedule == "zb-h2":
         return forward * ((stages - 1) + short * (stages - 2)) / stages
-    each = {"zb-h1": forward, "zb-v": forward * (0.5 + short), "interleaved": work * stages / chunks}.get(schedule, work)
+    each = {
+        "zb-h1": forward,
+        "zb-v": forward * (0.5 + short),
+        "interleaved": work * stages / chunks,
+    }.get(schedule, work)
     return each * (stages - 1) / stages
 
 
 class Crossing:
-    """Seconds for what crosses a cut between stages, there and back, by the layout it crosses in; each rank sends what it has to its peer."""
+    """Seconds for what crosses a cut between stages, there and back, by the layout it crosses in;
+    each rank sends what it has to its peer."""
 
     def __init__(self, ground: MeshContext, cluster: Cluster, setting: Setting, hub: int) -> None:
         self.ground, self.cluster, self.size = ground, cluster, setting.mesh.size
-        states = np.unravel_index(hub, tuple(len(those) for those in ground.active.values()) or (1,))
-        self.hub = {h: options[ground.active[h][int(k)]] for (h, options), k in zip(ground.hubs.items(), states, strict=False)}
+        states = np.unravel_index(
+            hub, tuple(len(those) for those in ground.active.values()) or (1,)
+        )
+        self.hub = {
+            h: options[ground.active[h][int(k)]]
+            for (h, options), k in zip(ground.hubs.items(), states, strict=False)
+        }
         self._known: dict[int, Array] = {}
 
     def seconds(self, cut: int) -> Array:
@@ -93,7 +141,11 @@ class Crossing:
         for h, layout in self.hub.items():
             value = ground.calls.values[h]
             touched = [k for k, s in enumerate(chain.segments) if h in s.hubs]
-            if value.maker >= 0 and touched[0] < cut <= touched[-1] and not isinstance(layout, ParameterStorage):
+            if (
+                value.maker >= 0
+                and touched[0] < cut <= touched[-1]
+                and not isinstance(layout, ParameterStorage)
+            ):
                 sent = sent + ground.bytes(value, [layout])
         return np.asarray(sent)
 
@@ -101,7 +153,12 @@ class Crossing:
         ground = self.ground
         number = ground.chain.segments[cut - 1].gives
         back = ground.calls.training and number >= 0 and ground.calls.values[number].grad
-        return np.array([(1 + back) * self.cluster.seconds("send", float(n), (0, self.size)) for n in self.bytes(cut)])
+        return np.array(
+            [
+                (1 + back) * self.cluster.seconds("send", float(n), (0, self.size))
+                for n in self.bytes(cut)
+            ]
+        )
 
 
 def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
@@ -116,9 +173,15 @@ def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
     return lambda cut: [int(k) for k in np.argsort(through[cut], kind="stable")[:_FACES]]
 
 
-def parts_of(cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int) -> Array:
+def parts_of(
+    cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int
+) -> Array:
     a, b = found.cuts[i], found.cuts[i + 1]
-    return np.asarray(cutting.table(cutting.kinds[a:b], ways[i]).parts[:, cutting.hub, found.faces[i], found.faces[i + 1]])
+    return np.asarray(
+        cutting.table(cutting.kinds[a:b], ways[i]).parts[
+            :, cutting.hub, found.faces[i], found.faces[i + 1]
+        ]
+    )
 
 
 def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
@@ -135,22 +198,34 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
         training = cutting.ground.calls.training
         out.append(
             Stage(
-                forward=float(p[at["F"]]), backward=float(p[at["B"]]), again=again, gathers=float(p[at["G"]]), sums=float(p[at["R"]]),
+                forward=float(p[at["F"]]), backward=float(p[at["B"]]), again=again,
+                gathers=float(p[at["G"]]), sums=float(p[at["R"]]),
                 updates=float(p[at["O"]]),
-                kept=float(p[at["P"]]), activations=float(p[at["A"]]) if training else 0.0, passing=float(p[at["X"]]), sent=sent,
+                kept=float(p[at["P"]]), activations=float(p[at["A"]]) if training else 0.0,
+                passing=float(p[at["X"]]), sent=sent,
                 first=candidate.lanes[i] * size, ranks=size,
             )
         )  # fmt: skip
     return out
 
 
-def _again(cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int) -> float:
+def _again(
+    cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int
+) -> float:
     """Seconds of forward passes that run again in backward."""
     a, way = found.cuts[i], ways[i]
     faces = cutting.ranges(way.weights).faces(
-        cutting.kinds[a : found.cuts[i + 1]], [k < way.recomputed for k in range(found.cuts[i + 1] - a)], cutting.hub, found.faces[i], found.faces[i + 1]
+        cutting.kinds[a : found.cuts[i + 1]],
+        [k < way.recomputed for k in range(found.cuts[i + 1] - a)],
+        cutting.hub,
+        found.faces[i],
+        found.faces[i + 1],
     )
     seconds = 0.0
     for k in range(way.recomputed):
-        seconds += float(cutting.ranges(way.weights).of(((cutting.kinds[a + k], True, 1),)).parts[0, cutting.hub, faces[k], faces[k + 1]])
+        seconds += float(
+            cutting.ranges(way.weights)
+            .of(((cutting.kinds[a + k], True, 1),))
+            .parts[0, cutting.hub, faces[k], faces[k + 1]]
+        )
     return seconds

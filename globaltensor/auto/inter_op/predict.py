@@ -1,7 +1,8 @@
-"""A plan's step foretold, on the cluster it was made for or on another, up to thousands of devices: of each kind of stage one rank is looked at.
+"""A plan's step foretold, on the cluster it was made for or on another, up to thousands of devices:
+of each kind of stage one rank is looked at.
 
-On another cluster every call and every change of layout of the plan is priced anew; the layouts, stages and schedule are the plan's. What is modelled, and what
-is not, says `simulated`.
+On another cluster every call and every change of layout of the plan is priced anew; the layouts,
+stages and schedule are the plan's. What is modelled, and what is not, says `simulated`.
 """
 
 from __future__ import annotations
@@ -26,21 +27,35 @@ from .step_simulator import Simulation, Stage, step
 __all__ = ["predict", "repriced", "simulate_plan"]
 
 
-def predict(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = None, options: Options | None = None) -> Simulation:
-    """Simulate a step of ``plan``. ``cluster``: another one than it was made for; then ``calls`` must be those it was made of, of one micro-batch. Without it
-    calls and changes of layout cost what the plan says; of the cluster it was made for only the name is known, so what crosses between stages goes over links
-    of the generic cluster, with its ``overlap``.
+def predict(
+    plan: Plan,
+    cluster: Cluster | None = None,
+    calls: Calls | None = None,
+    options: Options | None = None,
+) -> Simulation:
+    """Simulate a step of ``plan``. ``cluster``: another one than it was made for; then ``calls``
+    must be those it was made of, of one micro-batch. Without it calls and changes of layout cost
+    what the plan says; of the cluster it was made for only the name is known, so what crosses
+    between stages goes over links of the generic cluster, with its ``overlap``.
 
     Raises PlanError where these do not belong together, or the cluster is too small.
     """
     if cluster is None:
         cluster = Cluster(name=plan.cluster)
     else:
-        ranks = max([s["ranks"][1] for s in plan.choices.get("stages", ())] or [math.prod(plan.mesh)])
+        ranks = max(
+            [s["ranks"][1] for s in plan.choices.get("stages", ())] or [math.prod(plan.mesh)]
+        )
         if cluster.size and cluster.size < ranks:
-            raise PlanError(f"the plan is for {ranks} devices, {cluster.name} has {cluster.size}: cluster.with_size({ranks}) imagines as many")
+            raise PlanError(
+                f"the plan is for {ranks} devices, {cluster.name} has {cluster.size}: "
+                f"cluster.with_size({ranks}) imagines as many"
+            )
         if calls is None:
-            raise PlanError("to price a plan for another cluster takes the calls that it was made of: predict(plan, cluster, calls)")
+            raise PlanError(
+                "to price a plan for another cluster takes the calls that it was made of: "
+                "predict(plan, cluster, calls)"
+            )
         plan = repriced(plan, cluster, calls, options or Options())
     return simulate_plan(plan, cluster)
 
@@ -48,11 +63,18 @@ def predict(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = No
 def simulate_plan(plan: Plan, cluster: Cluster) -> Simulation:
     """Simulate a step of a plan whose calls and changes are priced for this cluster."""
     lanes = [s["lane"] for s in plan.choices.get("stages", ())] or [0]
-    return step(_stages(plan), plan.choices.get("schedule") or "1f1b", lanes, plan.choices.get("micro_batches", 1), cluster)
+    return step(
+        _stages(plan),
+        plan.choices.get("schedule") or "1f1b",
+        lanes,
+        plan.choices.get("micro_batches", 1),
+        cluster,
+    )
 
 
 def _priced_by_stages(plan: Plan) -> bool:
-    """Whether it says what stages cost: the search over everything does, the solver's plan on one mesh does not."""
+    """Whether it says what stages cost: the search over everything does, the solver's plan on one
+    mesh does not."""
     told = plan.choices.get("stages") or ()
     return bool(told) and all("costs" in s for s in told)
 
@@ -61,15 +83,34 @@ def _stages(plan: Plan) -> list[Stage]:
     """The stages of a plan as the simulator takes them."""
     if _priced_by_stages(plan):
         return [Stage(**s["costs"]) for s in plan.choices["stages"]]
-    forward, backward = _seconds(plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
+    forward, backward = _seconds(
+        plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"}
+    )
     gathers, sums = _aside(plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
-    return [Stage(forward + gathers, backward, 0.0, 0.0, sums, plan.spent.get("updating", 0.0), float(plan.memory), ranks=math.prod(plan.mesh))]
+    return [
+        Stage(
+            forward + gathers,
+            backward,
+            0.0,
+            0.0,
+            sums,
+            plan.spent.get("updating", 0.0),
+            float(plan.memory),
+            ranks=math.prod(plan.mesh),
+        )
+    ]
 
 
-def _seconds(calls: Sequence[PlannedCall], changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
+def _seconds(
+    calls: Sequence[PlannedCall], changes: Sequence[LayoutChange], leaves: set[str]
+) -> tuple[float, float]:
     """Of the forward and the backward pass, with what moves within them."""
-    forward = sum(c.forward + (c.moving / 2 if c.backward else c.moving) for c in calls) + sum(c.forward for c in changes if c.value not in leaves)
-    backward = sum(c.backward + (c.moving / 2 if c.backward else 0.0) for c in calls) + sum(c.backward for c in changes if c.value not in leaves)
+    forward = sum(c.forward + (c.moving / 2 if c.backward else c.moving) for c in calls) + sum(
+        c.forward for c in changes if c.value not in leaves
+    )
+    backward = sum(c.backward + (c.moving / 2 if c.backward else 0.0) for c in calls) + sum(
+        c.backward for c in changes if c.value not in leaves
+    )
     return forward, backward
 
 
@@ -80,35 +121,58 @@ def _aside(changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, fl
 
 
 def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Plan:
-    """The same plan with the seconds of another cluster. Raises PlanError for calls that are not the plan's."""
+    """The same plan with the seconds of another cluster. Raises PlanError for calls that are not
+    the plan's."""
     where = mesh(tuple(plan.mesh))
     staged, zero = _priced_by_stages(plan), plan.choices.get("zero", {})
     prices = ReshardCosts(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
-    twice = bool(plan.choices.get("freed")) and not staged  # stages say what they gather by themselves
+    twice = (
+        bool(plan.choices.get("freed")) and not staged
+    )  # stages say what they gather by themselves
     pricer = _Pricer(prices, StrategyBuilder(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
     values = {v.path or v.name: v for v in calls.values}
     trained = [g for g in plan.given if g.kind == "parameter" and plan.training]
-    update = {g.name: _update(g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout) for g in trained}
+    update = {
+        g.name: _update(g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout)
+        for g in trained
+    }
     choices = dict(plan.choices)
     if staged:
         choices["stages"] = [_stage(s, plan, (changed, changes), update) for s in choices["stages"]]
     spent = {**plan.spent, "updating": sum(update.values())}
-    return dataclasses.replace(plan, cluster=cluster.name, calls=changed, changes=changes, spent=spent, choices=choices)
+    return dataclasses.replace(
+        plan, cluster=cluster.name, calls=changed, changes=changes, spent=spent, choices=choices
+    )
 
 
-def _update(nbytes: int, value: Value, zero: dict[str, Any] | None, prices: ReshardCosts, options: Options, layout: tuple[str, ...]) -> float:
+def _update(
+    nbytes: int,
+    value: Value,
+    zero: dict[str, Any] | None,
+    prices: ReshardCosts,
+    options: Options,
+    layout: tuple[str, ...],
+) -> float:
     if zero is None:
         return updating(prices.cluster, nbytes, options, value.dtype)
     own, there = _entries(zero["shares"]), _entries(layout)
     numbers, seconds = prices.table(value.shape, value.dtype, [own, there])
     share = value.dtype.itemsize * prices.local(value.shape, own)
-    return updating(prices.cluster, share, options, value.dtype) + float(seconds[numbers[own], numbers[there]])
+    return updating(prices.cluster, share, options, value.dtype) + float(
+        seconds[numbers[own], numbers[there]]
+    )
 
 
-def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]], update: dict[str, float]) -> dict[str, Any]:
-    """A stage with the costs of another cluster: each part of them by as much longer or shorter as its calls and changes are."""
+def _stage(
+    told: dict[str, Any],
+    plan: Plan,
+    priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]],
+    update: dict[str, float],
+) -> dict[str, Any]:
+    """A stage with the costs of another cluster: each part of them by as much longer or shorter as
+    its calls and changes are."""
     names = [c.name for c in plan.calls]
     first, last = (names.index(n) for n in told["calls"])
     own = set(names[first : last + 1])
@@ -124,7 +188,8 @@ def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall]
     ratio = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
     again = costs["again"] * ratio[0]
     costs |= {
-        "forward": costs["forward"] * ratio[0], "backward": (costs["backward"] - costs["again"]) * ratio[1] + again, "again": again,
+        "forward": costs["forward"] * ratio[0],
+        "backward": (costs["backward"] - costs["again"]) * ratio[1] + again, "again": again,
         "gathers": costs["gathers"] * ratio[2], "sums": costs["sums"] * ratio[3],
     }  # fmt: skip
     held = {v for c in plan.calls if c.name in own for v in c.operands}
@@ -133,7 +198,14 @@ def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall]
 
 
 class _Pricer:
-    def __init__(self, prices: ReshardCosts, menu: StrategyBuilder, calls: Calls, zero: dict[str, Any], twice: bool) -> None:
+    def __init__(
+        self,
+        prices: ReshardCosts,
+        menu: StrategyBuilder,
+        calls: Calls,
+        zero: dict[str, Any],
+        twice: bool,
+    ) -> None:
         self.prices, self.menu, self.calls, self.zero, self.twice = prices, menu, calls, zero, twice
         self.values = {v.path or v.name: v for v in calls.values}
         self.named = {c.name: c for c in calls.calls}
@@ -145,14 +217,27 @@ class _Pricer:
             or getattr(call.func, "__name__", str(call.func)) != told.function
             or tuple(self.calls.values[v].shape for v in call.outs) != told.shapes
         ):
-            raise PlanError(f"{told.name}: the plan's call to {told.function} giving {told.shapes} is not among these calls: another model, or another batch")
+            raise PlanError(
+                f"{told.name}: the plan's call to {told.function} giving {told.shapes} is not "
+                f"among these calls: another model, or another batch"
+            )
         found = self.menu.of(call, self.calls.values)
         for k in range(len(found)):
-            if tuple(short(x[k]) for x in found.ins) == told.wanted and tuple(short(x[k]) for x in found.outs) == told.results:
+            if (
+                tuple(short(x[k]) for x in found.ins) == told.wanted
+                and tuple(short(x[k]) for x in found.outs) == told.results
+            ):
                 return dataclasses.replace(
-                    told, forward=float(found.forward[k]), backward=float(found.backward[k]), moving=float(found.moving[k]), share=float(found.share[k])
+                    told,
+                    forward=float(found.forward[k]),
+                    backward=float(found.backward[k]),
+                    moving=float(found.moving[k]),
+                    share=float(found.share[k]),
                 )
-        raise PlanError(f"{told.name} cannot take {told.wanted} and give {told.results} on a mesh of {'x'.join(map(str, self.prices.mesh.shape))}")
+        raise PlanError(
+            f"{told.name} cannot take {told.wanted} and give {told.results} on a mesh of "
+            f"{'x'.join(map(str, self.prices.mesh.shape))}"
+        )
 
     def change(self, told: LayoutChange) -> LayoutChange:
         value = self.values[told.value]
@@ -161,7 +246,9 @@ class _Pricer:
         there, back = float(seconds[numbers[src], numbers[dst]]), 0.0
         if value.state == "parameter":
             again = self.twice and value.saved and gathers(src, dst)
-            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (2 if again else 1)
+            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (
+                2 if again else 1
+            )
         elif told.taker == "output":
             there = float(self.prices.settled(value.shape, value.dtype, [src])[0])
         if told.backward:

@@ -1,4 +1,5 @@
-"""Runs of segments as one: min-plus products of their matrices. Segments that are alike share them, so a run of n alike costs log n products."""
+"""Runs of segments as one: min-plus products of their matrices. Segments that are alike share them,
+so a run of n alike costs log n products."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _MOST = "X"
 
 @dataclass(frozen=True)
 class Table:
-    """Of some segments in a row: ``score[h, i, j]``, the least weighted cost with hubs in state h, taking in layout i and giving in layout j; ``parts`` what it
-    is made of (first axis: `QUANTITIES`)."""
+    """Of some segments in a row: ``score[h, i, j]``, the least weighted cost with hubs in state h,
+    taking in layout i and giving in layout j; ``parts`` what it is made of (first axis:
+    `QUANTITIES`)."""
 
     score: Array
     parts: Array
@@ -46,11 +48,15 @@ def runs(kinds: Sequence[int], recomputed: Sequence[bool]) -> tuple[Run, ...]:
     >>> runs([0, 1, 1, 1, 2], [True, True, False, False, False])
     ((0, True, 1), (1, True, 1), (1, False, 2), (2, False, 1))
     """
-    return tuple((kind, again, len(list(group))) for (kind, again), group in itertools.groupby(zip(kinds, recomputed, strict=True)))
+    return tuple(
+        (kind, again, len(list(group)))
+        for (kind, again), group in itertools.groupby(zip(kinds, recomputed, strict=True))
+    )
 
 
 class Ranges:
-    """Tables of runs on a ground, for some weights. ``loose``: hubs lie in each segment as suits it alone, which no plan can do better than."""
+    """Tables of runs on a ground, for some weights. ``loose``: hubs lie in each segment as suits it
+    alone, which no plan can do better than."""
 
     def __init__(self, ground: MeshContext, weights: Weights, loose: bool = False) -> None:
         self.ground, self.weights, self.loose = ground, weights, loose
@@ -65,7 +71,14 @@ class Ranges:
                 found = join(self.of(row[:-1]), self.of(row[-1:]))
             else:
                 ((kind, again, many),) = row
-                found = join(self.of(((kind, again, many // 2),)), self.of(((kind, again, many - many // 2),))) if many > 1 else self._single(kind, again)
+                found = (
+                    join(
+                        self.of(((kind, again, many // 2),)),
+                        self.of(((kind, again, many - many // 2),)),
+                    )
+                    if many > 1
+                    else self._single(kind, again)
+                )
             self._known[row] = found
         return found
 
@@ -76,12 +89,19 @@ class Ranges:
         ends = matrix.score.shape[-2:]
         narrow = [n if there else 1 for n, there in zip(self.shape, have, strict=False)] or [1]
         states = int(np.prod(self.shape))
-        score = np.broadcast_to(matrix.score.reshape(*narrow, *ends), (*self.shape, *ends)).reshape(states, *ends)
-        parts = np.broadcast_to(matrix.parts.reshape(-1, *narrow, *ends), (len(matrix.parts), *self.shape, *ends)).reshape(-1, states, *ends)
+        score = np.broadcast_to(matrix.score.reshape(*narrow, *ends), (*self.shape, *ends)).reshape(
+            states, *ends
+        )
+        parts = np.broadcast_to(
+            matrix.parts.reshape(-1, *narrow, *ends), (len(matrix.parts), *self.shape, *ends)
+        ).reshape(-1, states, *ends)
         return Table(score, parts)
 
-    def faces(self, kinds: Sequence[int], recomputed: Sequence[bool], hub: int, start: int, end: int) -> list[int]:
-        """The layouts, by number, in which the activation crosses from segment to segment on the best way from ``start`` to ``end``, these included."""
+    def faces(
+        self, kinds: Sequence[int], recomputed: Sequence[bool], hub: int, start: int, end: int
+    ) -> list[int]:
+        """The layouts, by number, in which the activation crosses from segment to segment on the
+        best way from ``start`` to ``end``, these included."""
         best, back = None, []
         for kind, again in zip(kinds, recomputed, strict=True):
             score = self.of(((kind, again, 1),)).score[hub]

@@ -1,7 +1,9 @@
-"""The search over everything: mesh, pipeline stages, micro-batches, schedule, recomputation, ZeRO and the layout of every tensor, under a memory limit.
+"""The search over everything: mesh, pipeline stages, micro-batches, schedule, recomputation, ZeRO
+and the layout of every tensor, under a memory limit.
 
-For each number of stages, mesh and micro-batch there is a lower bound of the modelled time; those that cannot beat the best plan so far are not looked into
-(branch and bound). The best few by the model are simulated action by action, and the quickest of them is the plan.
+For each number of stages, mesh and micro-batch there is a lower bound of the modelled time; those
+that cannot beat the best plan so far are not looked into (branch and bound). The best few by the
+model are simulated action by action, and the quickest of them is the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from ..ir.segments import Chain, cut
 from ..plan.plan import Plan, PlanError
 from .build_plan import build_plan
 from .lagrangian_bound import Dual
-from .pipeline_cost import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
+from .pipeline_cost import (
+    Candidate,
+    Crossing,
+    Setting,
+    filling,
+    modelled,
+    narrowed,
+    parts_of,
+    stages_of,
+)
 from .range_cost import runs
 from .segment_cost import QUANTITIES, MeshContext
 from .stage_dp import StageCosts, divide_into_stages, least_memory
@@ -37,22 +48,27 @@ from .step_simulator import Simulation, step
 
 __all__ = ["SearchSpace", "search_pipelines"]
 
-#: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as there is.
+#: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as
+#: there is.
 _PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
 _SIMULATED: Final = 8  # plans of which the step is simulated
 _ASKED: Final = 3  # prices on memory that are tried before a setting is divided
 _TIGHTENED: Final = 100  # prices on memory that are tried to raise the bound
 _RESCHEDULED: Final = 8  # settings that are tried with all schedules
-_FILLED: Final = ("1f1b", "gpipe")  # schedules whose formula has the whole time of all stages, for the first micro-batch
+_FILLED: Final = (
+    "1f1b",
+    "gpipe",
+)  # schedules whose formula has the whole time of all stages, for the first micro-batch
 _ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only these, None: all that are sensible. ``axes``: of a mesh at
-    most. ``micro_batches`` of models that take statistics of the batch (batch norm) give other numbers, as with any accumulation of gradients: unless they are
-    asked for there are none. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even
-    part."""
+    """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only
+    these, None: all that are sensible. ``axes``: of a mesh at most. ``micro_batches`` of models
+    that take statistics of the batch (batch norm) give other numbers, as with any accumulation of
+    gradients: unless they are asked for there are none. ``schedules``: of pipelines; gpipe takes as
+    long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even part."""
 
     stages: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
@@ -73,38 +89,65 @@ def search_pipelines(
     space: SearchSpace | None = None,
     seconds: float | None = None,
 ) -> Plan:
-    """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster), with the best bound known.
+    """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster),
+    with the best bound known.
 
-    ``calls_of(rows)``: the calls of a step on so many rows (a batch is dim 0 of the inputs). ``options.memory``: bytes of a device, by default the cluster's.
-    ``seconds``: stop after so long with the best so far. Deterministic, unless stopped. Raises PlanError where nothing fits, saying the least that would do.
+    ``calls_of(rows)``: the calls of a step on so many rows (a batch is dim 0 of the inputs).
+    ``options.memory``: bytes of a device, by default the cluster's. ``seconds``: stop after so long
+    with the best so far. Deterministic, unless stopped. Raises PlanError where nothing fits, saying
+    the least that would do.
     """
     started = time.perf_counter()
     devices = devices or cluster.size or 1
     options = options or Options()
     if options.memory is None and cluster.memory:
         options = dataclasses.replace(options, memory=cluster.memory)
-    search = PipelineSearch(Batches(calls_of, batch), cluster, devices, options, space or SearchSpace())
+    search = PipelineSearch(
+        Batches(calls_of, batch), cluster, devices, options, space or SearchSpace()
+    )
     captured = time.perf_counter()
     search.run(math.inf if seconds is None else started + seconds)
     best, run = search.best()
-    log = {**search.log, "capturing_seconds": captured - started, "searching_seconds": time.perf_counter() - captured}
-    return dataclasses.replace(build_plan(best, run, min(search.bound, best.cost), batch, log), lost=lost_by(search.batches.losses()))
+    log = {
+        **search.log,
+        "capturing_seconds": captured - started,
+        "searching_seconds": time.perf_counter() - captured,
+    }
+    return dataclasses.replace(
+        build_plan(best, run, min(search.bound, best.cost), batch, log),
+        lost=lost_by(search.batches.losses()),
+    )
 
 
 class PipelineSearch:
-    def __init__(self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: SearchSpace) -> None:
-        self.batches, self.cluster, self.devices, self.options, self.space = batches, cluster, devices, options, space
+    def __init__(
+        self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: SearchSpace
+    ) -> None:
+        self.batches, self.cluster, self.devices, self.options, self.space = (
+            batches,
+            cluster,
+            devices,
+            options,
+            space,
+        )
         self.chain: Chain = cut(batches.whole, options.fixed)
         self.prices: dict[Placement, ReshardCosts] = {}
         self.found: list[Candidate] = []
         self.bounds: dict[tuple[int, int, Placement], float] = {}
-        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once, and
-        #: together with others, which takes a part of the time.
+        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for
+        #: backward as well (`formulate`), so gathered once, and together with others, which takes a
+        #: part of the time.
         self.once: dict[tuple[int, int, Placement], float] = {}
-        self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
+        self.log: dict[str, Any] = {
+            "segments": len(self.chain.segments),
+            "kinds": len(self.chain.first),
+        }
         self.statistics = takes_statistics(batches.whole)
         if self.statistics and not space.micro_batches:
-            self.log["one_batch"] = f"{self.statistics} takes statistics of the batch, which would be others of micro-batches: there are none, and no pipelines"
+            self.log["one_batch"] = (
+                f"{self.statistics} takes statistics of the batch, which would be others of "
+                f"micro-batches: there are none, and no pipelines"
+            )
         self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
         self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
@@ -124,7 +167,10 @@ class PipelineSearch:
         if not settings:
             out = "".join(f"; {told}" for told in self.log.get("left_out", {}).values())
             many = len(self.chain.segments)
-            raise PlanError(f"nothing to search: {self.devices} devices, a batch of {self.batches.batch}, {many} segments to cut between, {self.space}{out}")
+            raise PlanError(
+                f"nothing to search: {self.devices} devices, a batch of {self.batches.batch}, "
+                f"{many} segments to cut between, {self.space}{out}"
+            )
         self.bounds = {s[1:]: s.bound for s in settings}
         self.once = {s[1:]: s.bound for s in settings if s.stages == s.micros == 1}
         seen = 0
@@ -137,38 +183,63 @@ class PipelineSearch:
             raise PlanError(self._too_little())
         self._reschedule(until)
         self._tighten(until)
-        others = min((bound for key, bound in self.bounds.items() if key not in self.once), default=math.inf)
-        self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": min(others, *self.once.values(), math.inf)}
+        others = min(
+            (bound for key, bound in self.bounds.items() if key not in self.once), default=math.inf
+        )
+        self.log |= {
+            "settings": len(settings),
+            "searched": seen,
+            "bound_gathered_once": min(others, *self.once.values(), math.inf),
+        }
         self.log["bound_of_pipelines"] = others if math.isfinite(others) else None
-        self.log["bounds_of_meshes"] = sorted([bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items())
-        self.log["computing_of_meshes"] = [[s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once]
+        self.log["bounds_of_meshes"] = sorted(
+            [bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items()
+        )
+        self.log["computing_of_meshes"] = [
+            [s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once
+        ]
 
     # The space
 
     def _settings(self) -> Iterator[Setting]:
         space = self.space
         for stages in space.stages or divisors(self.devices):
-            if stages > len(self.chain.segments) or self.devices % stages or not any(True for _ in self._lanes(stages)):
+            if (
+                stages > len(self.chain.segments)
+                or self.devices % stages
+                or not any(True for _ in self._lanes(stages))
+            ):
                 continue
             shapes = meshes(self.devices // stages, self.cluster, space.axes)
             if space.meshes is not None:
                 shapes = [m for m in shapes if m.shape in set(map(tuple, space.meshes))]
             for micros in self._micros(stages):
-                bound = sum(self._least(stages, micros)[kind][0] for kind in self.chain.kinds) * micros / stages + self._bubble(stages, micros)
+                bound = sum(
+                    self._least(stages, micros)[kind][0] for kind in self.chain.kinds
+                ) * micros / stages + self._bubble(stages, micros)
                 yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
 
     def _micros(self, stages: int) -> list[int]:
-        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those of the space. Where statistics are taken of the batch, one:
-        a plan changes no number."""
+        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those
+        of the space. Where statistics are taken of the batch, one: a plan changes no number."""
         batch, wanted = self.batches.batch, self.space.micro_batches
         if wanted:
             return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
         if self.statistics:
             return [1] if stages == 1 else []
-        able = [m for m in divisors(batch) if (m >= stages or stages == 1) and (self.batches.whole.training or m == 1 or stages > 1)]
+        able = [
+            m
+            for m in divisors(batch)
+            if (m >= stages or stages == 1)
+            and (self.batches.whole.training or m == 1 or stages > 1)
+        ]
         found: list[int] = []
         for m in able:
-            if m <= max(64, 8 * stages) and (not found or m >= 2 * found[-1]) and self._runs(batch // m):
+            if (
+                m <= max(64, 8 * stages)
+                and (not found or m >= 2 * found[-1])
+                and self._runs(batch // m)
+            ):
                 found.append(m)
         return found
 
@@ -182,18 +253,25 @@ class PipelineSearch:
                 self.log["left_out"] = out = {**out, str(rows): str(error)}
         return str(rows) not in out
 
-    def _bubble(self, stages: int, micros: int, by: Sequence[tuple[tuple[int, ...], str]] | None = None) -> float:
-        """Seconds that a pipeline takes longer than its busiest lane works (`modelled`), by whichever schedule (``by``: of these lanes and schedules):
-        at least by what computing takes."""
+    def _bubble(
+        self, stages: int, micros: int, by: Sequence[tuple[tuple[int, ...], str]] | None = None
+    ) -> float:
+        """Seconds that a pipeline takes longer than its busiest lane works (`modelled`), by
+        whichever schedule (``by``: of these lanes and schedules): at least by what computing
+        takes."""
         least = self._least(stages, micros)
         work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
         if stages > len(self.chain.segments):
             return math.inf
-        return min(filling(schedule, stages, len(lanes), micros, work, forward) for lanes, schedule in by or self._lanes(stages))
+        return min(
+            filling(schedule, stages, len(lanes), micros, work, forward)
+            for lanes, schedule in by or self._lanes(stages)
+        )
 
     def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
-        """The least seconds of computing a micro-batch of a segment of each kind, in both passes and in the forward pass: if all ranks of a stage share the
-        work evenly and nothing moves. Where calls were measured they may take less than the roofline has them read and write."""
+        """The least seconds of computing a micro-batch of a segment of each kind, in both passes
+        and in the forward pass: if all ranks of a stage share the work evenly and nothing moves.
+        Where calls were measured they may take less than the roofline has them read and write."""
         key = stages, micros
         if key not in self._ideals:
             calls, share = self.batches.at(self.batches.batch // micros), stages / self.devices
@@ -202,12 +280,24 @@ class PipelineSearch:
                 both = forward = 0.0
                 for number in self.chain.segments[first].calls:
                     call, values = calls.calls[number], calls.values
-                    work, operands, results = work_of(call, values), [values[v] for v in call.operands], [values[v] for v in call.outs]
-                    nbytes = 0.0 if self.cluster.ops else share * sum(v.nbytes for v in (*operands, *results))
+                    work, operands, results = (
+                        work_of(call, values),
+                        [values[v] for v in call.operands],
+                        [values[v] for v in call.outs],
+                    )
+                    nbytes = (
+                        0.0
+                        if self.cluster.ops
+                        else share * sum(v.nbytes for v in (*operands, *results))
+                    )
                     if not work.view and (work.flops or nbytes):
-                        passes = roofline(self.cluster, operands, results, work, share, nbytes, calls.training)
+                        passes = roofline(
+                            self.cluster, operands, results, work, share, nbytes, calls.training
+                        )
                         both, forward = both + sum(passes), forward + passes[0]
-                self._ideals[key].append((self.options.computation * both, self.options.computation * forward))
+                self._ideals[key].append(
+                    (self.options.computation * both, self.options.computation * forward)
+                )
         return self._ideals[key]
 
     # One setting
@@ -222,15 +312,24 @@ class PipelineSearch:
         part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
         if setting[1:] not in self.once:
             least = [both for both, _ in self._least(stages, micros)]
-            self._raise(setting, free.at_least(least, (self.least * 1.02 - bubble) / part) * part + bubble)
+            self._raise(
+                setting, free.at_least(least, (self.least * 1.02 - bubble) / part) * part + bubble
+            )
             if self.bounds[setting[1:]] >= self.least * 1.02:
                 return
         for sides in (False, True):
             if self.bounds[setting[1:]] < self.least * 1.02:
                 evenly = free.evenly(sides=sides)
-                self._raise(setting, evenly if all(name in _FILLED for _, name in self._lanes(stages)) else evenly * part + bubble)
+                self._raise(
+                    setting,
+                    evenly
+                    if all(name in _FILLED for _, name in self._lanes(stages))
+                    else evenly * part + bubble,
+                )
         if setting[1:] in self.once:
-            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5 * min(1.0, self.cluster.bucketed) / FELLOWS, True))
+            self.once[setting[1:]] = max(
+                setting.bound, free.evenly(0.5 * min(1.0, self.cluster.bucketed) / FELLOWS, True)
+            )
         if self.bounds[setting[1:]] >= self.least * 1.02:
             return
         free.settle()
@@ -243,19 +342,40 @@ class PipelineSearch:
             self._divide(ground, setting, schedule, lanes, hub)
         if stages > 1 and self.bounds[setting[1:]] < self.least:
             self._later.append((evenly, setting, ground, hub))
-            hopes = {id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)]) for e in self._later}
-            self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[:_RESCHEDULED]
+            hopes = {
+                id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)])
+                for e in self._later
+            }
+            self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[
+                :_RESCHEDULED
+            ]
 
     def _ground(self, mesh: Placement, micros: int) -> MeshContext:
-        prices = self.prices.setdefault(mesh, ReshardCosts(self.cluster, mesh, bucket_of(self.batches.whole)))
-        return MeshContext(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+        prices = self.prices.setdefault(
+            mesh, ReshardCosts(self.cluster, mesh, bucket_of(self.batches.whole))
+        )
+        return MeshContext(
+            self.batches,
+            self.batches.batch // micros,
+            self.cluster,
+            mesh,
+            self.options,
+            self.chain,
+            prices,
+        )
 
     def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
-        """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
+        """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without
+        the part of the bubble that it saves."""
         _, stages, micros, _ = setting
         bubble = evenly * (stages - 1) / (micros + stages - 1)
         short = max(0.0, 1 - micros / (2 * stages - 1))
-        kept = {"interleaved": 0.5, "zb-h1": 1 / 3, "zb-h2": (1 + short) / 3, "zb-v": (0.5 + short) / 3}.get(schedule, 1.0)
+        kept = {
+            "interleaved": 0.5,
+            "zb-h1": 1 / 3,
+            "zb-h2": (1 + short) / 3,
+            "zb-v": (0.5 + short) / 3,
+        }.get(schedule, 1.0)
         return evenly - (1 - kept) * bubble
 
     def _raise(self, setting: Setting, bound: float) -> None:
@@ -274,7 +394,9 @@ class PipelineSearch:
         if "zb-v" in wanted and 2 * stages <= segments:
             yield (*range(stages), *reversed(range(stages))), "zb-v"
 
-    def _divide(self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
+    def _divide(
+        self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int
+    ) -> None:
         """Add the best plan of a setting by a schedule to those found."""
         dual = self._dual(ground, setting, schedule, lanes)
         while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
@@ -286,50 +408,87 @@ class PipelineSearch:
         held = self._flights(stages, micros, schedule, lanes)
         flights = tuple(held[lane] for lane in lanes)
         limit = self.options.memory / each if self.options.memory else None
-        cutting = StageCosts(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
+        cutting = StageCosts(
+            ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub
+        )
         if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
             return
-        loads = [float(cutting.first.of(((kind, False, 1),)).score[hub].min()) for kind in cutting.kinds]
+        loads = [
+            float(cutting.first.of(((kind, False, 1),)).score[hub].min()) for kind in cutting.kinds
+        ]
         crossing = Crossing(ground, self.cluster, setting, hub)
         faces = None if chunks == 1 else narrowed(cutting, hub)
         found = divide_into_stages(
-            len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]), lambda i, b: crossing.seconds(b),
+            len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]),
+            lambda i, b: crossing.seconds(b),
             loads, self.space.slack, faces,
         )  # fmt: skip
         if found is None:
             return
-        spans, ends = zip(found.cuts, found.cuts[1:], strict=False), list(zip(found.faces, found.faces[1:], strict=False))
+        spans, ends = (
+            zip(found.cuts, found.cuts[1:], strict=False),
+            list(zip(found.faces, found.faces[1:], strict=False)),
+        )
         offers = [cutting.of(a, b, flights[i]) for i, (a, b) in enumerate(spans)]
         ways = tuple(o.ways[int(o.way[e])] for o, e in zip(offers, ends, strict=True))
         parts = [parts_of(cutting, found, ways, i) for i in range(chunks)]
         forwards = [float(p[QUANTITIES.index("F")]) for p in parts]
-        moved = [float(crossing.seconds(c)[f]) for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)]
-        times, steps = [float(o.time[e]) for o, e in zip(offers, ends, strict=True)], [float(o.step[e]) for o, e in zip(offers, ends, strict=True)]
+        moved = [
+            float(crossing.seconds(c)[f])
+            for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)
+        ]
+        times, steps = (
+            [float(o.time[e]) for o, e in zip(offers, ends, strict=True)],
+            [float(o.step[e]) for o, e in zip(offers, ends, strict=True)],
+        )
         cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
         self.found.append(Candidate(cost, setting, schedule, lanes, found, ways, cutting))
         self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
         del self.found[3 * _SIMULATED :]
 
-    def _flights(self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]) -> tuple[float, ...]:
+    def _flights(
+        self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]
+    ) -> tuple[float, ...]:
         """How many micro-batches each lane holds of all its layers at most."""
-        most = max_activations(schedule, lanes, micros) if stages > 1 and self.batches.whole.training else (1,) * stages
+        most = (
+            max_activations(schedule, lanes, micros)
+            if stages > 1 and self.batches.whole.training
+            else (1,) * stages
+        )
         return tuple(n * stages / len(lanes) for n in most)
 
-    def _dual(self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...]) -> Dual:
+    def _dual(
+        self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...]
+    ) -> Dual:
         """The bound of a setting by a schedule, within the memory."""
         _, stages, micros, _ = setting
         key = *setting[1:], schedule
         if key not in self.duals:
-            part, bubble = (1.0, 0.0) if schedule in _FILLED else (micros / (micros + stages - 1), self._bubble(stages, micros, [(lanes, schedule)]))
-            cutting = StageCosts(ground, micros, stages, self.options.memory or None, recompute=self.space.recompute)
-            self.duals[key] = Dual(cutting, part, bubble, self._flights(stages, micros, schedule, lanes))
+            part, bubble = (
+                (1.0, 0.0)
+                if schedule in _FILLED
+                else (
+                    micros / (micros + stages - 1),
+                    self._bubble(stages, micros, [(lanes, schedule)]),
+                )
+            )
+            cutting = StageCosts(
+                ground, micros, stages, self.options.memory or None, recompute=self.space.recompute
+            )
+            self.duals[key] = Dual(
+                cutting, part, bubble, self._flights(stages, micros, schedule, lanes)
+            )
         return self.duals[key]
 
     def _reschedule(self, until: float) -> None:
         """Other schedules, for the pipelines that would be best without their bubble."""
         for evenly, setting, ground, hub in self._later:
             for lanes, schedule in list(self._lanes(setting.stages))[1:]:
-                if max(self.bounds[setting[1:]], self._hope(evenly, setting, schedule)) < self.least and time.perf_counter() < until:
+                if (
+                    max(self.bounds[setting[1:]], self._hope(evenly, setting, schedule))
+                    < self.least
+                    and time.perf_counter() < until
+                ):
                     self._divide(ground, setting, schedule, lanes, hub)
 
     def _tighten(self, until: float) -> None:
@@ -341,7 +500,10 @@ class PipelineSearch:
             if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
                 return
             setting, ground = Setting(self.bounds[key], *key), self._ground(key[2], key[1])
-            duals = [self._dual(ground, setting, schedule, lanes) for lanes, schedule in self._lanes(key[0])]
+            duals = [
+                self._dual(ground, setting, schedule, lanes)
+                for lanes, schedule in self._lanes(key[0])
+            ]
             lowest = min(duals, key=lambda dual: dual.value)
             if lowest.value <= self.bounds[key] and not lowest.look():
                 return
@@ -353,7 +515,13 @@ class PipelineSearch:
         """The quickest of the best few, by simulation, with its run."""
         tried: list[tuple[float, float, int, Candidate, Simulation]] = []
         for candidate in self.found:
-            run = step(stages_of(candidate, self.cluster), candidate.schedule, candidate.lanes, candidate.setting.micros, self.cluster)
+            run = step(
+                stages_of(candidate, self.cluster),
+                candidate.schedule,
+                candidate.lanes,
+                candidate.setting.micros,
+                self.cluster,
+            )
             if not self.options.memory or max(run.memory) <= self.options.memory:
                 tried.append((run.seconds, candidate.cost, len(tried), candidate, run))
             if len(tried) == _SIMULATED:
@@ -367,7 +535,10 @@ class PipelineSearch:
     def _too_little(self) -> str:
         limit, calls = self.options.memory, self.batches.whole
         if not limit:
-            return f"no way was found to run these calls on {self.devices} devices in {self.space}: some call cannot take what it is given as it is laid"
+            return (
+                f"no way was found to run these calls on {self.devices} devices in "
+                f"{self.space}: some call cannot take what it is given as it is laid"
+            )
         least, where = math.inf, ""
         for stages in self.space.stages or divisors(self.devices):
             if stages > len(self.chain.segments) or self.devices % stages:
@@ -376,17 +547,39 @@ class PipelineSearch:
                 continue
             micros = max(self._micros(stages), default=1)
             for mesh in meshes(self.devices // stages, self.cluster, 1):
-                ground = MeshContext(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
-                cutting = StageCosts(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
+                ground = MeshContext(
+                    self.batches,
+                    self.batches.batch // micros,
+                    self.cluster,
+                    mesh,
+                    self.options,
+                    self.chain,
+                )
+                cutting = StageCosts(
+                    ground, micros, stages, float(limit), _PRICES, self.space.recompute
+                )
                 cutting.settle()
                 cutting.settle(-1)
-                found = least_memory(cutting, stages, [float(min(micros, stages - i)) for i in range(stages)])
+                found = least_memory(
+                    cutting, stages, [float(min(micros, stages - i)) for i in range(stages)]
+                )
                 if found < least:
-                    least, where = found, f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} micro-batches"
+                    least, where = (
+                        found,
+                        (
+                            f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} "
+                            f"micro-batches"
+                        ),
+                    )
         kept = sum(v.nbytes for v in calls.parameters)
         return (
-            f"no plan fits into memory={limit} bytes a device on {self.devices} devices with a batch of {self.batches.batch}: the least that was found is "
-            f"{math.ceil(least)} bytes ({least / 2**30:.3g} GiB) a device, with {where}{' and everything recomputed' if self.space.recompute else ''}; "
-            f"parameters, gradients and optimizer state are {kept * (2 + self.options.states) / 2**30:.3g} GiB in all. Give more devices or memory, a smaller "
-            f"batch, an optimizer with less state{'' if self.space.recompute else ', or allow recomputation'}"
+            f"no plan fits into memory={limit} bytes a device on {self.devices} devices with a "
+            f"batch of {self.batches.batch}: the least that was found is "
+            f"{math.ceil(least)} bytes ({least / 2**30:.3g} GiB) a device, with "
+            f"{where}{' and everything recomputed' if self.space.recompute else ''}; "
+            f"parameters, gradients and optimizer state are "
+            f"{kept * (2 + self.options.states) / 2**30:.3g} GiB in all. Give more devices or "
+            f"memory, a smaller "
+            f"batch, an optimizer with less "
+            f"state{'' if self.space.recompute else ', or allow recomputation'}"
         )

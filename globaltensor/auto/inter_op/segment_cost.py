@@ -1,12 +1,14 @@
-"""What a segment costs on a mesh, for each layout that it may take its activation in and give its result in: the best inside, found exactly.
+"""What a segment costs on a mesh, for each layout that it may take its activation in and give its
+result in: the best inside, found exactly.
 
-Costs are kept apart by what they are, so that one segment serves any number of micro-batches, stages and schedules, and a price for memory:
+Costs are kept apart by what they are, so that one segment serves any number of micro-batches,
+stages and schedules, and a price for memory:
 F, B   seconds of the forward and of the backward pass of a micro-batch, with what they communicate;
 G      seconds of gathering parameters (and scattering gradients) that are kept in shares, each micro-batch; it may hide behind computing;
 R, O   seconds a step: summing gradients, which may hide behind the backward pass; the optimizer's step, with gathering what it has updated in shares;
 P, A   bytes: of parameters, their gradients and the optimizer's state; of what is kept for backward, for each micro-batch in flight;
 X      bytes that are needed only now and then: the most of any call, not the sum.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ from ..ir.segments import Chain, Segment
 from .min_plus import Eliminated, Factor, TooWide, eliminate
 from .option_pruning import Pairs, apart, cheapest, some, spread
 
-__all__ = ["NEVER", "QUANTITIES", "SMALL", "MeshContext", "ParameterStorage", "SegmentCosts", "SegmentProblem", "Weights"]
+__all__ = [
+    "NEVER",
+    "QUANTITIES",
+    "SMALL",
+    "MeshContext",
+    "ParameterStorage",
+    "SegmentCosts",
+    "SegmentProblem",
+    "Weights",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Costs = dict[str, Array]
@@ -40,8 +51,8 @@ SMALL: Final = 1 / 64  # of the bytes of the largest value
 
 
 class ParameterStorage(NamedTuple):
-    """How a parameter is kept: as calls of its stage see it, the stage of ZeRO (0 to 2; kept in shares altogether is a layout of its own), and as the
-    optimizer sees it."""
+    """How a parameter is kept: as calls of its stage see it, the stage of ZeRO (0 to 2; kept in
+    shares altogether is a layout of its own), and as the optimizer sees it."""
 
     layout: Layout
     zero: int
@@ -49,11 +60,13 @@ class ParameterStorage(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a second of a micro-batch and of a step count, and what bytes cost. ``gathers``: what part of gathering parameters counts.
+    """What a second of a micro-batch and of a step count, and what bytes cost. ``gathers``: what
+    part of gathering parameters counts.
 
-    Of two things at the same time, a and b, max(a, b) + seen * min(a, b) shows, which no linear cost says: (1 - h x) a + (1 - h (1 - x)) b with h = 1 - seen is
-    no more, for any x in [0, 1], and for some x as much. ``gathering`` is the x of computing (a) and gathering, ``summing`` that of the last backward pass and
-    summing gradients: 0 where computing is longer.
+    Of two things at the same time, a and b, max(a, b) + seen * min(a, b) shows, which no linear
+    cost says: (1 - h x) a + (1 - h (1 - x)) b with h = 1 - seen is no more, for any x in [0, 1],
+    and for some x as much. ``gathering`` is the x of computing (a) and gathering, ``summing`` that
+    of the last backward pass and summing gradients: 0 where computing is longer.
     """
 
     time: float
@@ -67,7 +80,8 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """For each combination of hubs' layouts, of the layout taken and of that given: the weighted cost, and what it is made of (first axis: `QUANTITIES`)."""
+    """For each combination of hubs' layouts, of the layout taken and of that given: the weighted
+    cost, and what it is made of (first axis: `QUANTITIES`)."""
 
     score: Array
     parts: Array
@@ -75,10 +89,18 @@ class SegmentCosts:
 
 
 class MeshContext:
-    """A mesh of a cluster, with a batch of so many rows: what all segments of a graph share there."""
+    """A mesh of a cluster, with a batch of so many rows: what all segments of a graph share
+    there."""
 
     def __init__(
-        self, batches: Batches, rows: int, cluster: Cluster, mesh: Placement, options: Options, chain: Chain, prices: ReshardCosts | None = None
+        self,
+        batches: Batches,
+        rows: int,
+        cluster: Cluster,
+        mesh: Placement,
+        options: Options,
+        chain: Chain,
+        prices: ReshardCosts | None = None,
     ) -> None:
         self.calls: Calls = batches.at(rows)
         self.cluster, self.mesh, self.options, self.chain = cluster, mesh, options, chain
@@ -96,7 +118,9 @@ class MeshContext:
         """The segments of a kind."""
         found = self._parts.get(kind)
         if found is None:
-            found = self._parts[kind] = SegmentProblem(self, self.chain.segments[self.chain.first[kind]])
+            found = self._parts[kind] = SegmentProblem(
+                self, self.chain.segments[self.chain.first[kind]]
+            )
         return found
 
     def faces(self, number: int) -> list[Layout]:
@@ -109,7 +133,8 @@ class MeshContext:
         return self.menu.states(value, True)
 
     def starts(self) -> list[dict[int, list[int]]]:
-        """Ways for all hubs to lie: what has the batch in dim 0 split along the first axes, more and more of them, the rest whole."""
+        """Ways for all hubs to lie: what has the batch in dim 0 split along the first axes, more
+        and more of them, the rest whole."""
         found = []
         for many in range(len(self.mesh.shape) + 1):
             found.append({h: [self._nearest(h, options, many)] for h, options in self.hubs.items()})
@@ -123,13 +148,18 @@ class MeshContext:
             option = options[k]
             layout = option.layout if isinstance(option, ParameterStorage) else option
             wanted = [rows and a < many for a in range(len(layout))]
-            wrong = sum((e.is_split and e.dim == 0) != w for e, w in zip(layout, wanted, strict=True)) + sum(e.is_split and e.dim != 0 for e in layout)
+            wrong = sum(
+                (e.is_split and e.dim == 0) != w for e, w in zip(layout, wanted, strict=True)
+            ) + sum(e.is_split and e.dim != 0 for e in layout)
             return wrong, k
 
         return min(range(len(options)), key=off)
 
     def bytes(self, value: Value, layouts: Sequence[Layout]) -> Array:
-        known = {x: float(value.dtype.itemsize * self.prices.local(value.shape, x)) for x in dict.fromkeys(layouts)}
+        known = {
+            x: float(value.dtype.itemsize * self.prices.local(value.shape, x))
+            for x in dict.fromkeys(layouts)
+        }
         return np.array([known[x] for x in layouts])
 
     def given(self, value: Value) -> list[ParameterStorage] | list[Layout]:
@@ -141,7 +171,12 @@ class MeshContext:
             return layouts
         found = [ParameterStorage(x, 0, x) for x in layouts]
         if self.calls.training and value.grad and self.options.states:
-            found += [ParameterStorage(x, zero, y) for x in layouts if (y := self._shares(value, x)) is not None for zero in (1, 2)]
+            found += [
+                ParameterStorage(x, zero, y)
+                for x in layouts
+                if (y := self._shares(value, x)) is not None
+                for zero in (1, 2)
+            ]
         return found
 
     def _shares(self, value: Value, layout: Layout) -> Layout | None:
@@ -151,40 +186,61 @@ class MeshContext:
             return None
         able = [
             y for y in self.menu.states(value, True)
-            if all(y[a].is_split for a in alike) and all(y[a] is layout[a] for a in range(len(layout)) if a not in alike)
+            if all(y[a].is_split for a in alike) and all(y[a] is layout[a] for a in range(len(layout)) if a not in alike)  # noqa: E501
         ]  # fmt: skip
         if not able:
             return None
         numbers, seconds = self.prices.table(value.shape, value.dtype, [layout, *able])
         return min(able, key=lambda y: float(seconds[numbers[y], numbers[layout]]))
 
-    def change(self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]) -> tuple[Array, Array]:
+    def change(
+        self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]
+    ) -> tuple[Array, Array]:
         """Seconds from each of ``src`` to each of ``dst``, and of the gradient's way back."""
         back = bool(self.calls.training and value.grad)
         key = value.shape, value.dtype, back, tuple(src), tuple(dst)
         found = self._changes.get(key)
         if found is None:
-            numbers, seconds = self.prices.table(value.shape, value.dtype, [*dict.fromkeys([*src, *dst])])
-            there = np.minimum(seconds[np.ix_([numbers[x] for x in src], [numbers[x] for x in dst])], NEVER)
+            numbers, seconds = self.prices.table(
+                value.shape, value.dtype, [*dict.fromkeys([*src, *dst])]
+            )
+            there = np.minimum(
+                seconds[np.ix_([numbers[x] for x in src], [numbers[x] for x in dst])], NEVER
+            )
             there = there + self.options.wait * (there > 0)
             home = np.zeros_like(there)
             if back:
-                home = np.minimum(seconds[np.ix_([numbers[duals(x)] for x in dst], [numbers[duals(x)] for x in src])].T, NEVER)
+                home = np.minimum(
+                    seconds[
+                        np.ix_([numbers[duals(x)] for x in dst], [numbers[duals(x)] for x in src])
+                    ].T,
+                    NEVER,
+                )
                 home = home + self.options.wait * (home > 0)
             found = self._changes[key] = there, home
         return found
 
-    def fetch(self, value: Value, kept: Sequence[ParameterStorage], wanted: Sequence[Layout]) -> Costs:
+    def fetch(
+        self, value: Value, kept: Sequence[ParameterStorage], wanted: Sequence[Layout]
+    ) -> Costs:
         """What it costs calls that want a parameter in some layout, by how it is kept."""
         layouts = [s.layout for s in kept]
         there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
         held = np.where(there > 0, self.bytes(value, wanted)[None, :], 0.0)
         if not (self.calls.training and value.grad):
             return {"G": there, "X": held}
-        sums = np.minimum(self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in kept]).T, NEVER)
-        # Kept in shares: gathered anew in backward, and its gradient scattered each time. Else gradients are summed once a step.
+        sums = np.minimum(
+            self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in kept]).T,
+            NEVER,
+        )
+        # Kept in shares: gathered anew in backward, and its gradient scattered each time. Else
+        # gradients are summed once a step.
         each = (there > 0) | np.array([s.zero == 2 for s in kept])[:, None]
-        return {"G": 2 * there + np.where(each, sums, 0.0), "R": np.where(each, 0.0, sums), "X": 2 * held}
+        return {
+            "G": 2 * there + np.where(each, sums, 0.0),
+            "R": np.where(each, 0.0, sums),
+            "X": 2 * held,
+        }
 
     def keeping(self, value: Value, kept: Sequence[Any]) -> Costs:
         """What it costs to keep something given, in memory and each step."""
@@ -195,7 +251,11 @@ class MeshContext:
             return {"P": whole}
         own, states = self.bytes(value, [s.shares for s in kept]), self.options.states
         zero = np.array([s.zero for s in kept])
-        numbers, seconds = self.prices.table(value.shape, value.dtype, list(dict.fromkeys(x for s in kept for x in (s.layout, s.shares))))
+        numbers, seconds = self.prices.table(
+            value.shape,
+            value.dtype,
+            list(dict.fromkeys(x for s in kept for x in (s.layout, s.shares))),
+        )
         again = np.array([seconds[numbers[s.shares], numbers[s.layout]] for s in kept])
         step = np.array([updating(self.cluster, n, self.options, value.dtype) for n in own])
         return {"P": whole + np.where(zero == 2, own, whole) + states * own, "O": step + again}
@@ -203,7 +263,8 @@ class MeshContext:
 
 @dataclass
 class SegmentProblem:
-    """One kind of segment on a ground: nodes and edges with their costs, ready to be weighted and minimised."""
+    """One kind of segment on a ground: nodes and edges with their costs, ready to be weighted and
+    minimised."""
 
     ground: MeshContext
     segment: Segment
@@ -211,11 +272,14 @@ class SegmentProblem:
     costs: list[Costs] = field(default_factory=list)
     edges: list[tuple[int, int, Costs]] = field(default_factory=list)
     options: list[Any] = field(default_factory=list)  # what the strategies of a node are
-    node_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ("call" | "value" | "face", number) -> node
+    node_of: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # ("call" | "value" | "face", number) -> node
     exact: bool = True  # whether all options have been considered, where hubs lie as elsewhere
     sound: bool = True  # whether nothing can be better than what is found for this segment alone
     pairs: dict[int, Pairs] = field(default_factory=dict)
-    #: How often there were too many options: where hubs lie as suits this segment (True), and where they lie as elsewhere.
+    #: How often there were too many options: where hubs lie as suits this segment (True), and where
+    #: they lie as elsewhere.
     fewer: dict[bool, int] = field(default_factory=dict)
     _solved: dict[Any, SegmentCosts] = field(default_factory=dict)
 
@@ -227,7 +291,11 @@ class SegmentProblem:
         same = s.takes == s.gives and s.takes >= 0
         self.gave = self._node("gives", s.gives, g.faces(s.gives), {})
         if same:
-            self._edge(self.taken, self.gave, {"F": np.where(np.eye(self.sizes[self.taken], dtype=bool), 0.0, NEVER)})
+            self._edge(
+                self.taken,
+                self.gave,
+                {"F": np.where(np.eye(self.sizes[self.taken], dtype=bool), 0.0, NEVER)},
+            )
         self.found = {number: g.menu.of(g.calls.calls[number], values) for number in s.calls}
         self.takers: dict[int, list[int]] = {}
         for number in s.calls:
@@ -265,7 +333,10 @@ class SegmentProblem:
         values, training = g.calls.values, g.calls.training
         backward = found.backward > 0
         moving = np.where(backward, found.moving / 2, found.moving)
-        costs = {"F": g.options.computation * found.forward + moving, "B": g.options.computation * found.backward + np.where(backward, moving, 0.0)}
+        costs = {
+            "F": g.options.computation * found.forward + moving,
+            "B": g.options.computation * found.backward + np.where(backward, moving, 0.0),
+        }
         if training:
             kept = found.share * call.extra
             for v in dict.fromkeys(call.operands):
@@ -276,13 +347,16 @@ class SegmentProblem:
         busy = np.zeros(len(found))
         for k, v in enumerate(call.outs):
             if v in g.calls.outputs:
-                costs["F"] = costs["F"] + g.prices.settled(values[v].shape, values[v].dtype, found.outs[k])
+                costs["F"] = costs["F"] + g.prices.settled(
+                    values[v].shape, values[v].dtype, found.outs[k]
+                )
             busy = busy + g.bytes(values[v], found.outs[k])
         costs["X"] = busy * (1 + training)
         self._node("call", number, range(len(found)), costs)
 
     def _single(self, v: int) -> bool:
-        """Whether one call of all takes it, so that what is kept for backward is what that call has taken."""
+        """Whether one call of all takes it, so that what is kept for backward is what that call has
+        taken."""
         return v not in self.ground.chain.hubs and len(set(self.ground.calls.values[v].takers)) == 1
 
     def _made(self, value: Value) -> None:
@@ -301,17 +375,24 @@ class SegmentProblem:
         elif len(self.takers.get(value.number, ())) > 1:
             self._held(value, maker, made)
 
-    def _change(self, value: Value, i: int, src: Sequence[Layout], j: int, dst: Sequence[Layout]) -> None:
+    def _change(
+        self, value: Value, i: int, src: Sequence[Layout], j: int, dst: Sequence[Layout]
+    ) -> None:
         there, back = self.ground.change(value, src, dst)
         self._edge(i, j, {"F": there, "B": back})
 
     def _held(self, value: Value, before: int, made: Sequence[Layout]) -> None:
-        """A node for a value that several calls take: how it is made, and how it is kept as well, so that they may share a change of layout."""
+        """A node for a value that several calls take: how it is made, and how it is kept as well,
+        so that they may share a change of layout."""
         g = self.ground
         several: list[Layout] = []
         if g.options.collect and len(g.mesh.shape) < 3:
             wanted = [set(self._wanted(value.number, t)) for t in self.takers[value.number]]
-            several = [x for x in dict.fromkeys(y for w in wanted for y in sorted(w, key=str)) if sum(x in w for w in wanted) > 1]
+            several = [
+                x
+                for x in dict.fromkeys(y for w in wanted for y in sorted(w, key=str))
+                if sum(x in w for w in wanted) > 1
+            ]
             several = [x for x in several if not any(e.is_partial for e in x)]
         layouts = list(dict.fromkeys(made))
         pairs = [(x, y) for x in layouts for y in (None, *several) if x != y]
@@ -320,13 +401,22 @@ class SegmentProblem:
         if several:
             there, back = g.change(value, layouts, several)
             where = [(layouts.index(x), several.index(y) if y is not None else 0) for x, y in pairs]
-            costs = {"F": np.array([there[w] for w in where]) * size, "B": np.array([back[w] for w in where]) * size}
+            costs = {
+                "F": np.array([there[w] for w in where]) * size,
+                "B": np.array([back[w] for w in where]) * size,
+            }
         if value.saved and g.calls.training:
-            costs["A"] = g.bytes(value, [x for x, _ in pairs]) + np.array([0.0 if y is None else g.bytes(value, [y])[0] for _, y in pairs])
+            costs["A"] = g.bytes(value, [x for x, _ in pairs]) + np.array(
+                [0.0 if y is None else g.bytes(value, [y])[0] for _, y in pairs]
+            )
         node = self._node("value", value.number, pairs, costs)
         if several:
             largest = max(g.calls.values[v].nbytes for v in self.takers)
-            self.pairs[node] = Pairs(tuple(pairs.index((x, None)) for x, _ in pairs), len(self.takers[value.number]), value.nbytes < SMALL * largest)
+            self.pairs[node] = Pairs(
+                tuple(pairs.index((x, None)) for x, _ in pairs),
+                len(self.takers[value.number]),
+                value.nbytes < SMALL * largest,
+            )
         first = np.array([[0.0 if x == p[0] else NEVER for p in pairs] for x in made])
         self._edge(before, node, {"F": first})
 
@@ -342,12 +432,19 @@ class SegmentProblem:
             self._held(value, self.taken, self.options[self.taken])
         elif v == s.takes and value.saved and g.calls.training and not self._single(v):
             self.costs[self.taken]["A"] = g.bytes(value, self.options[self.taken])
-        node = self.node_of.get(("value", v), self.taken if v == s.takes else self.gave if v == s.gives else None)
+        node = self.node_of.get(
+            ("value", v), self.taken if v == s.takes else self.gave if v == s.gives else None
+        )
         for taker in takers:
             wanted, j = self._wanted(v, taker), self.node_of["call", taker]
             if node is not None and value.state == "parameter":
                 self._edge(node, j, g.fetch(value, self.options[node], wanted))
-            elif node is not None and ("value", v) in self.node_of and not value.state and v not in s.hubs:
+            elif (
+                node is not None
+                and ("value", v) in self.node_of
+                and not value.state
+                and v not in s.hubs
+            ):
                 self._edge(node, j, self._from_pairs(value, self.options[node], wanted))
             elif node is not None:
                 self._change(value, node, self.options[node], j, wanted)
@@ -355,12 +452,20 @@ class SegmentProblem:
                 self._add(j, "F", g.change(value, [g.whole], wanted)[0][0])
             elif value.maker in self.found:
                 call = g.calls.calls[value.maker]
-                self._change(value, self.node_of["call", value.maker], self.found[value.maker].outs[call.outs.index(v)], j, wanted)
+                self._change(
+                    value,
+                    self.node_of["call", value.maker],
+                    self.found[value.maker].outs[call.outs.index(v)],
+                    j,
+                    wanted,
+                )
 
     def _add(self, node: int, quantity: str, amounts: Array) -> None:
         self.costs[node][quantity] = self.costs[node].get(quantity, 0.0) + amounts
 
-    def _from_pairs(self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]], wanted: Sequence[Layout]) -> Costs:
+    def _from_pairs(
+        self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]], wanted: Sequence[Layout]
+    ) -> Costs:
         g = self.ground
         there, back = g.change(value, [x for x, _ in pairs], wanted)
         seconds, home = g.change(value, [x if y is None else y for x, y in pairs], wanted)
@@ -369,29 +474,50 @@ class SegmentProblem:
 
     # Solving
 
-    def solve(self, weights: Weights, recomputed: bool = False, loose: bool = False) -> SegmentCosts:
-        """The best inside for each combination of layouts of hubs, of those that are active, and at its ends. ``recomputed``: its forward runs again in
-        backward, and only what it takes is kept. ``loose``: hubs may lie here as suits this segment alone."""
+    def solve(
+        self, weights: Weights, recomputed: bool = False, loose: bool = False
+    ) -> SegmentCosts:
+        """The best inside for each combination of layouts of hubs, of those that are active, and at
+        its ends. ``recomputed``: its forward runs again in backward, and only what it takes is
+        kept. ``loose``: hubs may lie here as suits this segment alone."""
         if loose and not self.hubs:
             found = self.solve(weights, recomputed)
             if self.exact:
                 return found
-        active = tuple(tuple(self.ground.active[h]) for h in self.ground.chain.hubs if h in self.segment.hubs)
+        active = tuple(
+            tuple(self.ground.active[h]) for h in self.ground.chain.hubs if h in self.segment.hubs
+        )
         key = weights, recomputed, None if loose else active
         known = self._solved.get(key)
         if known is None:
-            known = self._solved[key] = self._solve(weights, recomputed, None if loose else dict(zip(self.hubs, active, strict=True)))
+            known = self._solved[key] = self._solve(
+                weights, recomputed, None if loose else dict(zip(self.hubs, active, strict=True))
+            )
         return known
 
-    def _solve(self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None) -> SegmentCosts:
+    def _solve(
+        self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None
+    ) -> SegmentCosts:
         time, step, kept, activations, gathers, x, y = weights
         hides = 1.0 - self.ground.seen
         # All passes run beside gathering; the last backward pass of a step beside summing as well.
         forward = time * (1 - hides * x)
-        backward, gathering = forward - step * hides * (y - x), time * (1 - hides * (1 - x)) + step * hides * (y - x) / 2
-        per = {"F": forward + recomputed * backward, "B": backward, "G": gathering * gathers, "R": step * (1 - hides * (1 - y)), "O": step, "P": kept}
+        backward, gathering = (
+            forward - step * hides * (y - x),
+            time * (1 - hides * (1 - x)) + step * hides * (y - x) / 2,
+        )
+        per = {
+            "F": forward + recomputed * backward,
+            "B": backward,
+            "G": gathering * gathers,
+            "R": step * (1 - hides * (1 - y)),
+            "O": step,
+            "P": kept,
+        }
         per["A"] = 0.0 if recomputed else activations
-        rows: list[tuple[tuple[int, ...], Costs]] = [((i,), costs) for i, costs in enumerate(self.costs) if costs]
+        rows: list[tuple[tuple[int, ...], Costs]] = [
+            ((i,), costs) for i, costs in enumerate(self.costs) if costs
+        ]
         rows += [((i, j), costs) for i, j, costs in self.edges]
         found, kept = self._least([(nodes, _weighted(costs, per)) for nodes, costs in rows], active)
         choice = found.choices()
@@ -403,7 +529,9 @@ class SegmentProblem:
             where = tuple(choice[n] for n in nodes)
             for q, amounts in costs.items():
                 if active is None:
-                    amounts = np.where(amounts < NEVER / 10, amounts, 0.0)  # where values lie in several ways at once
+                    amounts = np.where(
+                        amounts < NEVER / 10, amounts, 0.0
+                    )  # where values lie in several ways at once
                 if q == "X":
                     np.maximum(parts[at[q]], amounts[where], out=parts[at[q]])
                 else:
@@ -412,18 +540,29 @@ class SegmentProblem:
         if recomputed:
             parts[at["B"]] += parts[at["F"]]
             parts[at["X"]] += parts[at["A"]]
-            value = self.ground.calls.values[self.segment.takes] if self.segment.takes >= 0 else None
-            boundary = self.ground.bytes(value, self.options[self.taken]) if value is not None else np.zeros(1)
+            value = (
+                self.ground.calls.values[self.segment.takes] if self.segment.takes >= 0 else None
+            )
+            boundary = (
+                self.ground.bytes(value, self.options[self.taken])
+                if value is not None
+                else np.zeros(1)
+            )
             parts[at["A"]] = boundary[:, None]
             score = score + activations * boundary[:, None]
         return SegmentCosts(np.where(score < NEVER / 10, score, np.inf), parts, choice)
 
-    def _least(self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None) -> tuple[Eliminated, dict[int, Sequence[int]]]:
-        """Eliminate all but the ends, and the hubs that are active (None: this segment is alone); with the options, by number, that nodes have been kept to.
-        Raises TooWide where hubs could have fewer instead.
+    def _least(
+        self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None
+    ) -> tuple[Eliminated, dict[int, Sequence[int]]]:
+        """Eliminate all but the ends, and the hubs that are active (None: this segment is alone);
+        with the options, by number, that nodes have been kept to. Raises TooWide where hubs could
+        have fewer instead.
 
-        Where tables would be too wide, nodes have fewer and fewer options: those that are cheapest by themselves, and the first. A segment alone is to give a
-        bound: there each call first finds small values as suits it, and pays an even part of second layouts, whatever those of others; only then options go.
+        Where tables would be too wide, nodes have fewer and fewer options: those that are cheapest
+        by themselves, and the first. A segment alone is to give a bound: there each call first
+        finds small values as suits it, and pays an even part of second layouts, whatever those of
+        others; only then options go.
         """
         alone, active = active is None, active or {}
         ends = [*active, self.taken, self.gave]
@@ -437,11 +576,20 @@ class SegmentProblem:
                 kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
             if gone:
                 most = max(self.sizes.values()) >> gone
-                wide = [n for n, size in self.sizes.items() if n not in ends and len(kept.get(n, range(size))) > most]
+                wide = [
+                    n
+                    for n, size in self.sizes.items()
+                    if n not in ends and len(kept.get(n, range(size))) > most
+                ]
                 kept |= {n: cheapest(n, factors, most, kept.get(n)) for n in wide}
             fewer = [some(f, kept, ends) for f in tables]
             try:
-                return eliminate({n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()}, fewer, ends, _WIDEST), kept
+                return eliminate(
+                    {n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()},
+                    fewer,
+                    ends,
+                    _WIDEST,
+                ), kept
             except TooWide:
                 if any(len(those) > 1 for those in active.values()):
                     raise
@@ -451,8 +599,11 @@ class SegmentProblem:
                 else:
                     self.exact = False
 
-    def strategies(self, weights: Weights, recomputed: bool, ends: tuple[int, ...]) -> dict[tuple[str, int], int]:
-        """("call" | "value", number) -> its strategy in the best inside for these layouts of hubs and ends."""
+    def strategies(
+        self, weights: Weights, recomputed: bool, ends: tuple[int, ...]
+    ) -> dict[tuple[str, int], int]:
+        """("call" | "value", number) -> its strategy in the best inside for these layouts of hubs
+        and ends."""
         choice = self.solve(weights, recomputed).choice
         return {name: int(choice[node][ends]) for name, node in self.node_of.items()}
 

@@ -1,8 +1,11 @@
-"""A chain of segments cut into stages of a pipeline: dynamic programming over cuts and the layouts that cross them.
+"""A chain of segments cut into stages of a pipeline: dynamic programming over cuts and the layouts
+that cross them.
 
-The time of a step, with m micro-batches of which stage i takes t_i, and u_i once a step, is modelled as sum_i t_i + max_i ((m - 1) t_i + u_i) + transfers
-(PipeDream, Alpa: the first micro-batch goes through all stages, the others follow at the pace of the slowest). For each limit of the maximum, which can only be
-that of some stage, the least sum is found; the limit rises until no larger one can pay.
+The time of a step, with m micro-batches of which stage i takes t_i, and u_i once a step, is
+modelled as sum_i t_i + max_i ((m - 1) t_i + u_i) + transfers (PipeDream, Alpa: the first
+micro-batch goes through all stages, the others follow at the pace of the slowest). For each limit
+of the maximum, which can only be that of some stage, the least sum is found; the limit rises until
+no larger one can pay.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from .min_plus import TooWide
 from .range_cost import Ranges, Table, runs
 from .segment_cost import NEVER, QUANTITIES, SMALL, MeshContext, Weights
 
-__all__ = ["StageCosts", "StageOptions", "StageVariant", "divide_into_stages", "least_memory", "total"]
+__all__ = [
+    "StageCosts",
+    "StageOptions",
+    "StageVariant",
+    "divide_into_stages",
+    "least_memory",
+    "total",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _AT = {q: k for k, q in enumerate(QUANTITIES)}
@@ -28,8 +38,8 @@ _SIDES: Final = (0.5,)
 
 
 class Weighting(NamedTuple):
-    """What layouts are searched for: a price of memory, as seconds of the whole step for as much as the limit, or what is longer of what runs at the same time
-    (`Weights`)."""
+    """What layouts are searched for: a price of memory, as seconds of the whole step for as much as
+    the limit, or what is longer of what runs at the same time (`Weights`)."""
 
     price: float = 0.0
     gathering: float = 0.0
@@ -37,7 +47,8 @@ class Weighting(NamedTuple):
 
 
 class StageVariant(NamedTuple):
-    """How a stage runs: which of the weights its layouts were found with, and how many of its segments recompute their forward."""
+    """How a stage runs: which of the weights its layouts were found with, and how many of its
+    segments recompute their forward."""
 
     weights: int
     recomputed: int
@@ -45,8 +56,8 @@ class StageVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Of one stage, for each pair of layouts at its ends: seconds of a micro-batch and of a step, bytes, and the way (by number) that gives them; inf where
-    nothing fits."""
+    """Of one stage, for each pair of layouts at its ends: seconds of a micro-batch and of a step,
+    bytes, and the way (by number) that gives them; inf where nothing fits."""
 
     time: Array
     step: Array
@@ -56,15 +67,30 @@ class StageOptions:
 
 
 class StageCosts:
-    """Stages on one ground with a number of micro-batches: what each range of segments costs there, within a memory limit.
+    """Stages on one ground with a number of micro-batches: what each range of segments costs there,
+    within a memory limit.
 
-    ``prices``: of memory, as seconds of the whole step for as much as the limit; layouts are searched for each. ``recompute``: whether that is allowed.
+    ``prices``: of memory, as seconds of the whole step for as much as the limit; layouts are
+    searched for each. ``recompute``: whether that is allowed.
     """
 
     def __init__(
-        self, ground: MeshContext, micros: int, stages: int, limit: float | None, prices: Sequence[float] = (0.0,), recompute: bool = True, hub: int = 0
+        self,
+        ground: MeshContext,
+        micros: int,
+        stages: int,
+        limit: float | None,
+        prices: Sequence[float] = (0.0,),
+        recompute: bool = True,
+        hub: int = 0,
     ) -> None:
-        self.ground, self.micros, self.stages, self.limit, self.hub = ground, micros, stages, limit, hub
+        self.ground, self.micros, self.stages, self.limit, self.hub = (
+            ground,
+            micros,
+            stages,
+            limit,
+            hub,
+        )
         self.kinds = ground.chain.kinds
         self.recompute = recompute and ground.calls.training
         self.prices = prices
@@ -78,13 +104,19 @@ class StageCosts:
 
     @property
     def looks(self) -> list[Weighting]:
-        """As if memory cost nothing, and computing hid all else that can be hidden; with that not so, where it is not; then with prices on memory."""
+        """As if memory cost nothing, and computing hid all else that can be hidden; with that not
+        so, where it is not; then with prices on memory."""
         if not self._looks:
-            self._looks = [Weighting(), *self._sides(self._chain(self.first)), *map(Weighting, self.prices[1:])]
+            self._looks = [
+                Weighting(),
+                *self._sides(self._chain(self.first)),
+                *map(Weighting, self.prices[1:]),
+            ]
         return self._looks
 
     def _sides(self, found: Table) -> list[Weighting]:
-        """More looks, where what is the best otherwise gathers or sums for longer than it computes."""
+        """More looks, where what is the best otherwise gathers or sums for longer than it
+        computes."""
         where = np.unravel_index(int(found.score.argmin()), found.score.shape)
         f, b, g, r = found.parts[(slice(4), *where)].tolist()
         if self.ground.seen >= 1.0 or not math.isfinite(float(found.score.min())):
@@ -134,9 +166,17 @@ class StageCosts:
             for way in self._ways(kinds, k, flight):
                 found = self.table(kinds, way)
                 parts = found.parts[:, self.hub]
-                memory, time, step = held(parts, flight), taken(parts, self.ground.seen), once(parts, self.ground.seen)
+                memory, time, step = (
+                    held(parts, flight),
+                    taken(parts, self.ground.seen),
+                    once(parts, self.ground.seen),
+                )
                 cost = (self.micros + self.stages - 1) * time + step
-                cost = np.where(np.isfinite(found.score[self.hub]) & (memory <= (self.limit or math.inf)), cost, np.inf)
+                cost = np.where(
+                    np.isfinite(found.score[self.hub]) & (memory <= (self.limit or math.inf)),
+                    cost,
+                    np.inf,
+                )
                 ways.append(way)
                 number = np.full(cost.shape, len(ways) - 1)
                 if best is None or score is None:
@@ -144,11 +184,20 @@ class StageCosts:
                 else:
                     better = cost < score
                     score = np.where(better, cost, score)
-                    best = [np.where(better, new, old) for new, old in zip((time, step, memory, number), best, strict=True)]
+                    best = [
+                        np.where(better, new, old)
+                        for new, old in zip((time, step, memory, number), best, strict=True)
+                    ]
         assert score is not None
         assert best is not None
         gone = ~np.isfinite(score)
-        return StageOptions(np.where(gone, np.inf, best[0]), np.where(gone, np.inf, best[1]), best[2], best[3], tuple(ways))
+        return StageOptions(
+            np.where(gone, np.inf, best[0]),
+            np.where(gone, np.inf, best[1]),
+            best[2],
+            best[3],
+            tuple(ways),
+        )
 
     def _ways(self, kinds: Sequence[int], k: int, flight: float) -> list[StageVariant]:
         """Recomputing nothing, and as little as makes it fit, and everything where nothing does."""
@@ -160,7 +209,11 @@ class StageCosts:
             return [StageVariant(k, high)]
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(kinds, StageVariant(k, middle), flight) else (middle, high)
+            low, high = (
+                (low, middle)
+                if self._fits(kinds, StageVariant(k, middle), flight)
+                else (middle, high)
+            )
         return [plain, StageVariant(k, high)]
 
     def _fits(self, kinds: Sequence[int], way: StageVariant, flight: float) -> bool:
@@ -170,20 +223,31 @@ class StageCosts:
         return bool(memory[best] <= (self.limit or math.inf))
 
     def evenly(self, gathers: float = 1.0, sides: bool = False) -> float:
-        """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what part of gathering parameters counts. ``sides``: where that is
-        longer than computing, it is looked at whether all could do better at once."""
+        """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what
+        part of gathering parameters counts. ``sides``: where that is longer than computing, it is
+        looked at whether all could do better at once."""
         found = self._chain(self._loose(Weighting(), gathers))
         others = self._sides(found) if sides else []
-        least = max([float(found.score.min()), *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others)])
-        return least / self.stages if all(self.ground.part(k).sound for k in set(self.kinds)) else 0.0
+        least = max(
+            [
+                float(found.score.min()),
+                *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others),
+            ]
+        )
+        return (
+            least / self.stages if all(self.ground.part(k).sound for k in set(self.kinds)) else 0.0
+        )
 
     def at_least(self, ideals: Sequence[float], enough: float) -> float:
-        """A bound of `evenly`, kind of segments by kind, those first of which there are many for their size, until it is ``enough``. ``ideals``: the least
-        seconds of a micro-batch of each kind, for those that have not been looked at."""
+        """A bound of `evenly`, kind of segments by kind, those first of which there are many for
+        their size, until it is ``enough``. ``ideals``: the least seconds of a micro-batch of each
+        kind, for those that have not been looked at."""
         time, counts = self.micros + self.stages - 1, Counter(self.kinds)
         ranges, segments = self._loose(Weighting(), 1.0), self.ground.chain
         total = time * sum(n * ideals[kind] for kind, n in counts.items())
-        for kind in sorted(counts, key=lambda k: len(segments.segments[segments.first[k]].calls) / counts[k]):
+        for kind in sorted(
+            counts, key=lambda k: len(segments.segments[segments.first[k]].calls) / counts[k]
+        ):
             score = float(ranges.of(((kind, False, 1),)).score.min())
             if self.ground.part(kind).sound:
                 total += counts[kind] * max(0.0, score - time * ideals[kind])
@@ -195,8 +259,9 @@ class StageCosts:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
 
     def settle(self, k: int = 0) -> None:
-        """Choose how hubs lie, by the k-th look (the first one first; another after that): the best of a few ways for all, then each that is not small in turn.
-        Afterwards each has one option."""
+        """Choose how hubs lie, by the k-th look (the first one first; another after that): the best
+        of a few ways for all, then each that is not small in turn. Afterwards each has one
+        option."""
         ground = self.ground
         if not ground.hubs or (not k and all(len(those) == 1 for those in ground.active.values())):
             return
@@ -216,7 +281,9 @@ class StageCosts:
         best = min(ground.starts(), key=lambda active: float(cost(active).min()))
         values = ground.calls.values
         large = SMALL * max(v.nbytes for v in values)
-        for h in sorted((h for h in ground.hubs if values[h].nbytes >= large), key=lambda h: -values[h].nbytes):
+        for h in sorted(
+            (h for h in ground.hubs if values[h].nbytes >= large), key=lambda h: -values[h].nbytes
+        ):
             found = costs(best, h)
             best = {**best, h: [found.index(min(found))]}
         ground.active = best
@@ -229,14 +296,16 @@ def held(parts: Array, flight: float) -> Array:
 
 
 def taken(parts: Array, seen: float) -> Array:
-    """Seconds of a micro-batch; what is gathered goes beside computing, half of it for each pass."""
+    """Seconds of a micro-batch; what is gathered goes beside computing, half of it for each
+    pass."""
     f, b, g = (parts[_AT[q]] for q in "FBG")
     ahead = np.where(b > 0, g / 2, g)
     return _beside(f, ahead, seen) + _beside(b, g - ahead, seen)
 
 
 def once(parts: Array, seen: float) -> Array:
-    """Seconds a step: the optimizer's, and what summing gradients adds to the last backward pass."""
+    """Seconds a step: the optimizer's, and what summing gradients adds to the last backward
+    pass."""
     b, g, r = (parts[_AT[q]] for q in "BGR")
     behind = np.where(b > 0, g / 2, 0.0)
     return np.asarray(parts[_AT["O"]] + _beside(b, behind + r, seen) - _beside(b, behind, seen))
@@ -246,33 +315,46 @@ def _beside(computing: Array, moving: Array, seen: float) -> Array:
     return np.asarray(np.maximum(computing, moving) + seen * np.minimum(computing, moving))
 
 
-def total(times: Sequence[float], steps: Sequence[float], transfers: Sequence[float], micros: int) -> float:
+def total(
+    times: Sequence[float], steps: Sequence[float], transfers: Sequence[float], micros: int
+) -> float:
     """The modelled time of a step.
 
     >>> total([1.0, 2.0], [0.5, 0.0], [0.25], micros=3)
     7.25
     """
-    return sum(times) + max((micros - 1) * t + u for t, u in zip(times, steps, strict=True)) + sum(transfers)
+    return (
+        sum(times)
+        + max((micros - 1) * t + u for t, u in zip(times, steps, strict=True))
+        + sum(transfers)
+    )
 
 
 def least_memory(cutting: StageCosts, stages: int, flights: Sequence[float]) -> float:
-    """The least limit under which a stage that has its part of the chain would fit, recomputing all, at the highest price of memory."""
+    """The least limit under which a stage that has its part of the chain would fit, recomputing
+    all, at the highest price of memory."""
     k = len(cutting.looks) - 1
     size = -(-len(cutting.kinds) // stages)
     worst = 0.0
     for i in range(stages):
         kinds = cutting.kinds[i * size : (i + 1) * size]
         if kinds:
-            found = [cutting.table(kinds, StageVariant(k, r)) for r in ({0, len(kinds)} if cutting.recompute else {0})]
-            worst = max(worst, min(float(held(t.parts[:, cutting.hub], flights[i]).min()) for t in found))
+            found = [
+                cutting.table(kinds, StageVariant(k, r))
+                for r in ({0, len(kinds)} if cutting.recompute else {0})
+            ]
+            worst = max(
+                worst, min(float(held(t.parts[:, cutting.hub], flights[i]).min()) for t in found)
+            )
     return worst
 
 
-# ---------------------------------------------------------------------------------------------------------------- dynamic programming
+# ------------------------------------------------------------------------------ dynamic programming
 
 
 class StageDivision(NamedTuple):
-    """Where to cut (0 and the number of segments included), the layouts there by number, and the modelled time."""
+    """Where to cut (0 and the number of segments included), the layouts there by number, and the
+    modelled time."""
 
     cuts: tuple[int, ...]
     faces: tuple[int, ...]
@@ -280,14 +362,17 @@ class StageDivision(NamedTuple):
 
 
 def divide_into_stages(
-    segments: int, stages: int, micros: int, stage: Callable[[int, int, int], StageOptions], transfer: Callable[[int, int], Array],
-    loads: Sequence[float] | None = None, slack: float = 1.15, faces: Callable[[int], Sequence[int]] | None = None,
+    segments: int, stages: int, micros: int, stage: Callable[[int, int, int], StageOptions],
+    transfer: Callable[[int, int], Array],
+    loads: Sequence[float] | None = None, slack: float = 1.15,
+    faces: Callable[[int], Sequence[int]] | None = None,
 ) -> StageDivision | None:  # fmt: skip
     """The best cut of ``segments`` in a row into ``stages``; None where none fits.
 
-    ``stage(i, a, b)`` tells of segments a to b as stage i; ``transfer(i, b)`` seconds for what crosses from stage i at cut b, by its layout. ``loads``: what
-    each segment takes, about; stages with more than ``slack`` of an even part, and a segment more, are not considered. None: all are. ``faces(b)``: the layouts
-    considered at cut b; None: all.
+    ``stage(i, a, b)`` tells of segments a to b as stage i; ``transfer(i, b)`` seconds for what
+    crosses from stage i at cut b, by its layout. ``loads``: what each segment takes, about; stages
+    with more than ``slack`` of an even part, and a segment more, are not considered. None: all are.
+    ``faces(b)``: the layouts considered at cut b; None: all.
     """
     pairs = _pairs(segments, stages, loads, slack)
     tables: dict[tuple[int, int, int], tuple[Array, Array]] = {}
@@ -295,16 +380,24 @@ def divide_into_stages(
         found = stage(i, a, b)
         time, step = found.time, found.step
         if faces is not None:
-            some = np.ix_(list(faces(a)) if a else range(time.shape[0]), list(faces(b)) if b < segments else range(time.shape[1]))
+            some = np.ix_(
+                list(faces(a)) if a else range(time.shape[0]),
+                list(faces(b)) if b < segments else range(time.shape[1]),
+            )
             time, step = time[some], step[some]
         if np.isfinite(time).any():
-            tables[i, a, b] = time, np.where(np.isfinite(time), (micros - 1) * np.minimum(time, NEVER) + step, np.inf)
+            tables[i, a, b] = (
+                time,
+                np.where(np.isfinite(time), (micros - 1) * np.minimum(time, NEVER) + step, np.inf),
+            )
     crossing: dict[tuple[int, int], Array] = {}
     for i, _, b in tables:
         if i < stages - 1 and (i, b) not in crossing:
             row = transfer(i, b)
             crossing[i, b] = row[list(faces(b))] if faces is not None else row
-    limits = sorted({float(x) for _, pace in tables.values() for x in pace[np.isfinite(pace)].ravel()})
+    limits = sorted(
+        {float(x) for _, pace in tables.values() for x in pace[np.isfinite(pace)].ravel()}
+    )
     free = _least(tables, crossing, segments, stages, math.inf)
     if free is None or not limits:
         return None
@@ -317,16 +410,24 @@ def divide_into_stages(
         if found_here is None:
             continue
         cost, cuts, between = found_here
-        pace = max(float(tables[i, cuts[i], cuts[i + 1]][1][between[i], between[i + 1]]) for i in range(stages))
+        pace = max(
+            float(tables[i, cuts[i], cuts[i + 1]][1][between[i], between[i + 1]])
+            for i in range(stages)
+        )
         if best is None or cost + pace < best[0]:
             best = cost + pace, cuts, between
     if best is None:
         return None
-    own = tuple(f if faces is None or c in (0, segments) else list(faces(c))[f] for c, f in zip(best[1], best[2], strict=True))
+    own = tuple(
+        f if faces is None or c in (0, segments) else list(faces(c))[f]
+        for c, f in zip(best[1], best[2], strict=True)
+    )
     return StageDivision(best[1], own, best[0])
 
 
-def _pairs(segments: int, stages: int, loads: Sequence[float] | None, slack: float) -> list[tuple[int, int, int]]:
+def _pairs(
+    segments: int, stages: int, loads: Sequence[float] | None, slack: float
+) -> list[tuple[int, int, int]]:
     """(stage, start, end) of what a stage may hold."""
     upto = [0.0]
     for x in loads if loads is not None else [0.0] * segments:
@@ -338,7 +439,9 @@ def _pairs(segments: int, stages: int, loads: Sequence[float] | None, slack: flo
         for a in [0] if i == 0 else range(i, segments - (stages - i) + 1):
             if upto[a] > i * most:
                 break
-            for b in [segments] if i == stages - 1 else range(a + 1, segments - (stages - i - 1) + 1):
+            for b in (
+                [segments] if i == stages - 1 else range(a + 1, segments - (stages - i - 1) + 1)
+            ):
                 if upto[b] - upto[a] > most:
                     break
                 if upto[-1] - upto[b] <= (stages - i - 1) * most:
@@ -346,7 +449,12 @@ def _pairs(segments: int, stages: int, loads: Sequence[float] | None, slack: flo
     return found
 
 
-def _pace(tables: dict[tuple[int, int, int], tuple[Array, Array]], crossing: dict[tuple[int, int], Array], segments: int, stages: int) -> float:
+def _pace(
+    tables: dict[tuple[int, int, int], tuple[Array, Array]],
+    crossing: dict[tuple[int, int], Array],
+    segments: int,
+    stages: int,
+) -> float:
     """The least that the slowest stage can take."""
     best: dict[tuple[int, int], Array] = {}
     for (i, a, b), (time, pace) in tables.items():
@@ -361,9 +469,14 @@ def _pace(tables: dict[tuple[int, int, int], tuple[Array, Array]], crossing: dic
 
 
 def _least(
-    tables: dict[tuple[int, int, int], tuple[Array, Array]], crossing: dict[tuple[int, int], Array], segments: int, stages: int, limit: float
+    tables: dict[tuple[int, int, int], tuple[Array, Array]],
+    crossing: dict[tuple[int, int], Array],
+    segments: int,
+    stages: int,
+    limit: float,
 ) -> tuple[float, tuple[int, ...], tuple[int, ...]] | None:
-    """(least sum of times and transfers, cuts, layouts at the cuts) with no stage slower than ``limit``."""
+    """(least sum of times and transfers, cuts, layouts at the cuts) with no stage slower than
+    ``limit``."""
     best: dict[tuple[int, int], Array] = {}
     back: dict[tuple[int, int], list[tuple[int, Array]]] = {}
     for (i, a, b), (time, pace) in tables.items():
@@ -379,7 +492,10 @@ def _least(
             best[i + 1, b], back[i + 1, b] = cost, [(a, where)] * len(cost)
         elif (cost < old).any():
             best[i + 1, b] = np.minimum(cost, old)
-            back[i + 1, b] = [(a, where) if new < o else kept for new, o, kept in zip(cost, old, back[i + 1, b], strict=True)]
+            back[i + 1, b] = [
+                (a, where) if new < o else kept
+                for new, o, kept in zip(cost, old, back[i + 1, b], strict=True)
+            ]
     last = best.get((stages, segments))
     if last is None or not last.min() < NEVER / 10:
         return None

@@ -1,12 +1,16 @@
-"""A step on a clock: how long it takes and what memory it needs, by the schedule of its pipeline, with what moves beside what computes.
+"""A step on a clock: how long it takes and what memory it needs, by the schedule of its pipeline,
+with what moves beside what computes.
 
-Modelled are, for each stage: its forward and backward passes, one micro-batch after the other in the order of the schedule; changes of layout within them, one
-after the other with computing; parameters kept in shares, gathered beside the pass that wants them; gradients, summed beside the last micro-batch's backward
-pass; what crosses between stages, beside computing, one message at a time on each edge and direction; the optimizer's step at the end. What goes on beside
-something else slows it by the cluster's ``overlap``. Memory is parameters with gradients and states, activations of the micro-batches in flight,
-and the most that a single call needs besides.
+Modelled are, for each stage: its forward and backward passes, one micro-batch after the other in
+the order of the schedule; changes of layout within them, one after the other with computing;
+parameters kept in shares, gathered beside the pass that wants them; gradients, summed beside the
+last micro-batch's backward pass; what crosses between stages, beside computing, one message at a
+time on each edge and direction; the optimizer's step at the end. What goes on beside something else
+slows it by the cluster's ``overlap``. Memory is parameters with gradients and states, activations
+of the micro-batches in flight, and the most that a single call needs besides.
 
-Not modelled: jitter and stragglers, the allocator, contention between stages on one node's links, and anything the host does.
+Not modelled: jitter and stragglers, the allocator, contention between stages on one node's links,
+and anything the host does.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ __all__ = ["Simulation", "Stage", "step"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of a micro-batch: ``forward``, ``backward`` (of which ``again``: forward passes run again), ``gathers`` of both passes; of a step: ``sums`` of
-    gradients, ``updates``. Bytes of each rank: ``kept`` always, ``activations`` of a micro-batch in flight, ``passing`` now and then, ``sent`` to the next
-    stage. ``first``: its first rank, ``ranks``: how many."""
+    """Seconds of a micro-batch: ``forward``, ``backward`` (of which ``again``: forward passes run
+    again), ``gathers`` of both passes; of a step: ``sums`` of gradients, ``updates``. Bytes of each
+    rank: ``kept`` always, ``activations`` of a micro-batch in flight, ``passing`` now and then,
+    ``sent`` to the next stage. ``first``: its first rank, ``ranks``: how many."""
 
     forward: float
     backward: float
@@ -43,7 +48,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Simulation:
-    """``seconds`` of a step; ``memory``: bytes of a rank, of each lane of stages; ``timeline``: what each lane does when."""
+    """``seconds`` of a step; ``memory``: bytes of a rank, of each lane of stages; ``timeline``:
+    what each lane does when."""
 
     seconds: float
     memory: tuple[int, ...]
@@ -55,14 +61,20 @@ class Simulation:
         return self.timeline.bubble
 
     def trace(self) -> dict[str, Any]:
-        """A Chrome trace, in the form of a run's (`save_trace`), a thread for each lane of ranks."""
+        """A Chrome trace, in the form of a run's (`save_trace`), a thread for each lane of
+        ranks."""
         return trace(simulated=self.timeline)
 
     def __str__(self) -> str:
-        return f"{self.seconds:.6g} s a step, at most {max(self.memory) / 2**30:.2f} GiB a rank\n{self.timeline.draw()}"
+        return (
+            f"{self.seconds:.6g} s a step, at most {max(self.memory) / 2**30:.2f} GiB a "
+            f"rank\n{self.timeline.draw()}"
+        )
 
 
-def step(stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, cluster: Cluster) -> Simulation:
+def step(
+    stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, cluster: Cluster
+) -> Simulation:
     """Run one step by the schedule of this name. ``lanes[k]``: the lane of stage k."""
     trains = any(s.backward for s in stages)
     made = schedule(name if trains else "forward", lanes, micros)
@@ -75,24 +87,39 @@ def step(stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, 
         backward = cluster.beside(s.backward, behind)
         costs["B", k], costs["I", k] = backward, inputs + backward - s.backward
         costs["W", k] = s.backward - inputs
-    # Sums of gradients run beside the last backward of their stage; what does not fit there comes after it.
+    # Sums of gradients run beside the last backward of their stage; what does not fit there comes
+    # after it.
     last = [0.0] * (max(lanes) + 1)
     for k, lane in enumerate(lanes):
         s = stages[k]
         behind = s.gathers / 2 if s.backward else 0.0
-        last[lane] += cluster.beside(s.backward, behind + s.sums) - cluster.beside(s.backward, behind) + s.updates
+        last[lane] += (
+            cluster.beside(s.backward, behind + s.sums)
+            - cluster.beside(s.backward, behind)
+            + s.updates
+        )
     travel = {
-        (k, k + 1): cluster.seconds("send", s.sent, (s.first, stages[k + 1].first)) for k, s in enumerate(stages[:-1]) if s.sent and lanes[k] != lanes[k + 1]
+        (k, k + 1): cluster.seconds("send", s.sent, (s.first, stages[k + 1].first))
+        for k, s in enumerate(stages[:-1])
+        if s.sent and lanes[k] != lanes[k + 1]
     }
     sizes = [round(s.activations) for s in stages]
     done = simulate(made, costs, travel or 0.0, step=last, nbytes=sizes)
     memory = []
     for lane in range(max(lanes) + 1):
         own = [s for s, where in zip(stages, lanes, strict=True) if where == lane]
-        memory.append(round(sum(s.kept for s in own) + (done.peak_bytes[lane] if trains else 0) + max(s.passing for s in own)))
+        memory.append(
+            round(
+                sum(s.kept for s in own)
+                + (done.peak_bytes[lane] if trains else 0)
+                + max(s.passing for s in own)
+            )
+        )
     names = []
     for lane in range(max(lanes) + 1):
         s = next(s for s, where in zip(stages, lanes, strict=True) if where == lane)
-        names.append(f"ranks {s.first}-{s.first + s.ranks - 1}" if s.ranks > 1 else f"rank {s.first}")
+        names.append(
+            f"ranks {s.first}-{s.first + s.ranks - 1}" if s.ranks > 1 else f"rank {s.first}"
+        )
     line = Timeline(done.spans, done.lanes, done.steps, names=tuple(names))
     return Simulation(line.makespan, tuple(memory), line)

@@ -1,4 +1,5 @@
-"""The changes of layout that a choice means for a value: between where it is made, where it is kept as well, and each call that takes it."""
+"""The changes of layout that a choice means for a value: between where it is made, where it is kept
+as well, and each call that takes it."""
 
 from __future__ import annotations
 
@@ -38,9 +39,13 @@ class Changes:
         self._situations: dict[int, int] = {}  # of each value, by its number
         self._numbers: dict[Hashable, int] = {}
         self._tables: dict[Hashable, Routes] = {}
-        self._ends: dict[int, tuple[list[Layout], list[Layout]]] = {}  # of the pairs of a value with a node of its own
+        self._ends: dict[
+            int, tuple[list[Layout], list[Layout]]
+        ] = {}  # of the pairs of a value with a node of its own
         self._outputs = frozenset(f.calls.outputs)
-        self._takers: dict[int, list[tuple[int, int]]] = {}  # of a value: each call that takes it, as which operand
+        self._takers: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # of a value: each call that takes it, as which operand
 
     def of(self, value: Value, choice: Sequence[int]) -> list[LayoutChange]:
         """With names."""
@@ -48,18 +53,27 @@ class Changes:
 
     def named(self, kind: Kind, value: Value) -> LayoutChange:
         calls, takers = self.f.calls.calls, self.takers(value)
-        return dataclasses.replace(kind.change, value=name_of(value), taker=" ".join(calls[takers[i][0]].name for i in kind.takers) or "output")
+        return dataclasses.replace(
+            kind.change,
+            value=name_of(value),
+            taker=" ".join(calls[takers[i][0]].name for i in kind.takers) or "output",
+        )
 
     def takers(self, value: Value) -> list[tuple[int, int]]:
         found = self._takers.get(value.number)
         if found is None:
             calls = self.f.calls.calls
-            found = [(t, calls[t].operands.index(value.number)) for t in dict.fromkeys(value.takers) if t in self.f.candidates]
+            found = [
+                (t, calls[t].operands.index(value.number))
+                for t in dict.fromkeys(value.takers)
+                if t in self.f.candidates
+            ]
             self._takers[value.number] = found
         return found
 
     def kinds(self, value: Value, choice: Sequence[int]) -> tuple[Kind, ...]:
-        """Without names. A second layout that several calls share is listed once; whoever gets a result takes its sum."""
+        """Without names. A second layout that several calls share is listed once; whoever gets a
+        result takes its sum."""
         f, takers, result = self.f, self.takers(value), value.number in self._outputs
         if not (takers or result) or (value.maker >= 0 and value.maker not in f.candidates):
             return ()
@@ -70,20 +84,39 @@ class Changes:
         key = self.situation(value), made, kept, wanted
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = (*self._listed(value, made, kept, wanted), *(self._settled(value, made) if result else ()))
+            found = self._found[key] = (
+                *self._listed(value, made, kept, wanted),
+                *(self._settled(value, made) if result else ()),
+            )
         return found
 
     def situation(self, value: Value) -> int:
-        """The same for values whose changes cost the same where they lie alike and are taken alike: what they are, and what could be chosen instead."""
+        """The same for values whose changes cost the same where they lie alike and are taken alike:
+        what they are, and what could be chosen instead."""
         found = self._situations.get(value.number)
         if found is None:
             f, node = self.f, self.f.node_of_value.get(value.number)
-            lists = id(f.candidates[value.maker]) if node is None else id(f.layouts[node]), *((id(f.candidates[t]), i) for t, i in self.takers(value))
-            alike = value.shape, value.dtype, value.grad, value.saved, value.state == "parameter", value.number in self._outputs, lists
-            found = self._situations[value.number] = self._numbers.setdefault(alike, len(self._numbers))
+            lists = (
+                id(f.candidates[value.maker]) if node is None else id(f.layouts[node]),
+                *((id(f.candidates[t]), i) for t, i in self.takers(value)),
+            )
+            alike = (
+                value.shape,
+                value.dtype,
+                value.grad,
+                value.saved,
+                value.state == "parameter",
+                value.number in self._outputs,
+                lists,
+            )
+            found = self._situations[value.number] = self._numbers.setdefault(
+                alike, len(self._numbers)
+            )
         return found
 
-    def _listed(self, value: Value, made: Layout, kept: Layout | None, wanted: Sequence[Layout]) -> list[Kind]:
+    def _listed(
+        self, value: Value, made: Layout, kept: Layout | None, wanted: Sequence[Layout]
+    ) -> list[Kind]:
         out = []
         sources, copies = self._sources(value)
         asked = [self.f.candidates[t].ins[i] for t, i in self.takers(value)]
@@ -91,12 +124,28 @@ class Changes:
         for i, dst in enumerate(wanted):
             groups.setdefault(dst, []).append(i)
         if kept is not None:
-            out.append(self._kind(value, made, kept, groups.pop(kept, []), self._routes(value, sources, copies)))
+            out.append(
+                self._kind(
+                    value, made, kept, groups.pop(kept, []), self._routes(value, sources, copies)
+                )
+            )
         for dst, those in groups.items():
-            kinds = [self._kind(value, made, dst, [i], self._routes(value, sources, asked[i])) for i in those]
-            if kept is not None and value.state != "parameter":  # from there it may be nearer; it goes on as a value that is computed
-                onwards = [self._kind(value, kept, dst, [i], self._routes(value, copies, asked[i]), leaf=False) for i in those]
-                kinds = [b if b.seconds < a.seconds else a for a, b in zip(kinds, onwards, strict=True)]
+            kinds = [
+                self._kind(value, made, dst, [i], self._routes(value, sources, asked[i]))
+                for i in those
+            ]
+            if (
+                kept is not None and value.state != "parameter"
+            ):  # from there it may be nearer; it goes on as a value that is computed
+                onwards = [
+                    self._kind(
+                        value, kept, dst, [i], self._routes(value, copies, asked[i]), leaf=False
+                    )
+                    for i in those
+                ]
+                kinds = [
+                    b if b.seconds < a.seconds else a for a, b in zip(kinds, onwards, strict=True)
+                ]
             out += kinds
         return [kind for kind in out if kind.change.src != kind.change.dst or kind.seconds]
 
@@ -108,19 +157,27 @@ class Changes:
         pairs = self.f.layouts[node]
         found = self._ends.get(id(pairs))
         if found is None:
-            found = self._ends[id(pairs)] = list(dict.fromkeys(x for x, _ in pairs)), list(dict.fromkeys(y for _, y in pairs if y is not None))
+            found = self._ends[id(pairs)] = (
+                list(dict.fromkeys(x for x, _ in pairs)),
+                list(dict.fromkeys(y for _, y in pairs if y is not None)),
+            )
         return found
 
     def _outs(self, value: Value) -> Sequence[Layout]:
         """The layouts that the call which makes a value may give it."""
-        return self.f.candidates[value.maker].outs[self.f.calls.calls[value.maker].outs.index(value.number)]
+        return self.f.candidates[value.maker].outs[
+            self.f.calls.calls[value.maker].outs.index(value.number)
+        ]
 
     def _routes(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Routes:
-        """The table that the problem prices changes by from one of these layouts to another. The lists are the formulation's, or this object's, and live on."""
+        """The table that the problem prices changes by from one of these layouts to another. The
+        lists are the formulation's, or this object's, and live on."""
         key = value.shape, value.dtype, id(sources), id(targets)
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = self.f.prices.table(value.shape, value.dtype, [*sources, *targets])
+            found = self._tables[key] = self.f.prices.table(
+                value.shape, value.dtype, [*sources, *targets]
+            )
         return found
 
     def _settled(self, value: Value, made: Layout) -> Sequence[Kind]:
@@ -128,31 +185,88 @@ class Changes:
         if whole == made or value.maker < 0:
             return ()
         outs = self._outs(value)
-        forward = float(self.f.prices.settled(value.shape, value.dtype, [made], self._routes(value, outs, outs))[0])
-        return (Kind(LayoutChange("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
+        forward = float(
+            self.f.prices.settled(
+                value.shape, value.dtype, [made], self._routes(value, outs, outs)
+            )[0]
+        )
+        return (
+            Kind(
+                LayoutChange(
+                    "",
+                    "",
+                    short(made),
+                    short(whole),
+                    forward,
+                    0.0,
+                    value.nbytes,
+                    collectives(made, whole),
+                    "",
+                ),
+                (),
+            ),
+        )
 
-    def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], routes: Routes, leaf: bool | None = None) -> Kind:
+    def _kind(
+        self,
+        value: Value,
+        src: Layout,
+        dst: Layout,
+        takers: Sequence[int],
+        routes: Routes,
+        leaf: bool | None = None,
+    ) -> Kind:
         prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
         numbers, seconds = routes
         forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
         if own:
-            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst], routes)[0, 0]) * (1 + self.f.twice(value, src, dst))
+            forward = float(
+                prices.fetched(value.shape, value.dtype, [src], [dst], routes)[0, 0]
+            ) * (1 + self.f.twice(value, src, dst))
         if self.f.calls.training and value.grad:
-            # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back takes it.
+            # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back
+            # takes it.
             if own:
-                backward = float(prices.gradients(value.shape, value.dtype, [dst], [src], routes)[0, 0])
+                backward = float(
+                    prices.gradients(value.shape, value.dtype, [dst], [src], routes)[0, 0]
+                )
                 on_the_way = collectives(duals(dst), duals(src))
-                back = " + ".join(filter(None, [on_the_way, collectives(duals(src), src)])) if prices.summed(src) else collectives(duals(dst), src)
+                back = (
+                    " + ".join(filter(None, [on_the_way, collectives(duals(src), src)]))
+                    if prices.summed(src)
+                    else collectives(duals(dst), src)
+                )
             else:
-                backward, back = float(seconds[numbers[duals(dst)], numbers[duals(src)]]), collectives(duals(dst), duals(src))
+                backward, back = (
+                    float(seconds[numbers[duals(dst)], numbers[duals(src)]]),
+                    collectives(duals(dst), duals(src)),
+                )
         return Kind(
-            LayoutChange("", "", short(src), short(dst), forward, backward, value.nbytes, collectives(src, dst), back if backward else ""), tuple(takers)
+            LayoutChange(
+                "",
+                "",
+                short(src),
+                short(dst),
+                forward,
+                backward,
+                value.nbytes,
+                collectives(src, dst),
+                back if backward else "",
+            ),
+            tuple(takers),
         )
 
 
 def collectives(src: Layout, dst: Layout) -> str:
-    """What a change of layout is on each axis, as ``all_gather + all_to_all``; what needs no traffic is named where there is nothing else."""
-    kinds = list(dict.fromkeys(MOVES[a.kind, b.kind] for a, b in zip(src, dst, strict=True) if a != b and (a.kind, b.kind) in MOVES))
+    """What a change of layout is on each axis, as ``all_gather + all_to_all``; what needs no
+    traffic is named where there is nothing else."""
+    kinds = list(
+        dict.fromkeys(
+            MOVES[a.kind, b.kind]
+            for a, b in zip(src, dst, strict=True)
+            if a != b and (a.kind, b.kind) in MOVES
+        )
+    )
     return " + ".join([k for k in kinds if k not in _LOCAL] or kinds)
 
 

@@ -1,4 +1,5 @@
-"""A plan read out of a solution: what a choice of strategies means for calls, for what is given and for what moves, and what other choices would cost."""
+"""A plan read out of a solution: what a choice of strategies means for calls, for what is given and
+for what moves, and what other choices would cost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     problem, listed, total = f.problem, Changes(f), float(solution.cost)
     changes = [change for value in calls.values for change in listed.of(value, choice)]
     sides = _sides(f, choice, changes)
-    responses = Responses(f, choice, listed, total, hidden(f.prices.cluster, f.options) * abs(sides.aside - sides.behind))
+    responses = Responses(
+        f,
+        choice,
+        listed,
+        total,
+        hidden(f.prices.cluster, f.options) * abs(sides.aside - sides.behind),
+    )
     given = [_given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value]
     planned = []
     for call in calls.calls:
@@ -33,25 +40,34 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         planned.append(
             PlannedCall(
                 call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
-                tuple(name_of(calls.values[v]) for v in call.operands), tuple(short(found.ins[i][k]) for i in range(len(call.operands))),
-                tuple(short(found.outs[i][k]) for i in range(len(call.outs))), tuple(calls.values[v].shape for v in call.outs),
-                float(found.forward[k]), float(found.backward[k]), float(found.moving[k]), float(found.share[k]),
-                responses.of_call(call.number), sum(_local(f, calls.values[v], found.outs[i][k]) for i, v in enumerate(call.outs)), call.number,
+                tuple(name_of(calls.values[v]) for v in call.operands),
+                tuple(short(found.ins[i][k]) for i in range(len(call.operands))),
+                tuple(short(found.outs[i][k]) for i in range(len(call.outs))),
+                tuple(calls.values[v].shape for v in call.outs),
+                float(found.forward[k]), float(found.backward[k]), float(found.moving[k]),
+                float(found.share[k]),
+                responses.of_call(call.number),
+                sum(_local(f, calls.values[v], found.outs[i][k]) for i, v in enumerate(call.outs)),
+                call.number,
             )
         )  # fmt: skip
     memory = [(0 if t is None else t, int(level)) for t, level in problem.usage(choice)]
     peak = max((m for _, m in memory), default=0)
     return Plan(
-        f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
+        f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total,
+        peak, f.options.memory,
         calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
         choices={"freed": True} if any(_noted(f, v, choice) for v in calls.parameters) else {},
-        spent=_spent(f, choice, total, planned, changes, sides), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
-        lost=lost_by(found.losses for found in f.candidates.values()), source=f.prices.cluster.origin,
+        spent=_spent(f, choice, total, planned, changes, sides), held=_held(f, choice, given, peak),
+        moments=(1 + calls.training) * len(calls.calls),
+        lost=lost_by(found.losses for found in f.candidates.values()),
+        source=f.prices.cluster.origin,
     )  # fmt: skip
 
 
 class _Sides(NamedTuple):
-    """Seconds of what goes on at the same time: the traffic of parameters' gradients, and the backward pass."""
+    """Seconds of what goes on at the same time: the traffic of parameters' gradients, and the
+    backward pass."""
 
     aside: float
     behind: float
@@ -69,9 +85,15 @@ def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange
 
 
 def _spent(
-    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[LayoutChange], sides: _Sides
+    f: Formulation,
+    choice: Sequence[int],
+    total: float,
+    planned: Sequence[PlannedCall],
+    changes: Sequence[LayoutChange],
+    sides: _Sides,
 ) -> dict[str, float]:
-    """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
+    """What the cost is made of, in seconds: computing and moving with what of it is hidden, which
+    is taken off, and the optimizer's step."""
     spent = {
         "computing": f.options.computation * sum(c.forward + c.backward for c in planned),
         "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
@@ -79,7 +101,9 @@ def _spent(
         "updating": f.optimizing(choice),
     }
     if f.options.wait:
-        spent["waiting"] = total - spent["computing"] - spent["moving"] + spent["hidden"] - spent["updating"]
+        spent["waiting"] = (
+            total - spent["computing"] - spent["moving"] + spent["hidden"] - spent["updating"]
+        )
     return spent
 
 
@@ -90,15 +114,24 @@ def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
     return made is not None and copy is not None and f.twice(value, made, copy)
 
 
-def _held(f: Formulation, choice: Sequence[int], given: Sequence[PlacedTensor], peak: int) -> dict[str, int]:
-    """What the memory at its peak is made of, in bytes a rank. What is gathered for the moment counts as activations do."""
+def _held(
+    f: Formulation, choice: Sequence[int], given: Sequence[PlacedTensor], peak: int
+) -> dict[str, int]:
+    """What the memory at its peak is made of, in bytes a rank. What is gathered for the moment
+    counts as activations do."""
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     gradients = sum(g.bytes for g in given if g.name in trained)
     optimizer = int(gradients * f.options.states)
     rest = sum(g.bytes for g in given if g.kind != "parameter")
     copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
-    named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "inputs and buffers": rest, "gathered parameters": copies}
+    named = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "inputs and buffers": rest,
+        "gathered parameters": copies,
+    }
     return {**named, "activations": max(0, peak - sum(named.values()))}
 
 
@@ -107,7 +140,17 @@ def _local(f: Formulation, value: Value, layout: Layout) -> int:
     return value.dtype.itemsize * f.prices.local(value.shape, layout)
 
 
-def _given(f: Formulation, value: Value, choice: Sequence[int], responses: Responses) -> PlacedTensor:
+def _given(
+    f: Formulation, value: Value, choice: Sequence[int], responses: Responses
+) -> PlacedTensor:
     layout = f.made(value, choice)
     others, held = responses.of_value(value), _local(f, value, layout)
-    return PlacedTensor(name_of(value), value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held, others)
+    return PlacedTensor(
+        name_of(value),
+        value.state,
+        value.shape,
+        str(value.dtype).removeprefix("torch."),
+        short(layout),
+        held,
+        others,
+    )

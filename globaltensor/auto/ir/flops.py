@@ -1,4 +1,5 @@
-"""How much work a call is: floating-point operations and bytes, of the whole and of one rank's part."""
+"""How much work a call is: floating-point operations and bytes, of the whole and of one rank's
+part."""
 
 from __future__ import annotations
 
@@ -21,23 +22,28 @@ __all__ = ["Work", "work_of"]
 
 _ONE = Placement("cpu", [0])
 _VIEWS = frozenset(
-    "view reshape transpose permute t T mT expand squeeze unsqueeze flatten unflatten __getitem__ split chunk unbind movedim swapaxes detach narrow select "
+    "view reshape transpose permute t T mT expand squeeze unsqueeze flatten unflatten __getitem__ "
+    "split chunk unbind movedim swapaxes detach narrow select "
     "view_as expand_as contiguous to_global global_to_global tensor_split swapdims real".split()
 )
 _CONVOLUTIONS = frozenset((F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d))
 
 
 class Work(NamedTuple):
-    """Of a whole call, forward: floating-point operations, whether it only looks at its operand otherwise, and operations of backward over those of forward."""
+    """Of a whole call, forward: floating-point operations, whether it only looks at its operand
+    otherwise, and operations of backward over those of forward."""
 
     flops: float
     view: bool
     backward: float
 
 
-def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: RuleFailures | None = None) -> Work:
-    """The work of a call by its index notation: of a contraction two operations for each combination of its indices; of the rest what it reads and writes.
-    ``losses``: takes note of an error of its rule, by which it counts as no contraction."""
+def work_of(
+    call: Call, values: Sequence[Value] | Mapping[int, Value], losses: RuleFailures | None = None
+) -> Work:
+    """The work of a call by its index notation: of a contraction two operations for each
+    combination of its indices; of the rest what it reads and writes. ``losses``: takes note of an
+    error of its rule, by which it counts as no contraction."""
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     name = getattr(call.func, "__name__", "")
     owner = getattr(getattr(call.func, "__self__", None), "__name__", "")
@@ -49,15 +55,26 @@ def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: R
         causal = 0.5 if call.kwargs.get("is_causal") else 1.0
         return Work(4.0 * math.prod(q) * k[-2] * causal, False, 2.5 if trained else 0.0)
     if call.func in _CONVOLUTIONS and len(operands) > 1:
-        return Work(2.0 * math.prod(outs[0].shape) * math.prod(operands[1].shape[1:]), False, float(min(trained, 2)))
+        return Work(
+            2.0 * math.prod(outs[0].shape) * math.prod(operands[1].shape[1:]),
+            False,
+            float(min(trained, 2)),
+        )
     flops, factors = _contraction(call, operands, RuleFailures() if losses is None else losses)
-    backward = float(sum(v.grad for i, v in enumerate(operands) if i in factors and len(v.shape) > 1)) if flops else 1.5
+    backward = (
+        float(sum(v.grad for i, v in enumerate(operands) if i in factors and len(v.shape) > 1))
+        if flops
+        else 1.5
+    )
     return Work(flops, False, backward if trained else 0.0)
 
 
-def _contraction(call: Call, operands: Sequence[Value], losses: RuleFailures) -> tuple[float, Sequence[int]]:
-    """(operations, the operands that are multiplied) of an op that sums products over some of its indices: two for each combination of the indices of a
-    product of two, of more from the left to the right, as torch goes. 0 operations for others."""
+def _contraction(
+    call: Call, operands: Sequence[Value], losses: RuleFailures
+) -> tuple[float, Sequence[int]]:
+    """(operations, the operands that are multiplied) of an op that sums products over some of its
+    indices: two for each combination of the indices of a product of two, of more from the left to
+    the right, as torch goes. 0 operations for others."""
     rule = RULES.get(call.func)
     if rule is None or len(operands) < 2:
         return 0.0, ()
@@ -66,17 +83,26 @@ def _contraction(call: Call, operands: Sequence[Value], losses: RuleFailures) ->
     try:
         if not describe(rule, op, call.args, call.kwargs):
             return 0.0, ()
-        sizes = {f: n for spec, dims in zip(specs, op.dims, strict=True) for n, f in zip(spec.shape, dims, strict=True) if f is not None}
+        sizes = {
+            f: n
+            for spec, dims in zip(specs, op.dims, strict=True)
+            for n, f in zip(spec.shape, dims, strict=True)
+            if f is not None
+        }
     except Exception as error:
         losses.note(call.func, error, 0)
         return 0.0, ()
     factors = [i for i in range(len(operands)) if i not in op.addends]
     terms = [set(op.dims[i]) - {None} for i in factors]
-    if op.composite is not None or not any(a & b & set(op.reduce) for a, b in itertools.combinations(terms, 2)):
+    if op.composite is not None or not any(
+        a & b & set(op.reduce) for a, b in itertools.combinations(terms, 2)
+    ):
         return 0.0, ()
     flops, product = 0.0, terms[0]
     for k, term in enumerate(terms[1:], 2):
         product = product | term
         flops += 2.0 * math.prod(sizes[f] for f in product)
-        product = {f for f in product if f not in op.reduce or any(f in later for later in terms[k:])}
+        product = {
+            f for f in product if f not in op.reduce or any(f in later for later in terms[k:])
+        }
     return flops, factors

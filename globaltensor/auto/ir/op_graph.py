@@ -1,4 +1,5 @@
-"""A captured graph as the search sees it: calls of torch functions on values, whatever the cluster."""
+"""A captured graph as the search sees it: calls of torch functions on values, whatever the
+cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Value:
     name: str
     path: str = ""  # of a parameter or buffer
     state: str = ""  # "parameter", "buffer", "input", or "" for what is computed
-    takers: list[int] = field(default_factory=list)  # numbers of calls, in order, one for each operand
+    takers: list[int] = field(
+        default_factory=list
+    )  # numbers of calls, in order, one for each operand
     saved: bool = False  # whether backward needs it
     plain: bool = False  # no global tensor: whole on every rank
     layout: Any = ()  # how something given lies, where that is said
@@ -43,7 +46,8 @@ class Value:
 
 @dataclass
 class Call:
-    """One call. ``operands`` and ``outs`` are numbers of values; ``args`` and ``kwargs`` hold values' numbers boxed as `Ref`s where tensors stand."""
+    """One call. ``operands`` and ``outs`` are numbers of values; ``args`` and ``kwargs`` hold
+    values' numbers boxed as `Ref`s where tensors stand."""
 
     number: int
     name: str
@@ -94,12 +98,14 @@ class Calls:
 
 
 def read(
-    graph: fx.Graph, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: Mapping[str, str] | None = None,
+    graph: fx.Graph, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]],
+    paths: Mapping[str, str] | None = None,
     stands: Mapping[int, torch.Tensor] | None = None,
 ) -> Calls:  # fmt: skip
-    """The calls of a logical graph. ``constants``: what its get_attr nodes name. ``saved``: what backward keeps of each of the user's calls, by its number, as
-    `trace.saving` tells it. ``paths``: name of an input's placeholder -> path of the parameter that it is. ``stands``: id of a tensor with memory -> what stood
-    for it while the graph was captured."""
+    """The calls of a logical graph. ``constants``: what its get_attr nodes name. ``saved``: what
+    backward keeps of each of the user's calls, by its number, as `trace.saving` tells it.
+    ``paths``: name of an input's placeholder -> path of the parameter that it is. ``stands``: id of
+    a tensor with memory -> what stood for it while the graph was captured."""
     reader = _Reader(constants, saved, paths or {}, stands or {})
     for node in graph.nodes:
         reader.node(node)
@@ -108,21 +114,31 @@ def read(
 
 class _Reader:
     def __init__(
-        self, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: Mapping[str, str], stands: Mapping[int, torch.Tensor]
+        self,
+        constants: dict[str, Any],
+        saved: dict[int, list[torch.Tensor]],
+        paths: Mapping[str, str],
+        stands: Mapping[int, torch.Tensor],
     ) -> None:
         self.constants, self.saved, self.paths, self.stands = constants, saved, paths, stands
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.at: dict[tuple[fx.Node, int], int] = {}
-        self.storages: dict[int, int] = {}  # storage of a local stand-in -> the value whose memory it is
+        self.storages: dict[
+            int, int
+        ] = {}  # storage of a local stand-in -> the value whose memory it is
         self.storage_of: list[int] = []  # of each value
         self.numbers: dict[str, int] = {}
         self.outputs: tuple[int, ...] = ()
         self.backward = False
 
-    def value(self, node: fx.Node, k: int, t: torch.Tensor, maker: int, state: str = "", path: str = "") -> int:
+    def value(
+        self, node: fx.Node, k: int, t: torch.Tensor, maker: int, state: str = "", path: str = ""
+    ) -> int:
         number = len(self.values)
-        self.values.append(Value(number, tuple(t.shape), t.dtype, t.requires_grad, maker, node.name, path, state))
+        self.values.append(
+            Value(number, tuple(t.shape), t.dtype, t.requires_grad, maker, node.name, path, state)
+        )
         self.values[-1].plain = not isinstance(t, GlobalTensor) and not state
         self.at[node, k] = number
         local = t._local if isinstance(t, GlobalTensor) else t
@@ -136,7 +152,11 @@ class _Reader:
         if found is not None:
             return found
         base, val = node, node.meta.get("val")
-        while base.target in _PARTS and isinstance(base.args[0], fx.Node) and not isinstance(base.args[0].meta.get("val"), torch.Tensor):
+        while (
+            base.target in _PARTS
+            and isinstance(base.args[0], fx.Node)
+            and not isinstance(base.args[0].meta.get("val"), torch.Tensor)
+        ):
             base = base.args[0]
         for k, t in enumerate(tensors_in(base.meta.get("val"), [])):
             if t is val and (base, k) in self.at:
@@ -176,14 +196,31 @@ class _Reader:
             return Ref.of(v)
 
         name = getattr(node.meta["func"], "__name__", "")
-        given = (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)  # its name is written beside
+        given = (
+            (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)
+        )  # its name is written beside
         args, kwargs = fx.node.map_arg(given, taken)
         outs = tensors_in(node.meta["val"], [])
-        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("inplace") is True
+        writes = (
+            (name.endswith("_") and not name.endswith("__"))
+            or name in _WRITERS
+            or kwargs.get("inplace") is True
+        )
         inplace = bool(outs) and bool(operands) and writes
         self.backward = self.backward or name == "backward"
         made = tuple(self.value(node, k, t, number) for k, t in enumerate(outs))
-        call = Call(number, node.name, node.meta["func"], args, kwargs, tuple(operands), made, node.meta.get("module", ""), node.meta.get("where", ""), inplace)
+        call = Call(
+            number,
+            node.name,
+            node.meta["func"],
+            args,
+            kwargs,
+            tuple(operands),
+            made,
+            node.meta.get("module", ""),
+            node.meta.get("where", ""),
+            inplace,
+        )
         call.wild = name in _WILD or not made
         if getattr(node.meta["func"], "__name__", "") in SAME and operands:
             call.fixed = _asked(node)
@@ -195,8 +232,9 @@ class _Reader:
         self.numbers[node.name] = number
 
     def _keeps(self, call: Call, node: fx.Node) -> None:
-        """What backward keeps of a call. Of a parameter that was brought here from another layout it is told by its size; what is none of the values counts as
-        much on each rank as results do."""
+        """What backward keeps of a call. Of a parameter that was brought here from another layout
+        it is told by its size; what is none of the values counts as much on each rank as results
+        do."""
         seen: set[int] = set()
         outs = [t for t in tensors_in(node.meta["val"], []) if isinstance(t, GlobalTensor)]
         here, all_ = sum(t._local.numel() for t in outs), sum(t.numel() for t in outs)
@@ -207,11 +245,27 @@ class _Reader:
             seen.add(where)
             v = self.storages.get(where)
             if v is None:
-                leaves = (o for o in call.operands if self.values[o].state == "parameter" and self.values[o].layout)
-                v = next((o for o in leaves if torch.Size(self.values[o].shape).numel() == t.numel() and self.values[o].dtype is t.dtype), None)
+                leaves = (
+                    o
+                    for o in call.operands
+                    if self.values[o].state == "parameter" and self.values[o].layout
+                )
+                v = next(
+                    (
+                        o
+                        for o in leaves
+                        if torch.Size(self.values[o].shape).numel() == t.numel()
+                        and self.values[o].dtype is t.dtype
+                    ),
+                    None,
+                )
             if v is not None:
                 self.values[v].saved = True
-                call.keeps += (next((o for o in (*call.operands, *call.outs) if self.storage_of[o] == where), v),)
+                call.keeps += (
+                    next(
+                        (o for o in (*call.operands, *call.outs) if self.storage_of[o] == where), v
+                    ),
+                )
             else:
                 call.extra += t.nbytes * all_ // here if here else t.nbytes
 
@@ -229,7 +283,8 @@ def _storage(t: torch.Tensor) -> int:
 
 
 def _asked(node: fx.Node) -> Any:
-    """The entries that an explicit to_global asks for, as the result shows them; None where it names none."""
+    """The entries that an explicit to_global asks for, as the result shows them; None where it
+    names none."""
     out = node.meta["val"]
     named = node.kwargs.get("sbp", node.args[2] if len(node.args) > 2 else None)
     return tuple(out._spec.layout) if isinstance(out, GlobalTensor) and named is not None else None
@@ -237,11 +292,17 @@ def _asked(node: fx.Node) -> Any:
 
 def _key(call: Call, values: list[Value]) -> Hashable:
     """What a call's signatures and costs depend on."""
-    shapes = tuple((values[v].shape, values[v].dtype, values[v].grad, bool(values[v].state), values[v].plain) for v in call.operands)
-    alike = tuple(map(call.operands.index, call.operands))  # an operand that stands twice comes in one layout
+    shapes = tuple(
+        (values[v].shape, values[v].dtype, values[v].grad, bool(values[v].state), values[v].plain)
+        for v in call.operands
+    )
+    alike = tuple(
+        map(call.operands.index, call.operands)
+    )  # an operand that stands twice comes in one layout
     numbers: Callable[[], int] = itertools.count().__next__
     flat = repr(replaced((call.args, call.kwargs), iter([_Mark(numbers()) for _ in call.operands])))
-    # Functions and modules among the arguments differ from layer to layer by where they are, which costs nothing.
+    # Functions and modules among the arguments differ from layer to layer by where they are, which
+    # costs nothing.
     return (call.func, shapes, alike, _ADDRESS.sub("", flat), call.inplace, call.extra, call.fixed)
 
 

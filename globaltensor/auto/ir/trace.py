@@ -1,4 +1,5 @@
-"""What a model or a graph computes, as `Calls`: run once on tensors without memory, on one imagined rank, so that nothing of a layout shows."""
+"""What a model or a graph computes, as `Calls`: run once on tensors without memory, on one imagined
+rank, so that nothing of a layout shows."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ __all__ = ["calls_of_model", "captured_calls", "saving"]
 
 
 @contextlib.contextmanager
-def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], device: str, recorder: Any) -> Iterator[None]:
-    """While build() runs, note what autograd keeps for backward on such a device: the number of the user's call -> its tensors."""
+def saving(
+    hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], device: str, recorder: Any
+) -> Iterator[None]:
+    """While build() runs, note what autograd keeps for backward on such a device: the number of the
+    user's call -> its tensors."""
     if device == "cuda":
         recorder.local.as_run = _fused
-    running = [recorder]  # autograd keeps `pack` for as long as results of build() are there, and these the recorder has: no collector sees that ring
+    # autograd keeps `pack` for as long as results of build() are there, and these the recorder has:
+    # no collector sees that ring
+    running = [recorder]
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         for its in running:
@@ -48,19 +54,25 @@ def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], dev
 
 
 class _Fused(TorchFunctionMode):
-    """What GPUs' kernels keep for backward: of attention no more with dropout than without, as they drop out inside, of dropout a byte for each element. The
-    CPU's, which all is captured with, keep the scores and what was dropped of them, and numbers as wide as what is dropped of."""
+    """What GPUs' kernels keep for backward: of attention no more with dropout than without, as they
+    drop out inside, of dropout a byte for each element. The CPU's, which all is captured with, keep
+    the scores and what was dropped of them, and numbers as wide as what is dropped of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and args and args[0].dtype is not torch.float64:
-            args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {k: v for k, v in kwargs.items() if k != "dropout_p"}
+            args, kwargs = (
+                (*args[:4], *[0.0] * len(args[4:5]), *args[5:]),
+                {k: v for k, v in kwargs.items() if k != "dropout_p"},
+            )
         elif func is F.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     if inplace or not training or not 0 < p < 1 or not input.is_floating_point():
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -75,9 +87,15 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> Calls:
-    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their shapes: no memory is taken, nothing is computed. ``device``:
-    what it is to run on, "cpu" or "cuda", which keep different things for backward.
+def calls_of_model(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+) -> Calls:
+    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their
+    shapes: no memory is taken, nothing is computed. ``device``: what it is to run on, "cpu" or
+    "cuda", which keep different things for backward.
 
     Raises GraphError where the model's code depends on values.
     """
@@ -105,7 +123,8 @@ def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 @contextlib.contextmanager
 def _dispatched(model: torch.nn.Module) -> Iterator[None]:
-    """Modules of experts run by `experts`, whose layouts do not depend on which tokens go where; afterwards they are as they were."""
+    """Modules of experts run by `experts`, whose layouts do not depend on which tokens go where;
+    afterwards they are as they were."""
     strange = [m for m in experts_in(model).values() if "forward" not in m.__dict__]
     for module in strange:
         dispatch_tokens(module)
@@ -116,12 +135,23 @@ def _dispatched(model: torch.nn.Module) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
-def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> tuple[fx.Graph, Calls]:
-    """The captured graph of a graph's build() for these inputs, and its calls. ``device``: see `calls_of_model`."""
+def captured_calls(
+    graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu"
+) -> tuple[fx.Graph, Calls]:
+    """The captured graph of a graph's build() for these inputs, and its calls. ``device``: see
+    `calls_of_model`."""
     kept: dict[int, list[torch.Tensor]] = {}
     with torch.set_grad_enabled(graph.training):
-        captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, device, recorder))
-    stands = {id(captured.states[node.meta["state"]]): node.meta["val"] for node in captured.program.nodes if "state" in node.meta}
+        captured = graph._captured(
+            args,
+            dict(kwargs or {}),
+            lambda hooks: lambda recorder: saving(hooks, kept, device, recorder),
+        )
+    stands = {
+        id(captured.states[node.meta["state"]]): node.meta["val"]
+        for node in captured.program.nodes
+        if "state" in node.meta
+    }
     found = _read(captured, kept, {}, stands)
     found.training = graph.training
     return captured.logical, found
@@ -129,10 +159,21 @@ def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
 
 def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
     """A tensor of the same shape that is whole on one rank; it takes no memory."""
-    strides = torch.empty(t.shape, device="meta").stride() if isinstance(t, GlobalTensor) or t.layout is not torch.strided else t.stride()
-    local = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+    strides = (
+        torch.empty(t.shape, device="meta").stride()
+        if isinstance(t, GlobalTensor) or t.layout is not torch.strided
+        else t.stride()
+    )
+    local = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta").requires_grad_(
+        t.requires_grad
+    )
     return GlobalTensor.wrap(local, Spec.make(t.shape, t.dtype, one, broadcast))
 
 
-def _read(captured: CaptureResult, kept: dict[int, list[torch.Tensor]], paths: dict[str, str], stands: Mapping[int, torch.Tensor] | None = None) -> Calls:
+def _read(
+    captured: CaptureResult,
+    kept: dict[int, list[torch.Tensor]],
+    paths: dict[str, str],
+    stands: Mapping[int, torch.Tensor] | None = None,
+) -> Calls:
     return read(captured.logical, captured.logical_constants, kept, paths, stands)

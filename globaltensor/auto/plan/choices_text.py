@@ -1,4 +1,5 @@
-"""What a plan chooses besides layouts, as text: stages, micro-batches, schedule, recomputation, shares of parameters."""
+"""What a plan chooses besides layouts, as text: stages, micro-batches, schedule, recomputation,
+shares of parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +20,25 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
     records = plan.choices.get("stages") or ()
     if not (len(records) > 1 and all(isinstance(s, Mapping) for s in records)):
         return []
-    rows: list[tuple[str, ...]] = [("stage", "lane", "ranks", "mesh", "holds", "runs again", "memory a rank")]
+    rows: list[tuple[str, ...]] = [
+        ("stage", "lane", "ranks", "mesh", "holds", "runs again", "memory a rank")
+    ]
     for i, s in enumerate(records):
         first, end = s.get("ranks", (0, 0))
         again = s.get("recompute") or ()
         held = s.get("segments") or s.get("modules") or ()
         memory = show_bytes(s["memory"]) if "memory" in s else ""
-        rows.append((str(i), str(s.get("lane", i)), f"{first}-{end - 1}", told(s.get("mesh"), "x"), _parts(held), _parts(again) or "nothing", memory))
+        rows.append(
+            (
+                str(i),
+                str(s.get("lane", i)),
+                f"{first}-{end - 1}",
+                told(s.get("mesh"), "x"),
+                _parts(held),
+                _parts(again) or "nothing",
+                memory,
+            )
+        )
     return rows
 
 
@@ -41,7 +54,9 @@ def lying(plan: Plan) -> str:
     mesh, count = records[0].get("mesh", plan.mesh), len(records)
     groups = len({s.get("lane", k) for k, s in enumerate(records)})
     size = math.prod(mesh)
-    each = f"{size} device{'s' * (size != 1)} each" + (f" (a mesh of {_times(mesh)})" if len(mesh) > 1 else "")
+    each = f"{size} device{'s' * (size != 1)} each" + (
+        f" (a mesh of {_times(mesh)})" if len(mesh) > 1 else ""
+    )
     if groups == count:
         return f"{count} pipeline stages of {each}"
     return f"{count} pipeline stages on {groups} group{'s' * (groups != 1)} of {each}"
@@ -61,9 +76,17 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
         if name == "mesh" or (name == "stages" and not isinstance(value, int)):
             continue  # one stage is no choice; the mesh stands in the headline
         if name == "freed":
-            rows.append(("gathered parameters", "let go of after each use, gathered again in backward"))
+            rows.append(
+                ("gathered parameters", "let go of after each use, gathered again in backward")
+            )
             continue
-        text = _zero(value) if name == "zero" and isinstance(value, Mapping) else _parts(value) if name == "recompute" else told(value)
+        text = (
+            _zero(value)
+            if name == "zero" and isinstance(value, Mapping)
+            else _parts(value)
+            if name == "recompute"
+            else told(value)
+        )
         if text:
             rows.append((str(name).replace("_", " "), text))
     return rows
@@ -98,5 +121,9 @@ def told(value: Any, between: str = ", ") -> str:
         return between.join(f"{k} {told(v)}" for k, v in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         texts = [told(v) for v in value]
-        return between.join(texts) if len(texts) <= 8 else f"{between.join(texts[:4])}, ... {texts[-1]} ({len(texts)})"
+        return (
+            between.join(texts)
+            if len(texts) <= 8
+            else f"{between.join(texts[:4])}, ... {texts[-1]} ({len(texts)})"
+        )
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

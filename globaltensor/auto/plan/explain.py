@@ -1,4 +1,5 @@
-"""Why a part of a plan is as it is: what belongs to it, what moves there, and what other ways would cost."""
+"""Why a part of a plan is as it is: what belongs to it, what moves there, and what other ways would
+cost."""
 
 from __future__ import annotations
 
@@ -25,17 +26,36 @@ def explain(plan: Plan, path: str) -> str:
     if not calls and not given:
         raise PlanError(_unknown(plan, path))
     names = {c.name for c in calls}
-    concerned = [c for c in plan.changes if names & {*c.takers, c.value} or c.value in {g.name for g in given}]
+    concerned = [
+        c
+        for c in plan.changes
+        if names & {*c.takers, c.value} or c.value in {g.name for g in given}
+    ]
     computing = sum(c.forward + c.backward for c in calls)
     moving = sum(c.forward + c.backward for c in concerned) + sum(c.moving for c in calls)
-    parts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(calls), "call"), (len(given), "tensor")) if n]
-    head = f"{path}: {' and '.join(parts)}{' given' if given else ''}; computing {seconds(computing)}, moving {seconds(moving)} a step"
-    told = [_given(plan, alike) for alike in _alike(given, lambda g: (pattern(g.name), g.shape, g.layout))]
-    told += [_call(plan, alike) for alike in _alike(calls, lambda c: (pattern(c.module), c.function, c.wanted, c.results, c.shapes))]
+    parts = [
+        f"{n} {what}{'s' * (n != 1)}"
+        for n, what in ((len(calls), "call"), (len(given), "tensor"))
+        if n
+    ]
+    head = (
+        f"{path}: {' and '.join(parts)}{' given' if given else ''}; computing "
+        f"{seconds(computing)}, moving {seconds(moving)} a step"
+    )
+    told = [
+        _given(plan, alike)
+        for alike in _alike(given, lambda g: (pattern(g.name), g.shape, g.layout))
+    ]
+    told += [
+        _call(plan, alike)
+        for alike in _alike(
+            calls, lambda c: (pattern(c.module), c.function, c.wanted, c.results, c.shapes)
+        )
+    ]
     return "\n\n".join([head, *told])
 
 
-# ---------------------------------------------------------------------------------------------------------------- finding
+# ------------------------------------------------------------------------------------------ finding
 
 
 def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
@@ -53,17 +73,34 @@ def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]
         return inside
 
     def fits(*names: str) -> bool:
-        return any(fnmatchcase(name, path) or fnmatchcase(name, f"{path}.*") for name in names if name)
+        return any(
+            fnmatchcase(name, path) or fnmatchcase(name, f"{path}.*") for name in names if name
+        )
 
-    matching = [c for c in plan.calls if fits(c.name, c.module, f"{c.module}.{c.function}")], [g for g in plan.given if fits(g.name)]
+    matching = (
+        [c for c in plan.calls if fits(c.name, c.module, f"{c.module}.{c.function}")],
+        [g for g in plan.given if fits(g.name)],
+    )
     return matching if any(matching) else ([c for c in plan.calls if c.function == path], [])
 
 
 def _unknown(plan: Plan, path: str) -> str:
-    modules = {".".join(c.module.split(".")[:n]) for c in plan.calls for n in range(1, c.module.count(".") + 2)} - {""}
+    modules = {
+        ".".join(c.module.split(".")[:n])
+        for c in plan.calls
+        for n in range(1, c.module.count(".") + 2)
+    } - {""}
     names = sorted(modules | {c.name for c in plan.calls} | {g.name for g in plan.given})
-    near = difflib.get_close_matches(path, names, 6, 0.5) or [n for n in names if path.split(".")[-1] in n][:6] or sorted(modules)[:6] or names[:6]
-    return f"the plan has no module, parameter, call or tensor {path!r}; near it: {', '.join(near)}. Patterns such as blocks.*.up are understood too"
+    near = (
+        difflib.get_close_matches(path, names, 6, 0.5)
+        or [n for n in names if path.split(".")[-1] in n][:6]
+        or sorted(modules)[:6]
+        or names[:6]
+    )
+    return (
+        f"the plan has no module, parameter, call or tensor {path!r}; near it: "
+        f"{', '.join(near)}. Patterns such as blocks.*.up are understood too"
+    )
 
 
 def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
@@ -76,34 +113,66 @@ def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T
     return groups.values()
 
 
-# ----------------------------------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------------------ telling
 
 
 def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
     g = alike[0]
     name = folded([a.name for a in alike], patterns(a.name for a in plan.given))
     several = f" ({len(alike)} alike)" if len(alike) > 1 else ""
-    lines = [f"{name}{several}  {g.kind} {g.dtype}{list(g.shape)}  {_lies(g.layout)}, {show_bytes(g.bytes)} a rank"]
-    lines += [f"    moves   {text}" for text in _moves([c for c in plan.changes if c.value == g.name])]
+    lines = [
+        (
+            f"{name}{several}  {g.kind} {g.dtype}{list(g.shape)}  {_lies(g.layout)}, "
+            f"{show_bytes(g.bytes)} a rank"
+        )
+    ]
+    lines += [
+        f"    moves   {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
+    ]
     return "\n".join([*lines, *why(plan, g.others, _lies(g.layout))])
 
 
 def _call(plan: Plan, alike: Sequence[PlannedCall]) -> str:
     c = alike[0]
-    several = f" ({len(alike)} alike: {', '.join(a.name for a in alike[:3])}{', ...' if len(alike) > 3 else ''})" if len(alike) > 1 else ""
+    several = (
+        f" ({len(alike)} alike: "
+        f"{', '.join(a.name for a in alike[:3])}{', ...' if len(alike) > 3 else ''})"
+        if len(alike) > 1
+        else ""
+    )
     operands = ", ".join(f"{o} {_lies(w)}" for o, w in zip(c.operands, c.wanted, strict=True))
-    results = ", ".join(f"{list(shape)} {_lies(layout)}" for shape, layout in zip(c.shapes, c.results, strict=True))
-    place = "".join(f"  {word} {text}" for word, text in (("in", c.module), ("at", c.where)) if text)
+    results = ", ".join(
+        f"{list(shape)} {_lies(layout)}" for shape, layout in zip(c.shapes, c.results, strict=True)
+    )
+    place = "".join(
+        f"  {word} {text}" for word, text in (("in", c.module), ("at", c.where)) if text
+    )
     lines = [f"{c.name} = {c.function}({operands}) -> {results}{several}{place}", f"    {_work(c)}"]
-    lines += [f"    before  {text}" for text in _moves([m for m in plan.changes if c.name in m.takers])]
-    lines += [f"    after   {text}" for text in _moves([m for m in plan.changes if m.value == c.name])]
+    lines += [
+        f"    before  {text}" for text in _moves([m for m in plan.changes if c.name in m.takers])
+    ]
+    lines += [
+        f"    after   {text}" for text in _moves([m for m in plan.changes if m.value == c.name])
+    ]
     return "\n".join([*lines, *why(plan, c.others, ", ".join(map(_lies, c.results)))])
 
 
 def _work(c: PlannedCall) -> str:
-    times = [f"{name} {seconds(x)}" for name, x in (("forward", c.forward), ("backward", c.backward), ("its own traffic", c.moving)) if x]
+    times = [
+        f"{name} {seconds(x)}"
+        for name, x in (
+            ("forward", c.forward),
+            ("backward", c.backward),
+            ("its own traffic", c.moving),
+        )
+        if x
+    ]
     share = "all of it" if c.share >= 1 else f"1/{1 / c.share:.3g} of it"
-    return f"computes {share} on each rank: {', '.join(times)}" if times else "looks at what it takes in another way, computes nothing"
+    return (
+        f"computes {share} on each rank: {', '.join(times)}"
+        if times
+        else "looks at what it takes in another way, computes nothing"
+    )
 
 
 def _moves(changes: Sequence[LayoutChange]) -> Iterable[str]:
@@ -120,13 +189,26 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
         why S(0)
           B instead  +2 ms: all_gather of x
           P instead  1 ms less, 200 B a rank more, which does not fit
-    """
+    """  # noqa: E501
     if not others:
         alone = any(thing.others for thing in (*plan.calls, *plan.given))
-        return [f"    why {chosen}: " + ("nothing else is possible here" if alone else "other ways have not been priced one by one in this plan")]
+        return [
+            f"    why {chosen}: "
+            + (
+                "nothing else is possible here"
+                if alone
+                else "other ways have not been priced one by one in this plan"
+            )
+        ]
     ways = [_way(o) for o in others]
     wide = max(map(len, ways))
-    return [f"    why {chosen}", *(f"      {way:{wide}} instead  {_price(plan, o)}" for way, o in zip(ways, others, strict=True))]
+    return [
+        f"    why {chosen}",
+        *(
+            f"      {way:{wide}} instead  {_price(plan, o)}"
+            for way, o in zip(ways, others, strict=True)
+        ),
+    ]
 
 
 def _way(other: OtherChoice) -> str:
@@ -134,11 +216,17 @@ def _way(other: OtherChoice) -> str:
 
 
 def _price(plan: Plan, other: OtherChoice) -> str:
-    grown = f", {show_bytes(abs(other.memory))} a rank {'more' if other.memory > 0 else 'less'}" if other.memory else ""
+    grown = (
+        f", {show_bytes(abs(other.memory))} a rank {'more' if other.memory > 0 else 'less'}"
+        if other.memory
+        else ""
+    )
     over = plan.limit is not None and plan.memory + other.memory > plan.limit
     grown += ", which does not fit" if over else ""
     if other.extra < 0:
-        return f"{seconds(-other.extra)} less{grown}" + ("" if over else ", as the rest stands: the search was not complete")
+        return f"{seconds(-other.extra)} less{grown}" + (
+            "" if over else ", as the rest stands: the search was not complete"
+        )
     because = f": {other.because}" if other.because else ""
     return (f"+{seconds(other.extra)}" if other.extra else "as dear") + grown + because
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["folded", "part", "pattern", "patterns", "seconds", "table"]
@@ -20,7 +20,14 @@ def seconds(x: float) -> str:
     if not math.isfinite(x):
         return "never"
     size = abs(x)
-    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if size * s >= 0.9995), ("us", 1e6)) if size else ("s", 1.0)
+    unit, scale = (
+        next(
+            ((u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if size * s >= 0.9995),
+            ("us", 1e6),
+        )
+        if size
+        else ("s", 1.0)
+    )
     return f"{_significant(x * scale)} {unit}"
 
 
@@ -63,7 +70,8 @@ def patterns(paths: Iterable[str]) -> Counter[str]:
 
 
 def folded(paths: Sequence[str], among: Counter[str]) -> str:
-    """One name for several paths of the same pattern. ``among``: of all paths there are; a star stands for all of these that fit, else numbers are written out.
+    """One name for several paths of the same pattern. ``among``: of all paths there are; a star
+    stands for all of these that fit, else numbers are written out.
 
     >>> few, all_ = ["h.0.w", "h.1.w", "h.3.w"], patterns(f"h.{i}.w" for i in range(4))
     >>> folded(few, all_), folded(few, patterns(few))
@@ -92,7 +100,9 @@ def _ranges(parts: Sequence[str]) -> str:
     return stem + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def table(rows: Sequence[Sequence[Any]], right: Iterable[int] = (), indent: str = "  ") -> list[str]:
+def table(
+    rows: Sequence[Sequence[Any]], right: Iterable[int] = (), indent: str = "  "
+) -> list[str]:
     """Rows in columns, those in ``right`` flush right.
 
     >>> table([["a", 1], ["bcd", 22]], right=[1])
@@ -103,5 +113,8 @@ def table(rows: Sequence[Sequence[Any]], right: Iterable[int] = (), indent: str 
     cells = [[str(c) for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     flush = set(right)
-    pad: Callable[[int, str], str] = lambda i, c: c.rjust(widths[i]) if i in flush else c.ljust(widths[i])  # noqa: E731
+
+    def pad(i: int, c: str) -> str:
+        return c.rjust(widths[i]) if i in flush else c.ljust(widths[i])
+
     return [(indent + "  ".join(pad(i, c) for i, c in enumerate(row))).rstrip() for row in cells]

@@ -22,15 +22,22 @@ _SCRIPTS: Final = ("figures", "model", "tree", "about", "charts", "times", "tabl
 
 
 def page(plan: Plan, trace: Mapping[str, Any] | None = None) -> str:
-    """The page as text. ``trace``: a timeline in Chrome's form to show (`Timeline`s give it); by default one call after the other, as the cost counts them."""
+    """The page as text. ``trace``: a timeline in Chrome's form to show (`Timeline`s give it); by
+    default one call after the other, as the cost counts them."""
     here = files(__package__) / "page"
     style = (here / "page.css").read_text(encoding="utf-8")
     script = "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     text = (here / "page.html").read_text(encoding="utf-8")
-    # In a script element only "</" and "<!--" mean anything to HTML; in JSON a "<" may be written so.
-    written = json.dumps(data(plan, trace), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # In a script element only "</" and "<!--" mean anything to HTML; in JSON a "<" may be written
+    # so.
+    written = json.dumps(data(plan, trace), separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     contents = {"STYLE": style, "DATA": written, "SCRIPT": script}
-    return "".join(contents[piece] if i % 2 else piece for i, piece in enumerate(re.split(r"/\*([A-Z]+)\*/", text)))
+    return "".join(
+        contents[piece] if i % 2 else piece
+        for i, piece in enumerate(re.split(r"/\*([A-Z]+)\*/", text))
+    )
 
 
 def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -44,27 +51,50 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
     rest = [("figures", f"of {plan.cluster}: {plan.source}")] if plan.source else []
     rest += [("lost", text) for text in losses(plan)]
     rest += besides(plan)
-    rest += [(f"search: {name.replace('_', ' ')}", seconds(v) if name.endswith("_seconds") else told(v)) for name, v in plan.search.items()]
+    rest += [
+        (f"search: {name.replace('_', ' ')}", seconds(v) if name.endswith("_seconds") else told(v))
+        for name, v in plan.search.items()
+    ]
     for name in ("choices", "search", "timeline"):
         del record[name]
     how = "simulated" if line else "one thing after the other, nothing hidden"
-    words = {"title": headline(plan), "proof": proof(plan), "rest": rest, "stages": stages(plan), "timeline": how, "lying": lying(plan)}
-    return {"plan": record, "trace": line or {"traceEvents": list(_events(plan))}, "lanes": _lanes(plan), "told": words}
+    words = {
+        "title": headline(plan),
+        "proof": proof(plan),
+        "rest": rest,
+        "stages": stages(plan),
+        "timeline": how,
+        "lying": lying(plan),
+    }
+    return {
+        "plan": record,
+        "trace": line or {"traceEvents": list(_events(plan))},
+        "lanes": _lanes(plan),
+        "told": words,
+    }
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    """Of each lane of stages, the bytes a rank holds over the time of the simulated step, in microseconds: [(time, bytes from then on)]."""
+    """Of each lane of stages, the bytes a rank holds over the time of the simulated step, in
+    microseconds: [(time, bytes from then on)]."""
     records = plan.choices.get("stages") or ()
     if not plan.timeline or not all(isinstance(s, Mapping) and "costs" in s for s in records):
         return []
-    names = {e["tid"]: e["args"]["name"] for e in plan.timeline["traceEvents"] if e["name"] == "thread_name"}
-    # Activations come with a micro-batch's forward pass and go with its backward pass, or with the later half of that where it is run in two.
+    names = {
+        e["tid"]: e["args"]["name"]
+        for e in plan.timeline["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    # Activations come with a micro-batch's forward pass and go with its backward pass, or with the
+    # later half of that where it is run in two.
     spans = [e for e in plan.timeline["traceEvents"] if e["ph"] == "X" and "args" in e]
     last = KINDS["W"] if any(e["cat"] == KINDS["W"] for e in spans) else KINDS["B"]
     lanes = []
     for lane, name in sorted(names.items()):
         own = [s["costs"] for s in records if s["lane"] == lane]
-        kept = sum(c["kept"] for c in own) + max((c["passing"] for c in own), default=0.0)  # with what one call may need besides, at any time
+        kept = sum(c["kept"] for c in own) + max(
+            (c["passing"] for c in own), default=0.0
+        )  # with what one call may need besides, at any time
         events = []
         for e in spans:
             held = records[e["args"]["stage"]]["costs"]["activations"] if e["tid"] == lane else 0
@@ -73,7 +103,9 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
             elif held and e["cat"] == last:
                 events.append((e["ts"] + e["dur"], -held))
         steps, level = [(0.0, kept)], kept
-        for moment, change in sorted((round(moment, 6), change) for moment, change in events):  # what goes at a moment goes before what comes then
+        for moment, change in sorted(
+            (round(moment, 6), change) for moment, change in events
+        ):  # what goes at a moment goes before what comes then
             level += change
             steps.append((moment, level))
         lanes.append({"name": name, "steps": steps})
@@ -93,7 +125,15 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
     def span(lane: int, name: str, kind: str, length: float) -> Iterator[dict[str, Any]]:
         nonlocal now
         if length > 0:
-            yield {"ph": "X", "name": name, "pid": 0, "tid": lane, "ts": now * 1e6, "dur": length * 1e6, "cat": kind}
+            yield {
+                "ph": "X",
+                "name": name,
+                "pid": 0,
+                "tid": lane,
+                "ts": now * 1e6,
+                "dur": length * 1e6,
+                "cat": kind,
+            }
             now += length
 
     both = 1 + plan.training

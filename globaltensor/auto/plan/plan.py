@@ -1,4 +1,5 @@
-"""A plan: how each tensor of a model lies on a mesh and what each call takes, with its price, its proof and its memory. It is data."""
+"""A plan: how each tensor of a model lies on a mesh and what each call takes, with its price, its
+proof and its memory. It is data."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from ..._base.writable_path import write_text
 from ...errors import GlobalTensorError
 from ..solver import proven
 
-__all__ = ["Alternative", "LayoutChange", "Lost", "OtherChoice", "PlacedTensor", "Plan", "PlanError", "PlannedCall"]
+__all__ = [
+    "Alternative",
+    "LayoutChange",
+    "Lost",
+    "OtherChoice",
+    "PlacedTensor",
+    "Plan",
+    "PlanError",
+    "PlannedCall",
+]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0), B, P
@@ -26,10 +36,12 @@ class PlanError(GlobalTensorError):
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """A change of layout between where a tensor is made and a call that takes it (``taker``; several where they share it, joined by spaces; "output" for
-    whoever gets a result). Seconds of the forward pass and of the gradient's way back, and the collectives that each is; ``bytes`` of the whole tensor. Where
-    ``src`` is ``dst`` only the gradient moves: that of a parameter which several ranks hold is summed. If a parameter is gathered again in backward,
-    ``forward`` is of both times."""
+    """A change of layout between where a tensor is made and a call that takes it (``taker``;
+    several where they share it, joined by spaces; "output" for whoever gets a result). Seconds of
+    the forward pass and of the gradient's way back, and the collectives that each is; ``bytes`` of
+    the whole tensor. Where ``src`` is ``dst`` only the gradient moves: that of a parameter which
+    several ranks hold is summed. If a parameter is gathered again in backward, ``forward`` is of
+    both times."""
 
     value: str
     taker: str
@@ -53,9 +65,10 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """Another way to run a call, or for something given to lie, the rest of the plan as it is but for the tensors beside it, which follow. ``extra``: seconds a
-    step that it costs more (less than 0: the memory limit or a bound on the search's time is why it was not taken), ``memory``: bytes a rank that the peak
-    grows, ``because``: what makes the difference."""
+    """Another way to run a call, or for something given to lie, the rest of the plan as it is but
+    for the tensors beside it, which follow. ``extra``: seconds a step that it costs more (less than
+    0: the memory limit or a bound on the search's time is why it was not taken), ``memory``: bytes
+    a rank that the peak grows, ``because``: what makes the difference."""
 
     takes: tuple[Layout, ...]
     gives: tuple[Layout, ...]
@@ -66,8 +79,9 @@ class OtherChoice:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call: how it takes its operands and gives its results, seconds of computing forward and backward, and of what it communicates itself. ``share`` is
-    the part of the work one rank does."""
+    """One call: how it takes its operands and gives its results, seconds of computing forward and
+    backward, and of what it communicates itself. ``share`` is the part of the work one rank
+    does."""
 
     name: str
     function: str
@@ -83,7 +97,9 @@ class PlannedCall:
     share: float
     others: tuple[OtherChoice, ...] = ()
     bytes: int = 0  # what one rank holds of the results
-    number: int = -1  # the time at which it runs, in ``Plan.over_time``; its backward runs at ``Plan.moments`` less this
+    # the time at which it runs, in ``Plan.over_time``; its backward runs at ``Plan.moments`` less
+    # this
+    number: int = -1
     again: bool = False  # whether it is recomputed in backward
 
 
@@ -102,8 +118,9 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Lost:
-    """What an error in the rule of a function has kept from the search: so many ways for operands to lie, of so many calls together. 0 ways: the work of the
-    calls could not be counted, and they are priced by what they read and write."""
+    """What an error in the rule of a function has kept from the search: so many ways for operands
+    to lie, of so many calls together. 0 ways: the work of the calls could not be counted, and they
+    are priced by what they read and write."""
 
     function: str
     error: str
@@ -113,7 +130,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way that has been priced by the same model. ``cost`` is inf where it cannot be done; ``why`` says so."""
+    """Another way that has been priced by the same model. ``cost`` is inf where it cannot be done;
+    ``why`` says so."""
 
     cost: float
     memory: int
@@ -125,8 +143,9 @@ class Alternative:
 class Plan:
     """What `flow.auto.plan` gives. Costs in seconds a step, memory in bytes a rank.
 
-    ``cost`` is what the search has minimised, ``bound`` a lower bound of it over all plans in its space: equal, the plan is optimal. ``seconds``: the step time
-    that the simulator foretells, where traffic may run beside computing.
+    ``cost`` is what the search has minimised, ``bound`` a lower bound of it over all plans in its
+    space: equal, the plan is optimal. ``seconds``: the step time that the simulator foretells,
+    where traffic may run beside computing.
     """
 
     cluster: str
@@ -141,14 +160,24 @@ class Plan:
     calls: tuple[PlannedCall, ...]
     changes: tuple[LayoutChange, ...]
     alternatives: dict[str, Alternative] = field(default_factory=dict)
-    over_time: tuple[tuple[int, int], ...] = ()  # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
-    #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered parameters are let go of, and gathered again in backward.
+    # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
+    over_time: tuple[tuple[int, int], ...] = ()
+    #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered
+    #: parameters are let go of, and gathered again in backward.
     choices: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict, compare=False)  # how it was found, and how long it took
-    spent: dict[str, float] = field(default_factory=dict)  # what the cost is made of: seconds of "computing", "moving" and "updating", less what is "hidden"
-    timeline: dict[str, Any] = field(default_factory=dict)  # of the simulated step, as a Chrome trace; nothing where none has been simulated
+    search: dict[str, Any] = field(
+        default_factory=dict, compare=False
+    )  # how it was found, and how long it took
+    # what the cost is made of: seconds of "computing", "moving" and "updating", less what is
+    # "hidden"
+    spent: dict[str, float] = field(default_factory=dict)
+    timeline: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the simulated step, as a Chrome trace; nothing where none has been simulated
     moments: int = 0  # how long the time of ``over_time`` is
-    held: dict[str, int] = field(default_factory=dict)  # what the memory at its peak is made of: bytes of "parameters", "gradients", ...
+    held: dict[str, int] = field(
+        default_factory=dict
+    )  # what the memory at its peak is made of: bytes of "parameters", "gradients", ...
     lost: tuple[Lost, ...] = ()  # what errors have kept from the search
     source: str = ""  # where the cluster's figures come from (`Cluster.origin`)
 
@@ -159,8 +188,8 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Return True if no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search.
-        """
+        """Return True if no plan in the space of the search costs less, as far as floats tell
+        (`solver.proven`), and errors have kept nothing from the search."""
         return not self.lost and proven(self.cost, self.bound)
 
     @property
@@ -169,20 +198,23 @@ class Plan:
         return {g.name: g.layout for g in self.given if g.kind == "parameter"}
 
     def report(self) -> str:
-        """What it costs and why that is the least, what fills the memory, how parameters lie, what moves, and what other ways would cost; for a terminal."""
+        """What it costs and why that is the least, what fills the memory, how parameters lie, what
+        moves, and what other ways would cost; for a terminal."""
         from .report import report
 
         return report(self)
 
     def explain(self, path: str) -> str:
-        """Of a module, parameter, call or tensor (its path, the beginning of paths, or a pattern such as ``blocks.*.up``): how it lies, what moves there
-        at what price, and what other ways would cost. Raises PlanError for a path that is not in the plan, naming some like it."""
+        """Of a module, parameter, call or tensor (its path, the beginning of paths, or a pattern
+        such as ``blocks.*.up``): how it lies, what moves there at what price, and what other ways
+        would cost. Raises PlanError for a path that is not in the plan, naming some like it."""
         from .explain import explain
 
         return explain(self, path)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as a page that needs nothing else: calls by module, changes of layout, memory over time, timeline, alternatives."""
+        """Write the report as a page that needs nothing else: calls by module, changes of layout,
+        memory over time, timeline, alternatives."""
         from .html import page
 
         write_text(path, page(self))
@@ -212,7 +244,9 @@ class Plan:
                 raise PlanError(f"{os.fspath(path)} is a plan of another version than {VERSION}")
             return cls(**{name: _READ.get(name, _same)(value) for name, value in told.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}") from error
+            raise PlanError(
+                f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _same(value: Any) -> Any:
@@ -225,13 +259,23 @@ def _tuples(value: Any) -> Any:
 
 def _records(kind: Any) -> Any:
     def read(value: Any) -> Any:
-        return tuple(kind(**{k: _records(OtherChoice)(v) if k == "others" else _tuples(v) for k, v in record.items()}) for record in value)
+        return tuple(
+            kind(
+                **{
+                    k: _records(OtherChoice)(v) if k == "others" else _tuples(v)
+                    for k, v in record.items()
+                }
+            )
+            for record in value
+        )
 
     return read
 
 
 _READ: Final = {
-    "mesh": _tuples, "over_time": _tuples, "given": _records(PlacedTensor), "calls": _records(PlannedCall), "changes": _records(LayoutChange),
+    "mesh": _tuples, "over_time": _tuples, "given": _records(PlacedTensor),
+    "calls": _records(PlannedCall), "changes": _records(LayoutChange),
     "lost": _records(Lost),
-    "alternatives": lambda value: {name: Alternative(**{**a, "cost": math.inf if a["cost"] is None else a["cost"]}) for name, a in value.items()},
+    "alternatives": lambda value: {name: Alternative(**{**a,
+        "cost": math.inf if a["cost"] is None else a["cost"]}) for name, a in value.items()},
 }  # fmt: skip

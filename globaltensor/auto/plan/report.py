@@ -1,4 +1,5 @@
-"""The report of a plan, for a terminal: price and proof, memory, layouts of parameters, what moves, what other ways would cost."""
+"""The report of a plan, for a terminal: price and proof, memory, layouts of parameters, what moves,
+what other ways would cost."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ def summary(plan: Plan) -> str:
 
 def report(plan: Plan) -> str:
     """See `Plan.report`."""
-    parts = [_head(plan), _alternatives(plan), _parameters(plan), _changes(plan), _calls(plan), _choices(plan), _search(plan)]
+    parts = [
+        _head(plan),
+        _alternatives(plan),
+        _parameters(plan),
+        _changes(plan),
+        _calls(plan),
+        _choices(plan),
+        _search(plan),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -38,11 +47,17 @@ def proof(plan: Plan) -> str:
     if plan.optimal:
         return "optimal: no plan in the space of the search costs less"
     if proven(plan.cost, plan.bound):
-        return "open: no plan that was looked at costs less, but errors have kept others from the search, see below"
-    return f"gap {part(plan.gap)}: no plan costs less than the bound, whether one costs less than this is open"
+        return (
+            "open: no plan that was looked at costs less, but errors have kept others from the "
+            "search, see below"
+        )
+    return (
+        f"gap {part(plan.gap)}: no plan costs less than the bound, whether one costs less than "
+        f"this is open"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- head
+# --------------------------------------------------------------------------------------------- head
 
 
 def headline(plan: Plan) -> str:
@@ -51,9 +66,16 @@ def headline(plan: Plan) -> str:
     >>> headline(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'plan for 8 devices of generic, a mesh of 2 x 4, training, 0 calls'
     """
-    devices = max([math.prod(plan.mesh), *(s["ranks"][1] for s in plan.choices["stages"])]) if len(stages(plan)) > 2 else math.prod(plan.mesh)
+    devices = (
+        max([math.prod(plan.mesh), *(s["ranks"][1] for s in plan.choices["stages"])])
+        if len(stages(plan)) > 2
+        else math.prod(plan.mesh)
+    )
     kind = "training" if plan.training else "forward only"
-    return f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, {lying(plan)}, {kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
+    return (
+        f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, {lying(plan)}, "
+        f"{kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
+    )
 
 
 def _head(plan: Plan) -> list[str]:
@@ -62,10 +84,21 @@ def _head(plan: Plan) -> list[str]:
         rows.append(("", _spent(plan)))
     rows.append(("bound", f"{seconds(plan.bound)} a step"))
     if plan.seconds:
-        rows.append(("step time", f"{seconds(plan.seconds)} foretold, with what goes on at the same time"))
+        rows.append(
+            ("step time", f"{seconds(plan.seconds)} foretold, with what goes on at the same time")
+        )
     rows.append(("memory", _memory(plan)))
     if plan.held:
-        rows.append(("", ", ".join(f"{name} {show_bytes(n)}" for name, n in plan.held.items() if n and name != "peak")))
+        rows.append(
+            (
+                "",
+                ", ".join(
+                    f"{name} {show_bytes(n)}"
+                    for name, n in plan.held.items()
+                    if n and name != "peak"
+                ),
+            )
+        )
     if plan.source:
         first, *more = f"of {plan.cluster}: {plan.source}".split(". ")
         rows += [("figures", first), *(("", text) for text in more)]
@@ -80,11 +113,15 @@ def losses(plan: Plan) -> list[str]:
     >>> lost = Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2)
     >>> print(*losses(Plan("generic", (2,), 1.0, 1.0, 1.0, 0, None, True, (), (), (), lost=(lost,))))
     6 ways to lay out the operands of linear (2 calls): its rule failed with KeyError: 'k' (_ops/rules/matmul.py:9)
-    """
+    """  # noqa: E501
     lines = []
     for x in plan.lost:
         calls = f"{x.calls} call{'s' * (x.calls != 1)}"
-        what = f"{x.ways} way{'s' * (x.ways != 1)} to lay out the operands of {x.function} ({calls})" if x.ways else f"the work of {x.function} ({calls})"
+        what = (
+            f"{x.ways} way{'s' * (x.ways != 1)} to lay out the operands of {x.function} ({calls})"
+            if x.ways
+            else f"the work of {x.function} ({calls})"
+        )
         lines.append(f"{what}: its rule failed with {x.error}")
     return lines
 
@@ -94,17 +131,22 @@ def _spent(plan: Plan) -> str:
     parts = [f"{name} {seconds(x)}" for name, x in plan.spent.items() if x and name != "hidden"]
     if plan.spent.get("hidden"):
         parts.append(f"less {seconds(plan.spent['hidden'])} that hides behind computing")
-    return ("of all stages together: " if len(stages(plan)) > 2 else "") + (", ".join(parts) or "nothing to do")
+    return ("of all stages together: " if len(stages(plan)) > 2 else "") + (
+        ", ".join(parts) or "nothing to do"
+    )
 
 
 def _memory(plan: Plan) -> str:
     used = f"{show_bytes(plan.memory)} a rank at its peak"
     if plan.limit is None:
         return f"{used}, no limit given"
-    return f"{used}, {part(plan.memory / plan.limit) if plan.limit else 'all'} of the limit of {show_bytes(plan.limit)}"
+    return (
+        f"{used}, {part(plan.memory / plan.limit) if plan.limit else 'all'} of the limit of "
+        f"{show_bytes(plan.limit)}"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- alternatives
+# ------------------------------------------------------------------------------------- alternatives
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -112,8 +154,20 @@ def _alternatives(plan: Plan) -> list[str]:
         return []
     ordered = sorted(plan.alternatives.items(), key=lambda item: item[1].cost)
     rows = [("this plan", seconds(plan.cost), "", show_bytes(plan.memory), "")]
-    rows += [(name, seconds(a.cost), against(plan, a), show_bytes(a.memory) if a.memory else "", _note(a)) for name, a in ordered]
-    return ["alternatives: each at its best under the same prices, against this plan", *table(rows, right=(1, 2, 3))]
+    rows += [
+        (
+            name,
+            seconds(a.cost),
+            against(plan, a),
+            show_bytes(a.memory) if a.memory else "",
+            _note(a),
+        )
+        for name, a in ordered
+    ]
+    return [
+        "alternatives: each at its best under the same prices, against this plan",
+        *table(rows, right=(1, 2, 3)),
+    ]
 
 
 def against(plan: Plan, a: Alternative) -> str:
@@ -128,15 +182,21 @@ def _note(a: Alternative) -> str:
     return a.why if a.fits or not a.why or math.isinf(a.cost) else f"does not fit: {a.why}"
 
 
-# -------------------------------------------------------------------------------------------------------------- parameters
+# --------------------------------------------------------------------------------------- parameters
 
 
 def _parameters(plan: Plan) -> list[str]:
     parameters = [g for g in plan.given if g.kind == "parameter"]
     rest = [g for g in plan.given if g.kind != "parameter"]
     where = "a rank" if not stages(plan) else "a rank of each stage, together"
-    head = f"parameters and how they lie ({len(parameters)}, {show_bytes(sum(g.bytes for g in parameters))} {where})"
-    return [*([head, *_lying(parameters)] if parameters else []), *(["inputs and buffers", *_lying(rest)] if rest else [])]
+    head = (
+        f"parameters and how they lie ({len(parameters)}, "
+        f"{show_bytes(sum(g.bytes for g in parameters))} {where})"
+    )
+    return [
+        *([head, *_lying(parameters)] if parameters else []),
+        *(["inputs and buffers", *_lying(rest)] if rest else []),
+    ]
 
 
 def _lying(given: Sequence[PlacedTensor]) -> list[str]:
@@ -148,15 +208,25 @@ def _lying(given: Sequence[PlacedTensor]) -> list[str]:
     for alike in groups.values():
         g, several = alike[0], len(alike) > 1
         held = f"{show_bytes(g.bytes)} a rank" + (" each" if several else "")
-        rows.append((folded([a.name for a in alike], names), f"{len(alike)} x" if several else "", str(list(g.shape)), g.dtype, " ".join(g.layout), held))
+        rows.append(
+            (
+                folded([a.name for a in alike], names),
+                f"{len(alike)} x" if several else "",
+                str(list(g.shape)),
+                g.dtype,
+                " ".join(g.layout),
+                held,
+            )
+        )
     return table(rows, right=(1,))
 
 
-# ------------------------------------------------------------------------------------------------------------------- moves
+# -------------------------------------------------------------------------------------------- moves
 
 
 def label(plan: Plan) -> Mapping[str, str]:
-    """Name of each call, and so of what it gives -> ``module function``, by which people know it."""
+    """Name of each call, and so of what it gives -> ``module function``, by which people know
+    it."""
     return {c.name: f"{c.module} {c.function}".strip() for c in plan.calls}
 
 
@@ -166,7 +236,18 @@ def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
     groups: dict[Hashable, list[LayoutChange]] = defaultdict(list)
     for c in plan.changes:
         who = pattern(names.get(c.value, c.value)), pattern(names.get(c.first, c.first))
-        groups[(*who, c.src, c.dst, c.bytes, c.there, c.back, round(c.forward, 12), round(c.backward, 12))].append(c)
+        groups[
+            (
+                *who,
+                c.src,
+                c.dst,
+                c.bytes,
+                c.there,
+                c.back,
+                round(c.forward, 12),
+                round(c.backward, 12),
+            )
+        ].append(c)
     made = patterns(names.get(c.value, c.value) for c in plan.changes)
     taken = patterns(names.get(c.first, c.first) for c in plan.changes)
     found = []
@@ -180,16 +261,33 @@ def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
 def _changes(plan: Plan) -> list[str]:
     if not plan.changes:
         return ["no tensor changes its layout"]
-    rows: list[tuple[Any, ...]] = [("", "what", "layout", "forward", "gradient", "bytes", "seconds in all", "taken by")]
+    rows: list[tuple[Any, ...]] = [
+        ("", "what", "layout", "forward", "gradient", "bytes", "seconds in all", "taken by")
+    ]
     every = folded_changes(plan)
     for alike, value, taker in every[:_LISTED]:
         c = alike[0]
         how = f"{' '.join(c.src)} -> {' '.join(c.dst)}" if c.src != c.dst else " ".join(c.src)
         there, back = c.there if c.forward else "", c.back if c.backward else ""
         total = seconds(sum(a.forward + a.backward for a in alike))
-        rows.append((f"{len(alike)} x" if len(alike) > 1 else "", value, how, there, back, show_bytes(c.bytes), total, taker))
+        rows.append(
+            (
+                f"{len(alike)} x" if len(alike) > 1 else "",
+                value,
+                how,
+                there,
+                back,
+                show_bytes(c.bytes),
+                total,
+                taker,
+            )
+        )
     total = sum(c.forward + c.backward for c in plan.changes)
-    return [f"dearest changes of layout ({len(plan.changes)}, {seconds(total)} in all)", *table(rows, right=(0, 5, 6)), *_more(len(every))]
+    return [
+        f"dearest changes of layout ({len(plan.changes)}, {seconds(total)} in all)",
+        *table(rows, right=(0, 5, 6)),
+        *_more(len(every)),
+    ]
 
 
 def _calls(plan: Plan) -> list[str]:
@@ -203,9 +301,20 @@ def _calls(plan: Plan) -> list[str]:
     for alike in every[:_LISTED]:
         c = alike[0]
         where = folded(list(dict.fromkeys(a.module for a in alike)), modules)
-        takes, gives = (", ".join(" ".join(x) for x in layouts) for layouts in (c.wanted, c.results))
+        takes, gives = (
+            ", ".join(" ".join(x) for x in layouts) for layouts in (c.wanted, c.results)
+        )
         share = "all" if c.share >= 1 else f"1/{1 / c.share:.3g}"
-        rows.append((f"{len(alike)} x" if len(alike) > 1 else "", f"{where} {c.function}".strip(), seconds(sum(map(_time, alike))), share, takes, gives))
+        rows.append(
+            (
+                f"{len(alike)} x" if len(alike) > 1 else "",
+                f"{where} {c.function}".strip(),
+                seconds(sum(map(_time, alike))),
+                share,
+                takes,
+                gives,
+            )
+        )
     return ["dearest calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
 
 
@@ -217,24 +326,43 @@ def _more(n: int) -> list[str]:
     return [f"  and {n - _LISTED} more kinds, cheaper ones"] if n > _LISTED else []
 
 
-# ------------------------------------------------------------------------------------------------------------------- rest
+# --------------------------------------------------------------------------------------------- rest
 
 
 def _choices(plan: Plan) -> list[str]:
     rows, each = besides(plan), stages(plan)
-    return ["chosen besides", *table(rows), *(["stages", *table(each)] if each else [])] if rows or each else []
+    return (
+        ["chosen besides", *table(rows), *(["stages", *table(each)] if each else [])]
+        if rows or each
+        else []
+    )
 
 
 def _search(plan: Plan) -> list[str]:
-    times = {name.removesuffix("_seconds").replace("_", " "): x for name, x in plan.search.items() if name.endswith("_seconds") and isinstance(x, (int, float))}
+    times = {
+        name.removesuffix("_seconds").replace("_", " "): x
+        for name, x in plan.search.items()
+        if name.endswith("_seconds") and isinstance(x, (int, float))
+    }
     facts = [f"{name} {seconds(x)}" for name, x in times.items()]
     if isinstance(plan.search.get("nodes"), int):
         facts.append(f"{plan.search['nodes']} nodes")
-    facts += [text for text in (plan.search.get("one_batch"), plan.search.get("left_out_ways")) if isinstance(text, str)]
-    facts += [f"micro-batches of {rows} rows were left out: {why}" for rows, why in (plan.search.get("left_out") or {}).items()]
+    facts += [
+        text
+        for text in (plan.search.get("one_batch"), plan.search.get("left_out_ways"))
+        if isinstance(text, str)
+    ]
+    facts += [
+        f"micro-batches of {rows} rows were left out: {why}"
+        for rows, why in (plan.search.get("left_out") or {}).items()
+    ]
     log = plan.search.get("log")
     if isinstance(log, Mapping):
-        facts += [f"{str(name).replace('_', ' ')} {value}" for name, value in log.items() if isinstance(value, (int, float, str))]
+        facts += [
+            f"{str(name).replace('_', ' ')} {value}"
+            for name, value in log.items()
+            if isinstance(value, (int, float, str))
+        ]
     return _wrapped("search: ", facts) if facts else []
 
 

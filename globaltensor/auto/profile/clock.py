@@ -1,4 +1,5 @@
-"""Timing on all ranks at once: rounds over all cases in turn, each case begun together; of a round counts the slowest rank, of the rounds the median."""
+"""Timing on all ranks at once: rounds over all cases in turn, each case begun together; of a round
+counts the slowest rank, of the rounds the median."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ _FEWEST_ROUNDS = 3
 
 @dataclass
 class Case:
-    """Something to time: ``call``, or nothing on ranks that it does not need. ``size`` orders the cases of one ``name``: where one takes
-    too long, larger ones are left out. ``prepare`` runs before each call, untimed."""
+    """Something to time: ``call``, or nothing on ranks that it does not need. ``size`` orders the
+    cases of one ``name``: where one takes too long, larger ones are left out. ``prepare`` runs
+    before each call, untimed."""
 
     name: object
     size: float
@@ -36,7 +38,8 @@ class Case:
 
 
 class Clock:
-    """The clock of one rank; every rank must ask for the same cases in the same order. ``hurried``: one round is enough."""
+    """The clock of one rank; every rank must ask for the same cases in the same order. ``hurried``:
+    one round is enough."""
 
     def __init__(self, device: torch.device, hurried: bool = False) -> None:
         keep_freed_memory()  # as a training step does
@@ -46,32 +49,55 @@ class Clock:
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Elementwise maximum over the ranks."""
-        return [max(each) for each in zip(*self.everyone.all_gather_object(list(seconds)), strict=True)]
+        return [
+            max(each) for each in zip(*self.everyone.all_gather_object(list(seconds)), strict=True)
+        ]
 
-    def time(self, cases: Sequence[Case], seconds: float, longest: float | None = None) -> dict[int, float]:
+    def time(
+        self, cases: Sequence[Case], seconds: float, longest: float | None = None
+    ) -> dict[int, float]:
         """Median seconds of a call, by the case's number, in about ``seconds`` for all.
 
-        With ``longest`` cases that take longer a call are left out, and larger ones of their name, then the slowest for which there is no time, but never the
-        first one of a name; without it nothing is left out. What is not is timed three times at least.
+        With ``longest`` cases that take longer a call are left out, and larger ones of their name,
+        then the slowest for which there is no time, but never the first one of a name; without it
+        nothing is left out. What is not is timed three times at least.
         """
         began = self.world_time()
         took = self._pilot(cases, longest)
         left = max(seconds - (self.world_time() - began), seconds / 4)
-        kept = sorted(took) if longest is None else self._affordable(cases, took, left / _FEWEST_ROUNDS)
+        kept = (
+            sorted(took)
+            if longest is None
+            else self._affordable(cases, took, left / _FEWEST_ROUNDS)
+        )
         blocks: dict[int, list[float]] = {i: [] for i in kept}
         quick = [i for i in kept if took[i] <= _QUICK_SECONDS]
         rounds = 0
         while rounds < _MOST_ROUNDS:
-            for each in (kept, quick, [] if self.hurried else quick):  # those cost little and vary most
+            for each in (
+                kept,
+                quick,
+                [] if self.hurried else quick,
+            ):  # those cost little and vary most
                 for i in each:
                     blocks[i].append(self._block(cases[i]))
             rounds += 1
-            if rounds >= (1 if self.hurried else _FEWEST_ROUNDS) and (self.world_time() - began) * (1 + 1 / rounds) > seconds:
+            if (
+                rounds >= (1 if self.hurried else _FEWEST_ROUNDS)
+                and (self.world_time() - began) * (1 + 1 / rounds) > seconds
+            ):
                 break
         on_ranks = self.everyone.all_gather_object(blocks)
-        return {i: statistics.median(max(each) for each in zip(*(ranks[i] for ranks in on_ranks), strict=True)) for i in kept}
+        return {
+            i: statistics.median(
+                max(each) for each in zip(*(ranks[i] for ranks in on_ranks), strict=True)
+            )
+            for i in kept
+        }
 
-    def _affordable(self, cases: Sequence[Case], took: dict[int, float], seconds: float) -> list[int]:
+    def _affordable(
+        self, cases: Sequence[Case], took: dict[int, float], seconds: float
+    ) -> list[int]:
         """The cases that go into a round of so many seconds."""
         first = {}
         for i in sorted(took, reverse=True):
@@ -88,7 +114,8 @@ class Clock:
         return now
 
     def _pilot(self, cases: Sequence[Case], longest: float | None) -> dict[int, float]:
-        """Warm all cases up and choose how often each is called in a block -> seconds of a call of those that are quick enough."""
+        """Warm all cases up and choose how often each is called in a block -> seconds of a call of
+        those that are quick enough."""
         found: dict[int, float] = {}
         late: set[object] = set()
         begun: set[object] = set()
@@ -103,7 +130,11 @@ class Clock:
                 if case.name in begun:
                     continue
             begun.add(case.name)
-            case.calls = 1 if case.prepare else max(1, min(_MOST_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
+            case.calls = (
+                1
+                if case.prepare
+                else max(1, min(_MOST_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
+            )
             found[i] = took
         return found
 

@@ -1,4 +1,5 @@
-"""What moves cost between the ranks of this job, by kind, size and group: all groups of a size at the same time, as a program's would be."""
+"""What moves cost between the ranks of this job, by kind, size and group: all groups of a size at
+the same time, as a program's would be."""
 
 from __future__ import annotations
 
@@ -20,13 +21,25 @@ __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measur
 
 SIZES: Final = tuple(1 << k for k in (10, 13, 16, 19, 22, 24, 25, 26))
 _FEW_SIZES: Final = tuple(1 << k for k in (10, 16, 20, 24))
-_FEW_KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # others are priced by these (`Cluster.seconds`)
+_FEW_KINDS: Final = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+)  # others are priced by these (`Cluster.seconds`)
 _LARGE: Final = 1 << 22
-_COMPUTED: Final = 1 << 19  # from this size on what moves is computed anew before it does; smaller ones stay in the caches
+_COMPUTED: Final = (
+    1 << 19
+)  # from this size on what moves is computed anew before it does; smaller ones stay in the caches
 _LONGEST: Final = 1.0  # seconds of one call
 _BESIDE_BYTES: Final = 1 << 23  # what is reduced beside a computation
 _BESIDE_SIDE: Final = 256
-_BETWEEN: Final = ((64, 8), (128, 8), (128, 24), (256, 8))  # (side, number) of the matmuls between two moves
+_BETWEEN: Final = (
+    (64, 8),
+    (128, 8),
+    (128, 24),
+    (256, 8),
+)  # (side, number) of the matmuls between two moves
 _SMALL_BYTES: Final = (1 << 12, 1 << 16, 1 << 18)
 _MOST_FAR_RANKS: Final = 512
 
@@ -34,24 +47,60 @@ Call = Callable[[], object]
 
 
 def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int, ...]]]]:
-    """(ranks, nodes, groups) that are measured in a world of ``size``: within nodes 2, 4, ... and all ranks of one; across them one rank of each, and all.
+    """(ranks, nodes, groups) that are measured in a world of ``size``: within nodes 2, 4, ... and
+    all ranks of one; across them one rank of each, and all.
 
     >>> groups_of(4, 2)
     [(2, 1, [(0, 1), (2, 3)]), (2, 2, [(0, 2), (1, 3)]), (4, 2, [(0, 1, 2, 3)])]
     """
     local = node_size or size
     nodes, found = size // local, []
-    sizes = sorted({*(1 << k for k in range(1, local.bit_length()) if 1 << k <= local), local} - {1})
+    sizes = sorted(
+        {*(1 << k for k in range(1, local.bit_length()) if 1 << k <= local), local} - {1}
+    )
     for p in sizes:
-        found.append((p, 1, [tuple(range(at + i, at + i + p)) for at in range(0, size, local) for i in range(0, local - p + 1, p)]))
-    for m in sorted({*(1 << k for k in range(1, nodes.bit_length()) if 1 << k <= nodes), nodes} - {1}):
-        found.append((m, m, [tuple(at + r + i * local for i in range(m)) for at in range(0, (nodes // m) * m * local, m * local) for r in range(local)]))
+        found.append(
+            (
+                p,
+                1,
+                [
+                    tuple(range(at + i, at + i + p))
+                    for at in range(0, size, local)
+                    for i in range(0, local - p + 1, p)
+                ],
+            )
+        )
+    for m in sorted(
+        {*(1 << k for k in range(1, nodes.bit_length()) if 1 << k <= nodes), nodes} - {1}
+    ):
+        found.append(
+            (
+                m,
+                m,
+                [
+                    tuple(at + r + i * local for i in range(m))
+                    for at in range(0, (nodes // m) * m * local, m * local)
+                    for r in range(local)
+                ],
+            )
+        )
         if local > 1 and m * local <= _MOST_FAR_RANKS:
-            found.append((m * local, m, [tuple(range(at, at + m * local)) for at in range(0, (nodes // m) * m * local, m * local)]))
+            found.append(
+                (
+                    m * local,
+                    m,
+                    [
+                        tuple(range(at, at + m * local))
+                        for at in range(0, (nodes // m) * m * local, m * local)
+                    ],
+                )
+            )
     return found
 
 
-def measure_moves(clock: Clock, seconds: float, node_size: int, hurried: bool = False) -> tuple[Curve, ...]:
+def measure_moves(
+    clock: Clock, seconds: float, node_size: int, hurried: bool = False
+) -> tuple[Curve, ...]:
     """Curves of all kinds of moves, for each size of group; ``hurried``: only of some."""
     cases: list[Case] = []
     bench = _Bench(clock.world, clock.device)
@@ -63,7 +112,15 @@ def measure_moves(clock: Clock, seconds: float, node_size: int, hurried: bool = 
                 count = 2 if kind == "send" else 1
                 for n in _FEW_SIZES if hurried else _sizes(kind, p):
                     call = None if mine is None else make(bench, mine, n)
-                    cases.append(Case((kind, p, nodes), n, call, functools.partial(bench.compute, n) if n >= _COMPUTED else None, count))
+                    cases.append(
+                        Case(
+                            (kind, p, nodes),
+                            n,
+                            call,
+                            functools.partial(bench.compute, n) if n >= _COMPUTED else None,
+                            count,
+                        )
+                    )
     found = clock.time(cases, seconds, min(_LONGEST, seconds / 40))
     points: dict[Any, list[tuple[int, float]]] = {}
     for i, took in found.items():
@@ -71,9 +128,14 @@ def measure_moves(clock: Clock, seconds: float, node_size: int, hurried: bool = 
     return tuple(Curve(kind, p, nodes, tuple(each)) for (kind, p, nodes), each in points.items())
 
 
-def _few(groups: list[tuple[int, int, list[tuple[int, ...]]]]) -> list[tuple[int, int, list[tuple[int, ...]]]]:
+def _few(
+    groups: list[tuple[int, int, list[tuple[int, ...]]]],
+) -> list[tuple[int, int, list[tuple[int, ...]]]]:
     """Within a node two ranks and all of one; across nodes as many as there are."""
-    within, across = [g for g in groups if g[1] == 1], [g for g in groups if g[1] == groups[-1][1] > 1]
+    within, across = (
+        [g for g in groups if g[1] == 1],
+        [g for g in groups if g[1] == groups[-1][1] > 1],
+    )
     return [*within[:1], *within[1:][-1:], *across]
 
 
@@ -84,16 +146,23 @@ def _sizes(kind: str, ranks: int) -> list[int]:
 
 
 def constants(curves: Sequence[Curve]) -> dict[str, float]:
-    """Latencies and bandwidths, for groups and kinds that were not measured: those of the all-gathers' ring formula."""
+    """Latencies and bandwidths, for groups and kinds that were not measured: those of the
+    all-gathers' ring formula."""
     near = {c.ranks: c.lawful().points for c in curves if c.kind == "all_gather" and c.nodes == 1}
-    far = {c.ranks: c.lawful().points for c in curves if c.kind == "all_gather" and c.ranks == c.nodes > 1}
+    far = {
+        c.ranks: c.lawful().points
+        for c in curves
+        if c.kind == "all_gather" and c.ranks == c.nodes > 1
+    }
     found: dict[str, float] = {}
     if near or far:
         found["launch"], found["latency"] = _steps(near or far)
         found["bandwidth"] = _bandwidth(near or far)
     if far:
         # No quicker than within a node, as the model has it.
-        found["node_latency"] = max(found["latency"], max(0.0, far[max(far)][0][1] - found["launch"]) / (max(far) - 1))
+        found["node_latency"] = max(
+            found["latency"], max(0.0, far[max(far)][0][1] - found["launch"]) / (max(far) - 1)
+        )
         found["node_bandwidth"] = min(found["bandwidth"], _bandwidth(far))
     return found
 
@@ -123,7 +192,9 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
     def reduce() -> None:
         comm.all_reduce_async(data).wait()
 
-    reducing, one = clock.time([Case("reduce", 0, reduce), Case("matmul", 0, lambda: a @ b)], seconds / 4).values()
+    reducing, one = clock.time(
+        [Case("reduce", 0, reduce), Case("matmul", 0, lambda: a @ b)], seconds / 4
+    ).values()
     times = max(1, round(reducing / one))  # about as long
 
     def compute() -> None:
@@ -135,16 +206,23 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
         compute()
         handle.wait()
 
-    moving, computing, together = clock.time([Case("reduce", 0, reduce), Case("compute", 0, compute), Case("both", 0, both)], seconds * 3 / 4).values()
+    moving, computing, together = clock.time(
+        [Case("reduce", 0, reduce), Case("compute", 0, compute), Case("both", 0, both)],
+        seconds * 3 / 4,
+    ).values()
     return min(2.0, max(1.0, 1.0 + (together - max(moving, computing)) / min(moving, computing)))
 
 
 def measure_skew(clock: Clock, seconds: float, hurried: bool = False) -> float:
-    """Seconds by which a small all-reduce takes longer between computations than in a row: ranks do not come to it at the same time, and wake up late."""
+    """Seconds by which a small all-reduce takes longer between computations than in a row: ranks do
+    not come to it at the same time, and wake up late."""
     comm, device = clock.everyone, clock.device
     cases: list[Case] = []
     for side, times in _BETWEEN[:2] if hurried else _BETWEEN:
-        a, b = torch.ones(side, side, device=device), [torch.ones(side, side, device=device) for _ in range(times)]
+        a, b = (
+            torch.ones(side, side, device=device),
+            [torch.ones(side, side, device=device) for _ in range(times)],
+        )
 
         def compute(a: Tensor = a, b: Sequence[Tensor] = b) -> None:
             for t in b:
@@ -160,20 +238,30 @@ def measure_skew(clock: Clock, seconds: float, hurried: bool = False) -> float:
                 compute()
                 move()
 
-            cases += [Case(name, 0, call) for name, call in (("compute", compute), ("move", move), ("both", both))]
+            cases += [
+                Case(name, 0, call)
+                for name, call in (("compute", compute), ("move", move), ("both", both))
+            ]
     took = list(clock.time(cases, seconds).values())
-    found = [both - computing - moving for computing, moving, both in zip(took[::3], took[1::3], took[2::3], strict=True)]
+    found = [
+        both - computing - moving
+        for computing, moving, both in zip(took[::3], took[1::3], took[2::3], strict=True)
+    ]
     return max(0.0, statistics.median(found))
 
 
-# ---------------------------------------------------------------------------------------------------------------- one call of each kind
+# ---------------------------------------------------------------------------- one call of each kind
+
 
 class _Bench:
-    """What calls are made of: this rank, and memory that they all share. Results are new tensors, as in programs."""
+    """What calls are made of: this rank, and memory that they all share. Results are new tensors,
+    as in programs."""
 
     def __init__(self, here: World, device: torch.device) -> None:
         self.here, self.device = here, device
-        self._some = torch.ones(SIZES[-1] // 4, device=device)  # of zeros the system has one page for all, which is always in the caches
+        self._some = torch.ones(
+            SIZES[-1] // 4, device=device
+        )  # of zeros the system has one page for all, which is always in the caches
 
     def data(self, nbytes: int) -> Tensor:
         """So many bytes."""
@@ -209,7 +297,11 @@ def _all_reduce(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
 def _all_to_all(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
     comm, data = bench.here.comm(ranks), bench.data(nbytes)
     shares = _shares(nbytes, comm)
-    sends, numels, longest = data.split_with_sizes(shares), [shares[comm.index]] * comm.size, comm.size * max(shares)
+    sends, numels, longest = (
+        data.split_with_sizes(shares),
+        [shares[comm.index]] * comm.size,
+        comm.size * max(shares),
+    )
     return lambda: comm.all_to_all_into(sends, numels, data.new_empty(sum(numels)), longest)
 
 
@@ -222,7 +314,10 @@ def _exchange(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
     comm = bench.here.comm(ranks)
     others = [i for i in range(comm.size) if i != comm.index]
     each = nbytes // 4 // len(others)
-    data, where = bench.data(nbytes), [(i, slice(k * each, (k + 1) * each)) for k, i in enumerate(others)]
+    data, where = (
+        bench.data(nbytes),
+        [(i, slice(k * each, (k + 1) * each)) for k, i in enumerate(others)],
+    )
     sends = {i: data[part] for i, part in where}
 
     def call() -> None:
@@ -234,7 +329,9 @@ def _exchange(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
 
 def _send(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
     """There and back, which counts as two."""
-    there, back = (bench.here.channel(source, target, bench.device) for source, target in (ranks, ranks[::-1]))
+    there, back = (
+        bench.here.channel(source, target, bench.device) for source, target in (ranks, ranks[::-1])
+    )
     there.connect()
     back.connect()
     data, first = bench.data(nbytes), bench.here.rank == ranks[0]

@@ -1,4 +1,5 @@
-"""How fast a rank computes while all ranks do: matmuls by dtype and size, copies by size, and what a kernel costs at least."""
+"""How fast a rank computes while all ranks do: matmuls by dtype and size, copies by size, and what
+a kernel costs at least."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from .clock import Case, Clock
 __all__ = ["measure_kernels"]
 
 _DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
-_SIDES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_SIDES: Final = {
+    "cpu": (32, 64, 128, 256, 512, 1024),
+    "cuda": (128, 256, 512, 1024, 2048, 4096, 8192),
+}
 _FEW_SIDES: Final = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
 _COPIES: Final = tuple(1 << k for k in (12, 15, 18, 21, 24, 25, 26, 27))
 _FEW_COPIES: Final = tuple(1 << k for k in (12, 18, 22, 25))
@@ -23,25 +27,36 @@ _LONGEST: Final = 0.25  # seconds of one call
 
 
 def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict[str, Any]:
-    """The fields of a Cluster that say what kernels cost, and the curve of copies. ``hurried``: by fewer sizes."""
+    """The fields of a Cluster that say what kernels cost, and the curve of copies. ``hurried``: by
+    fewer sizes."""
     device = clock.device
     small, other = (torch.ones(_TINY, device=device) for _ in range(2))
     cases = [Case("kernel", 0, lambda: torch.add(small, other))]
     cases += [_copy(n, device) for n in (_FEW_COPIES if hurried else _COPIES)]
     for dtype in _DTYPES:
-        cases += [_matmul(dtype, side, device) for side in (_FEW_SIDES if hurried else _SIDES)[device.type]]
-    found = {(cases[i].name, cases[i].size): took for i, took in clock.time(cases, seconds, min(_LONGEST, seconds / 40)).items()}
+        cases += [
+            _matmul(dtype, side, device)
+            for side in (_FEW_SIDES if hurried else _SIDES)[device.type]
+        ]
+    found = {
+        (cases[i].name, cases[i].size): took
+        for i, took in clock.time(cases, seconds, min(_LONGEST, seconds / 40)).items()
+    }
     kernel = found["kernel", 0]
     flops, saturation = {}, {}
     for dtype in _DTYPES:
-        flops[dtype], saturation[dtype] = fitted([(size, took) for (name, size), took in found.items() if name == dtype], kernel)
+        flops[dtype], saturation[dtype] = fitted(
+            [(size, took) for (name, size), took in found.items() if name == dtype], kernel
+        )
     copies = [(int(size), took) for (name, size), took in found.items() if name == "copy"]
     return {
         "kernel": kernel,
         "flops": flops,
         "saturation": saturation,
         "memory_latency": min(took for _, took in copies),
-        "memory_bandwidth": max([n / took for n, took in copies if n >= _UNCACHED] or [max(copies)[0] / max(copies)[1]]),
+        "memory_bandwidth": max(
+            [n / took for n, took in copies if n >= _UNCACHED] or [max(copies)[0] / max(copies)[1]]
+        ),
         "measured": (Curve("copy", 1, 1, tuple(copies)),),
     }
 
@@ -58,21 +73,31 @@ def _matmul(dtype: str, side: int, device: torch.device) -> Case:
 
 
 def fitted(points: Sequence[tuple[float, float]], kernel: float) -> tuple[float, float]:
-    """(rate r, saturation s) of matmuls from (operations f, seconds t), by t = kernel + f / r + (s f^2)^(1/3) / r with the least relative squares.
+    """(rate r, saturation s) of matmuls from (operations f, seconds t), by t = kernel + f / r + (s
+    f^2)^(1/3) / r with the least relative squares.
 
     >>> r, s = fitted([(f, 1e-6 + f / 1e9 * (1 + (1e6 / f) ** (1 / 3))) for f in (1e5, 1e6, 1e8, 1e9)], 1e-6)
     >>> round(r / 1e9, 6), round(s / 1e6, 6)
     (1.0, 1.0)
-    """
+    """  # noqa: E501
     best = max(f / t for f, t in points)
     rows = [(f / t, f ** (2 / 3) / t, max(t - kernel, 0.05 * t) / t) for f, t in points]
-    aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in (((a, a) for a, _, _ in rows), ((a, b) for a, b, _ in rows), ((b, b) for _, b, _ in rows)))
+    aa, ab, bb = (
+        sum(x * y for x, y in pairs)
+        for pairs in (
+            ((a, a) for a, _, _ in rows),
+            ((a, b) for a, b, _ in rows),
+            ((b, b) for _, b, _ in rows),
+        )
+    )
     ay, by = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)
     determinant = aa * bb - ab * ab
     if len(points) < 2 or determinant <= 1e-12 * aa * bb:
         return best, 0.0
     slope, side = (ay * bb - by * ab) / determinant, (aa * by - ab * ay) / determinant
-    if side <= 0 or slope <= 0 or 1 / slope > 2 * best:  # it doesn't saturate, or the largest is far from doing so
+    if (
+        side <= 0 or slope <= 0 or 1 / slope > 2 * best
+    ):  # it doesn't saturate, or the largest is far from doing so
         slope, side = ay / aa, 0.0
         return max(best, 1 / slope), 0.0
     return 1 / slope, (side / slope) ** 3

@@ -1,4 +1,5 @@
-"""``profile``: a cluster measured, in bounded time. Every rank of the job calls it and gets the same Cluster."""
+"""``profile``: a cluster measured, in bounded time. Every rank of the job calls it and gets the
+same Cluster."""
 
 from __future__ import annotations
 
@@ -23,34 +24,52 @@ __all__ = ["measured", "profile"]
 _SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of the time there is
 
 
-def profile(seconds: float = 40.0, nproc: int = 0, device: str = "auto", backend: str = "auto", name: str = "profiled") -> Cluster:
-    """Measure kernels, moves and both at once in about ``seconds`` -> a Cluster of this world, the same on every rank.
+def profile(
+    seconds: float = 40.0,
+    nproc: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    name: str = "profiled",
+) -> Cluster:
+    """Measure kernels, moves and both at once in about ``seconds`` -> a Cluster of this world, the
+    same on every rank.
 
-    In a job of several ranks all of them must call it. A process that is alone starts ``nproc`` ranks of its own on this machine (0: one for each GPU, or
-    two) with ``backend`` as for ``run``. ``device``: "cpu" or "cuda"; "auto" takes GPUs where each rank has one. Ranks of a node must be numbered one after
-    the other. Matmuls run with the threads that ranks have; of each time the slowest rank counts, and the median of interleaved rounds.
-    Raises ClusterError where the ranks or the options allow no measurement; WorldError as ``run`` does.
+    In a job of several ranks all of them must call it. A process that is alone starts ``nproc``
+    ranks of its own on this machine (0: one for each GPU, or two) with ``backend`` as for ``run``.
+    ``device``: "cpu" or "cuda"; "auto" takes GPUs where each rank has one. Ranks of a node must be
+    numbered one after the other. Matmuls run with the threads that ranks have; of each time the
+    slowest rank counts, and the median of interleaved rounds. Raises ClusterError where the ranks
+    or the options allow no measurement; WorldError as ``run`` does.
     """
     if not seconds > 0:
         raise ClusterError(f"seconds={seconds}: a positive number of seconds")
     if nproc < 0 or device not in ("auto", "cpu", "cuda"):
-        raise ClusterError(f'nproc={nproc}, device="{device}": nproc is 0 or more, device "auto", "cpu" or "cuda"')
+        raise ClusterError(
+            f'nproc={nproc}, device="{device}": nproc is 0 or more, device "auto", "cpu" or "cuda"'
+        )
     if device == "cuda" and not torch.cuda.is_available():
-        raise ClusterError('device="cuda": this machine shows no GPU; device="cpu" measures its cores')
+        raise ClusterError(
+            'device="cuda": this machine shows no GPU; device="cpu" measures its cores'
+        )
     place = detect(os.environ)
     if place is not None and place.world_size > 1:
         if nproc and nproc != place.world_size:
-            raise ClusterError(f"nproc={nproc}: this job has {place.world_size} ranks already, which are measured as they are")
+            raise ClusterError(
+                f"nproc={nproc}: this job has {place.world_size} ranks already, which are "
+                f"measured as they are"
+            )
         return measured(seconds, device, name)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     n = nproc or (gpus if device == "cuda" else max(2, gpus))
-    found = run(measured, seconds, device, name, nprocs=n, backend=backend, timeout=10 * seconds + 120.0)
+    found = run(
+        measured, seconds, device, name, nprocs=n, backend=backend, timeout=10 * seconds + 120.0
+    )
     return found[0]
 
 
 def measured(seconds: float, device: str, name: str, hurried: bool = False) -> Cluster:
-    """Measure the ranks of this world -> a Cluster, the same on every rank. All of them must call it. ``hurried``: in a second or two, by fewer sizes, kinds of
-    moves and groups."""
+    """Measure the ranks of this world -> a Cluster, the same on every rank. All of them must call
+    it. ``hurried``: in a second or two, by fewer sizes, kinds of moves and groups."""
     here = world()
     type_ = _device(here, device)
     clock = Clock(here.device(type_), hurried)
@@ -60,11 +79,21 @@ def measured(seconds: float, device: str, name: str, hurried: bool = False) -> C
     found = measure_kernels(clock, seconds * _SHARES["kernels"], hurried)
     if here.size > 1:
         curves = measure_moves(clock, seconds * _SHARES["moves"], node_size, hurried)
-        found |= {"measured": (*found["measured"], *curves), **constants(curves), "overlap": measure_overlap(clock, seconds * _SHARES["overlap"])}
+        found |= {
+            "measured": (*found["measured"], *curves),
+            **constants(curves),
+            "overlap": measure_overlap(clock, seconds * _SHARES["overlap"]),
+        }
         found["skew"] = measure_skew(clock, seconds * _SHARES["skew"], hurried)
     else:
         found |= _borrowed(type_)
-    found |= {"name": name, "device": type_, "size": here.size, "node_size": node_size, "memory": _memory(clock.device, node_size or here.size)}
+    found |= {
+        "name": name,
+        "device": type_,
+        "size": here.size,
+        "node_size": node_size,
+        "memory": _memory(clock.device, node_size or here.size),
+    }
     found["source"] = _source(seconds, here)
     cluster: Cluster = clock.everyone.all_gather_object(Cluster(**found))[0]
     return cluster
@@ -72,27 +101,42 @@ def measured(seconds: float, device: str, name: str, hurried: bool = False) -> C
 
 def _source(seconds: float, here: World) -> str:
     """Where the figures come from, in words."""
-    threads, backend = torch.get_num_threads(), here.backend if isinstance(here, ProcessWorld) else ""
-    ranks = f"{here.size} rank{'s' * (here.size != 1)} of {threads} thread{'s' * (threads != 1)}{f' over {backend}' if backend else ''}"
-    return f"measured on {socket.gethostname()}, {datetime.date.today().isoformat()}, in about {seconds:g} s: {ranks}"
+    threads, backend = (
+        torch.get_num_threads(),
+        here.backend if isinstance(here, ProcessWorld) else "",
+    )
+    ranks = (
+        f"{here.size} rank{'s' * (here.size != 1)} of {threads} "
+        f"thread{'s' * (threads != 1)}{f' over {backend}' if backend else ''}"
+    )
+    return (
+        f"measured on {socket.gethostname()}, {datetime.date.today().isoformat()}, in about "
+        f"{seconds:g} s: {ranks}"
+    )
 
 
 def _device(here: World, device: str) -> str:
     if device != "auto":
         return device
-    each = here.comm(tuple(range(here.size))).all_gather_object(torch.cuda.device_count() > here.local_rank)
+    each = here.comm(tuple(range(here.size))).all_gather_object(
+        torch.cuda.device_count() > here.local_rank
+    )
     return "cuda" if all(each) else "cpu"
 
 
 def _node_size(here: World) -> int:
-    """Ranks of a node; 0 where there is one node. ``node_size`` of a world is the number of nodes."""
+    """Ranks of a node; 0 where there is one node. ``node_size`` of a world is the number of
+    nodes."""
     nodes = here.node_size
     if nodes <= 1:
         return 0
     per_node = here.size // nodes
     locals_ = here.comm(tuple(range(here.size))).all_gather_object(here.local_rank)
     if here.size % nodes or locals_ != [r % per_node for r in range(here.size)]:
-        raise ClusterError(f"{here.size} ranks on {nodes} nodes have the local ranks {locals_}: profile with as many on each node, numbered node by node")
+        raise ClusterError(
+            f"{here.size} ranks on {nodes} nodes have the local ranks {locals_}: profile with as "
+            f"many on each node, numbered node by node"
+        )
     return per_node
 
 
@@ -109,4 +153,6 @@ def _memory(device: torch.device, local: int) -> int:
 def _borrowed(device: str) -> dict[str, Any]:
     """Links for a world of one, which has none to measure: those of a preset."""
     other = Cluster.preset("cpu" if device == "cpu" else "pcie-gen5")
-    return {name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap", "skew")}
+    return {
+        name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap", "skew")
+    }

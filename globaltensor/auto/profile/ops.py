@@ -1,4 +1,5 @@
-"""``measure_ops``: forward and backward of real ops, timed on every rank at once, so that ranks that share cores or memory hinder each other as in a step."""
+"""``measure_ops``: forward and backward of real ops, timed on every rank at once, so that ranks
+that share cores or memory hinder each other as in a step."""
 
 from __future__ import annotations
 
@@ -16,23 +17,33 @@ from .clock import Case, Clock
 
 __all__ = ["measure_ops"]
 
-#: -> a function, its arguments, and those tensors among them that are parameters, if that is to count
-Make = Callable[[], tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Sequence[Tensor]]]
+#: -> a function, its arguments, and those tensors among them that are parameters, if that is to
+#: count
+Make = Callable[
+    [],
+    tuple[Callable[..., Any], Sequence[Any]]
+    | tuple[Callable[..., Any], Sequence[Any], Sequence[Tensor]],
+]
 _CACHES = 1 << 26  # bytes: what has touched so many has emptied them
 _TURNS = 16
 
 
-def measure_ops(cluster: Cluster, ops: Iterable[tuple[str, Make, bool]], seconds: float = 30.0, between: int = 0) -> Cluster:
-    """``cluster`` with the times of these ops beside those it has, the same on every rank; all ranks must call it with the same ops in the same order.
+def measure_ops(
+    cluster: Cluster, ops: Iterable[tuple[str, Make, bool]], seconds: float = 30.0, between: int = 0
+) -> Cluster:
+    """``cluster`` with the times of these ops beside those it has, the same on every rank; all
+    ranks must call it with the same ops in the same order.
 
-    Each op is (key, make, needs_grad): ``make()`` gives a function and its arguments, ordinary tensors on the rank's device. With needs_grad the forward
-    runs as autograd records it, and the gradients of all leaves among arguments that require grad are timed as backward; else backward is 0. About
-    ``seconds`` in all, but three rounds of every op at least. Ops take turns, so the arguments of all are there at once: give as many in a call as fit into
-    memory.
+    Each op is (key, make, needs_grad): ``make()`` gives a function and its arguments, ordinary
+    tensors on the rank's device. With needs_grad the forward runs as autograd records it, and the
+    gradients of all leaves among arguments that require grad are timed as backward; else backward
+    is 0. About ``seconds`` in all, but three rounds of every op at least. Ops take turns, so the
+    arguments of all are there at once: give as many in a call as fit into memory.
 
-    ``between``: bytes that the rest of a step touches from one use of a parameter to the next; with them (64 MiB at most) parameters come from another place
-    of so many bytes each time, as cold as they are in a step. 0: always the same, from warm caches.
-    Raises ClusterError, on every rank, where keys or needs_grad differ between ranks.
+    ``between``: bytes that the rest of a step touches from one use of a parameter to the next; with
+    them (64 MiB at most) parameters come from another place of so many bytes each time, as cold as
+    they are in a step. 0: always the same, from warm caches. Raises ClusterError, on every rank,
+    where keys or needs_grad differ between ranks.
     """
     ops = list(ops)
     clock = Clock(_device_of(cluster))
@@ -56,13 +67,23 @@ def measure_ops(cluster: Cluster, ops: Iterable[tuple[str, Make, bool]], seconds
 
 
 def _check_same(clock: Clock, mine: list[tuple[str, bool]]) -> None:
-    """Before anything is timed, as ranks that time different ops would wait for each other for ever."""
+    """Before anything is timed, as ranks that time different ops would wait for each other for
+    ever."""
     first, *others = clock.everyone.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
-            at = next((i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), min(len(first), len(theirs)))
-            a, b = (f"{ops[at][0]!r} with needs_grad={ops[at][1]}" if at < len(ops) else "none" for ops in (first, theirs))
-            raise ClusterError(f"measure_ops: all ranks must measure the same ops in the same order; number {at} is {a} on rank 0, {b} on rank {rank}")
+            at = next(
+                (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
+                min(len(first), len(theirs)),
+            )
+            a, b = (
+                f"{ops[at][0]!r} with needs_grad={ops[at][1]}" if at < len(ops) else "none"
+                for ops in (first, theirs)
+            )
+            raise ClusterError(
+                f"measure_ops: all ranks must measure the same ops in the same order; number {at} "
+                f"is {a} on rank 0, {b} on rank {rank}"
+            )
 
 
 def _device_of(cluster: Cluster) -> torch.device:
@@ -81,8 +102,9 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 class _Arena:
-    """Random numbers of some bytes, of which ops take their parameters in turn, here and there: they find them cold, as a step does that touches as much from
-    one use of a parameter to the next."""
+    """Random numbers of some bytes, of which ops take their parameters in turn, here and there:
+    they find them cold, as a step does that touches as much from one use of a parameter to the
+    next."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = min(nbytes, _CACHES), device
@@ -98,20 +120,42 @@ class _Arena:
         if not t.dtype.is_floating_point or t.nbytes * 2 > self.nbytes:
             return t
         if t.dtype not in self._of:
-            self._of[t.dtype] = torch.randn(self.nbytes // t.dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(self.device, t.dtype)
+            self._of[t.dtype] = torch.randn(
+                self.nbytes // t.dtype.itemsize, generator=torch.Generator().manual_seed(0)
+            ).to(self.device, t.dtype)
         numbers = self._of[t.dtype]
         first = turn * (numbers.numel() // _TURNS) % (numbers.numel() - t.numel())
-        return numbers[first : first + t.numel()].view(t.shape).detach().requires_grad_(t.requires_grad)
+        return (
+            numbers[first : first + t.numel()]
+            .view(t.shape)
+            .detach()
+            .requires_grad_(t.requires_grad)
+        )
 
 
 class _Op:
-    """One op with its arguments: as many sets of them as it has turns of its parameters ``held``. Backward follows so many forwards later."""
+    """One op with its arguments: as many sets of them as it has turns of its parameters ``held``.
+    Backward follows so many forwards later."""
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], needs_grad: bool, held: Sequence[Tensor] = (), arena: _Arena | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        needs_grad: bool,
+        held: Sequence[Tensor] = (),
+        arena: _Arena | None = None,
+    ) -> None:
         self.function, self.needs_grad = function, needs_grad
         known = set(map(id, held))
         turns = 1 if arena is None else arena.turns(held)
-        self.sets = [tuple(args)] if arena is None else [_with(tuple(args), functools.partial(_turned, arena, k, known)) for k in range(turns)]
+        self.sets = (
+            [tuple(args)]
+            if arena is None
+            else [
+                _with(tuple(args), functools.partial(_turned, arena, k, known))
+                for k in range(turns)
+            ]
+        )
         self.leaves = [[t for t in _tensors(list(own)) if t.requires_grad] for own in self.sets]
         self.turn = 0
         self.waiting: deque[tuple[int, list[Tensor], list[Tensor]]] = deque()

@@ -1,4 +1,5 @@
-"""The cluster that a job's ranks are on, for whoever has named none: measured in a few seconds once on a machine, and read from a file from then on."""
+"""The cluster that a job's ranks are on, for whoever has named none: measured in a few seconds once
+on a machine, and read from a file from then on."""
 
 from __future__ import annotations
 
@@ -29,25 +30,38 @@ __all__ = ["VARIABLE", "cache_folder", "cluster_here"]
 VARIABLE: Final = "GLOBALTENSOR_PROFILE"
 _SECONDS: Final = 2.0
 _VERSION: Final = 1  # of what is measured, and how
-_SHORT: Final = ". Calls are priced by operations and bytes: steps of small models take two or three times as long, flow.auto.calibrate measures their calls"
+_SHORT: Final = (
+    ". Calls are priced by operations and bytes: steps of small models take two or "
+    "three times as long, flow.auto.calibrate measures their calls"
+)
 
 log = logging.getLogger("globaltensor")
 
 
 def cluster_here(device: str) -> Cluster | None:
-    """Return the cluster of this world's ranks, measured on devices of this type before or now; None where it is not to be measured, or cannot be.
+    """Return the cluster of this world's ranks, measured on devices of this type before or now;
+    None where it is not to be measured, or cannot be.
 
-    It is measured in about two seconds where nothing else runs. The figures are kept in a file of the user's cache, by rank 0, and are for all later jobs of
-    the same ranks, threads, machines and versions. All ranks must call it, and get the same.
+    It is measured in about two seconds where nothing else runs. The figures are kept in a file of
+    the user's cache, by rank 0, and are for all later jobs of the same ranks, threads, machines and
+    versions. All ranks must call it, and get the same.
     """
     here = world()
-    if here.size == 1 or not isinstance(here, ProcessWorld):  # ranks that are threads take turns: nothing to measure
+    if here.size == 1 or not isinstance(
+        here, ProcessWorld
+    ):  # ranks that are threads take turns: nothing to measure
         return None
     everyone = here.comm(tuple(range(here.size)))
     asked = everyone.all_gather_object((os.environ.get(VARIABLE, "1") != "0", _machine(device)))
     if not asked[0][0]:  # rank 0 says it for all
         return None
-    what = {"version": _VERSION, "device": device, "backend": here.backend, "torch": torch.__version__, "ranks": [machine for _, machine in asked]}
+    what = {
+        "version": _VERSION,
+        "device": device,
+        "backend": here.backend,
+        "torch": torch.__version__,
+        "ranks": [machine for _, machine in asked],
+    }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
     known = _known.setdefault(here, {})
     if key not in known:  # and so on every rank
@@ -67,9 +81,17 @@ def _kept_or_measured(device: str, path: Path) -> Cluster | None:
         return kept
     try:
         found = measured(_SECONDS, device, "this machine", hurried=True)
-        found = replace(found, measured=tuple(curve.lawful() for curve in found.measured), source=found.source + _SHORT)
+        found = replace(
+            found,
+            measured=tuple(curve.lawful() for curve in found.measured),
+            source=found.source + _SHORT,
+        )
     except ClusterError as error:  # the same on every rank
-        log.warning("the ranks of this job were not measured, so plans are made for the generic machine: %s", error)
+        log.warning(
+            "the ranks of this job were not measured, so plans are made for the generic machine: "
+            "%s",
+            error,
+        )
         return None
     where: str = everyone.all_gather_object(_write(path, found) if here.rank == 0 else "")[0]
     return replace(found, source=found.source + where)
@@ -87,7 +109,12 @@ def cache_folder() -> Path:
 def _machine(device: str) -> dict[str, Any]:
     """Return what of a rank its figures depend on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {"host": socket.gethostname(), "processor": _processor(), "cores": cores, "threads": torch.get_num_threads()}
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "processor": _processor(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
     if device == "cuda" and torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return found | {"shared memory": os.environ.get(SHARED_MEMORY, "1")}
@@ -95,7 +122,10 @@ def _machine(device: str) -> dict[str, Any]:
 
 def _processor() -> str:
     """The name of the processor."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines,
+    ):
         for line in lines:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -114,7 +144,8 @@ def _read(path: Path) -> Cluster | None:
 
 
 def _write(path: Path, found: Cluster) -> str:
-    """Keep a cluster -> what is said of that. The file is there as a whole or not at all; where it cannot be written, the next job measures again."""
+    """Keep a cluster -> what is said of that. The file is there as a whole or not at all; where it
+    cannot be written, the next job measures again."""
     kept = f". Kept in {path}: delete the file to measure anew"
     partial = ""
     try:
@@ -124,7 +155,11 @@ def _write(path: Path, found: Cluster) -> str:
         replace(found, source=found.source + kept).save(partial)
         os.replace(partial, path)
     except OSError as error:
-        log.warning("measured figures could not be kept, so the next job measures again: %s: %s", path, error.strerror or error)
+        log.warning(
+            "measured figures could not be kept, so the next job measures again: %s: %s",
+            path,
+            error.strerror or error,
+        )
         with contextlib.suppress(OSError):
             os.unlink(partial)
         return ""

@@ -1,7 +1,10 @@
-"""Computations on arrays that are done once: a network of equal layers asks for the same small ones as often as it has layers.
+"""Computations on arrays that are done once: a network of equal layers asks for the same small ones
+as often as it has layers.
 
-Arrays that are equal from the start are made one (`Shared.same`); what is made of one and the same arrays by one and the same function then is one array too,
-so a whole chain of reductions of a layer is looked up for the next layer. (Hash-consing: Ershov, On programming of arithmetic operations, CACM 1958.)
+Arrays that are equal from the start are made one (`Shared.same`); what is made of one and the same
+arrays by one and the same function then is one array too, so a whole chain of reductions of a layer
+is looked up for the next layer. (Hash-consing: Ershov, On programming of arithmetic operations,
+CACM 1958.)
 """
 
 from __future__ import annotations
@@ -16,21 +19,27 @@ from .problem import Array
 
 #: Bytes of results after which all is forgotten.
 MOST_BYTES = 1 << 29
-#: Results after which it is seen how often one was wanted again, and how often that must have been for each.
+#: Results after which it is seen how often one was wanted again, and how often that must have been
+#: for each.
 TRIAL, WORTHWHILE = 20_000, 0.1
 
 
 class Shared:
-    """The results of functions of arrays; `made` is how many were worked out. Arrays given and found are not to be written to."""
+    """The results of functions of arrays; `made` is how many were worked out. Arrays given and
+    found are not to be written to."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[tuple[Array, ...], Any]] = {}  # with what the results were made of: an identity must not pass on to another array
+        self._found: dict[
+            Any, tuple[tuple[Array, ...], Any]
+        ] = {}  # with what the results were made of: an identity must not pass on to another array
         self._same: dict[Any, list[Array]] = {}
         self.made, self._bytes, self._hits, self._on = 0, 0, 0, True
 
     def same(self, array: Array) -> Array:
         """The first array that was like this one."""
-        likely = self._same.setdefault((array.shape, array.dtype.char, crc32(np.ascontiguousarray(array).data)), [])
+        likely = self._same.setdefault(
+            (array.shape, array.dtype.char, crc32(np.ascontiguousarray(array).data)), []
+        )
         for known in likely:
             if known is array or np.array_equal(known, array):
                 return known

@@ -1,8 +1,10 @@
-"""The best prices of memory where what is best at given prices is known exactly: cutting planes within a box around the best prices so far.
+"""The best prices of memory where what is best at given prices is known exactly: cutting planes
+within a box around the best prices so far.
 
-Each evaluation at prices p with bound b and overflow g bounds the bound of all prices q by b + g (q - p). With one moment the least upper bound has a
-closed form; with several it is a small linear program, for HiGHS (Kelley, The cutting-plane method for solving convex programs, 1960; the box is the
-usual stabilisation).
+Each evaluation at prices p with bound b and overflow g bounds the bound of all prices q by b + g (q
+- p). With one moment the least upper bound has a closed form; with several it is a small linear
+program, for HiGHS (Kelley, The cutting-plane method for solving convex programs, 1960; the box is
+the usual stabilisation).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class CuttingPlanes:
         self.best = -np.inf
 
     def add(self, bound: float, price: Array, slope: Array) -> None:
-        """Take an evaluation; prices may move further after a good one, less far after a bad one."""
+        """Take an evaluation; prices may move further after a good one, less far after a bad
+        one."""
         self.bounds.append(bound)
         self.prices.append(price)
         self.slopes.append(slope)
@@ -40,7 +43,8 @@ class CuttingPlanes:
                 del row[worst]
 
     def next(self, active: Array) -> tuple[Array, float] | None:
-        """The most promising prices of these moments, and what the bound could be there at most; None where that needs HiGHS and it is missing."""
+        """The most promising prices of these moments, and what the bound could be there at most;
+        None where that needs HiGHS and it is missing."""
         centre = self.prices[int(np.argmax(self.bounds))]
         price = np.zeros(len(centre))
         if not len(active):
@@ -49,7 +53,11 @@ class CuttingPlanes:
         slopes = np.array([s[active] for s in self.slopes])
         offsets = np.array(self.bounds) - (at * slopes).sum(1)  # bound(q) <= offset + slope q
         low, high = np.maximum(centre[active] - self.width, 0.0), centre[active] + self.width
-        found = line(offsets, slopes[:, 0], low[0], high[0]) if len(active) == 1 else program(offsets, slopes, low, high)
+        found = (
+            line(offsets, slopes[:, 0], low[0], high[0])
+            if len(active) == 1
+            else program(offsets, slopes, low, high)
+        )
         if found is None:
             return None
         price[active] = found[0]

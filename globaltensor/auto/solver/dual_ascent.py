@@ -1,7 +1,9 @@
-"""Prices for memory and messages between nodes, raised in turn: a lower bound that grows, and choices read off it that are made feasible and better.
+"""Prices for memory and messages between nodes, raised in turn: a lower bound that grows, and
+choices read off it that are made feasible and better.
 
-The prices are Lagrange multipliers of the moments, moved along a smoothed subgradient; only moments that were seen to overflow get one. Where the graph
-is narrow enough, elimination answers what is best at given prices exactly, and messages are not needed.
+The prices are Lagrange multipliers of the moments, moved along a smoothed subgradient; only moments
+that were seen to overflow get one. Where the graph is narrow enough, elimination answers what is
+best at given prices exactly, and messages are not needed.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ WORK = 2e8
 
 
 class Ascent:
-    """The state of the search on one core: messages, prices, the best bound and the best choice of its nodes."""
+    """The state of the search on one core: messages, prices, the best bound and the best choice of
+    its nodes."""
 
-    def __init__(self, flat: FlatProblem, price: Array | None = None, value: float = np.inf, elimination: Elimination | None = None) -> None:
-        """`price` to start from; `value` is the cost of the best choice known, which may not be among this core's any more."""
+    def __init__(
+        self,
+        flat: FlatProblem,
+        price: Array | None = None,
+        value: float = np.inf,
+        elimination: Elimination | None = None,
+    ) -> None:
+        """`price` to start from; `value` is the cost of the best choice known, which may not be
+        among this core's any more."""
         self.flat = flat
         self.price = np.zeros(len(flat.room)) if price is None else price.copy()
         self.active = self.price > 0
@@ -48,11 +58,18 @@ class Ascent:
         self.rounds = 0
         self.limit = float(max(flat.room.max(initial=0.0), 1e-300))
         self.step = 0.05
-        self.reached, self.idle = -np.inf, 0  # the best bound when prices moved last, and how often it did not rise since
+        self.reached, self.idle = (
+            -np.inf,
+            0,
+        )  # the best bound when prices moved last, and how often it did not rise since
         self.cuts: CuttingPlanes | None = None
         self.settled = False  # no prices are better
         self.straddled = False
-        self.elimination = elimination if elimination is not None and elimination.fits and elimination.work <= WORK else None
+        self.elimination = (
+            elimination
+            if elimination is not None and elimination.fits and elimination.work <= WORK
+            else None
+        )
 
     @cached_property
     def messages(self) -> Messages:
@@ -124,14 +141,16 @@ class Ascent:
 
     @property
     def scale(self) -> float:
-        """About what the best choice costs: choices that were found early may cost many times as much."""
+        """About what the best choice costs: choices that were found early may cost many times as
+        much."""
         best = min(self.value, self.known)
         if not np.isfinite(best):
             return max(abs(self.bound), 1e-300)
         return min(abs(best), 2 * self.bound) if self.bound > 0 else abs(best)
 
     def move(self, over: Array) -> None:
-        """Move the prices along what overflows, smoothed: the choices that messages give jump from round to round."""
+        """Move the prices along what overflows, smoothed: the choices that messages give jump from
+        round to round."""
         if self.rounds < FIRST:
             return
         self.open(over)
@@ -145,7 +164,9 @@ class Ascent:
                 self.step, self.idle, self.price = self.step * 0.5, 0, self.best_price.copy()
                 self.drift[:] = 0
         pace = self.step * self.scale / self.limit
-        self.price = np.where(self.active, np.maximum(0.0, self.price + pace * np.clip(self.drift, -0.2, 1.0)), 0.0)
+        self.price = np.where(
+            self.active, np.maximum(0.0, self.price + pace * np.clip(self.drift, -0.2, 1.0)), 0.0
+        )
 
     def follow(self, over: Array, bound: float) -> None:
         """Move the prices where exact evaluations suggest."""
@@ -161,21 +182,46 @@ class Ascent:
         self.price, promise = found
         best = min(self.value, self.known)
         left = max(best - self.bound, 0.0) if np.isfinite(best) else 0.0
-        self.settled = promise <= self.bound + max(1e-9 * self.scale, 1e-3 * left) and opened == self.active.sum()
+        self.settled = (
+            promise <= self.bound + max(1e-9 * self.scale, 1e-3 * left)
+            and opened == self.active.sum()
+        )
 
-    def run(self, deadline: float, rounds: int, goal: float = np.inf, polish_every: int = 5, gap: float = 0.0) -> None:
-        """So many rounds, or until time is up, the bound exceeds the goal, or a choice is found that is near enough to it."""
+    def run(
+        self,
+        deadline: float,
+        rounds: int,
+        goal: float = np.inf,
+        polish_every: int = 5,
+        gap: float = 0.0,
+    ) -> None:
+        """So many rounds, or until time is up, the bound exceeds the goal, or a choice is found
+        that is near enough to it."""
         last = self.rounds + rounds
-        while time.monotonic() < deadline and self.rounds < last and self.bound <= goal and not self.settled and not self.closed(gap):
-            early = self.rounds == 0 and len(self.flat.table) > QUICK  # before prices say something, choices are far from fitting
+        while (
+            time.monotonic() < deadline
+            and self.rounds < last
+            and self.bound <= goal
+            and not self.settled
+            and not self.closed(gap)
+        ):
+            early = (
+                self.rounds == 0 and len(self.flat.table) > QUICK
+            )  # before prices say something, choices are far from fitting
             self.round(self.rounds % polish_every == 0 and not early, deadline, gap)
         if self.settled and not self.straddled and time.monotonic() < deadline:
             self.straddle(deadline)
 
     def straddle(self, deadline: float) -> None:
-        """Read choices off prices a little below and above the best, where equal parts of the graph change all at once, and mix them."""
+        """Read choices off prices a little below and above the best, where equal parts of the graph
+        change all at once, and mix them."""
         self.straddled = True
         for factor in (1.001, 0.999, 1.03, 0.97):
             if self.elimination is not None:
-                _, found = self.elimination.run(np.split(self.flat.cost + self.flat.prices(self.best_price * factor), self.flat.first[1:-1]))
+                _, found = self.elimination.run(
+                    np.split(
+                        self.flat.cost + self.flat.prices(self.best_price * factor),
+                        self.flat.first[1:-1],
+                    )
+                )
                 self.polish(np.array([found[n] for n in range(len(self.flat.nodes))]), deadline)

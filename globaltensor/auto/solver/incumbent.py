@@ -42,20 +42,28 @@ class SearchState:
 
     @property
     def late(self) -> bool:
-        enough = (self.first and self.choice is not None) or (self.gap > 0 and self.cost < math.inf and self.cost - self.bound <= self.gap * abs(self.cost))
+        enough = (self.first and self.choice is not None) or (
+            self.gap > 0
+            and self.cost < math.inf
+            and self.cost - self.bound <= self.gap * abs(self.cost)
+        )
         return enough or time.monotonic() >= self.deadline
 
     @property
     def goal(self) -> float:
-        """A bound above this proves that there is nothing better than the best choice: one less among integers, 1e-9 of it among floats."""
+        """A bound above this proves that there is nothing better than the best choice: one less
+        among integers, 1e-9 of it among floats."""
         if self.cost == math.inf:
             return math.inf
         slack = rounding(float(self.cost), 10**6)
-        return float(self.cost) - (max(1.0 - slack, slack) if self.problem.integral else 5e-10 * abs(self.cost))
+        return float(self.cost) - (
+            max(1.0 - slack, slack) if self.problem.integral else 5e-10 * abs(self.cost)
+        )
 
     @property
     def near(self) -> float:
-        """A gap, relatively, at which a core is at its end: `late` or above the `goal`, whatever rounding adds. Among integers that is none."""
+        """A gap, relatively, at which a core is at its end: `late` or above the `goal`, whatever
+        rounding adds. Among integers that is none."""
         return max(0.99 * self.gap, 0.0 if self.problem.integral else 4e-10)
 
     @property
@@ -69,7 +77,10 @@ class SearchState:
 
     def widths(self, width: int, table: int) -> None:
         """Keep the most of these in the log."""
-        self.log["width"], self.log["largest_table"] = max(width, self.widest), max(table, self.largest)
+        self.log["width"], self.log["largest_table"] = (
+            max(width, self.widest),
+            max(table, self.largest),
+        )
         self.widest, self.largest = max(width, self.widest), max(table, self.largest)
 
     def reduced(self, core: PresolvedProblem) -> None:
@@ -79,7 +90,8 @@ class SearchState:
             self.widths(max(width for _, width in near), max(size for size, _ in near))
 
     def offer(self, core: PresolvedProblem, nodes: Sequence[int], chosen: Array) -> None:
-        """Take a choice of the core's live nodes if it is feasible, and better than what is known; costs and memory are counted anew, exactly."""
+        """Take a choice of the core's live nodes if it is feasible, and better than what is known;
+        costs and memory are counted anew, exactly."""
         choice = core.expand(dict(zip(nodes, chosen.tolist(), strict=True)))
         cost = self.problem.evaluate(choice)
         if cost < self.cost and self.problem.fits(choice):
@@ -88,13 +100,23 @@ class SearchState:
     def offer_something(self, core: PresolvedProblem, flat: FlatProblem, deadline: float) -> None:
         """Where there was no time to search: what changing one node after another finds."""
         local = LocalSearch(flat)
-        local.set(np.minimum.reduceat(np.where(flat.cost == np.minimum.reduceat(flat.cost, flat.first[:-1])[flat.owner], flat.k, 10**9), flat.first[:-1]))
+        local.set(
+            np.minimum.reduceat(
+                np.where(
+                    flat.cost == np.minimum.reduceat(flat.cost, flat.first[:-1])[flat.owner],
+                    flat.k,
+                    10**9,
+                ),
+                flat.first[:-1],
+            )
+        )
         if local.repair(deadline):
             local.descend(deadline)
             self.offer(core, flat.nodes, local.choice)
 
     def proves(self, bound: float, terms: int) -> None:
-        """Take a lower bound of everything that is not proven worse, summed up from this many floats: less what rounding may have added."""
+        """Take a lower bound of everything that is not proven worse, summed up from this many
+        floats: less what rounding may have added."""
         if math.isfinite(bound):
             self.bound = max(self.bound, bound - rounding(bound, terms))
 
@@ -102,11 +124,35 @@ class SearchState:
         seconds = time.monotonic() - self.began
         if self.choice is None:
             most = self.below if self.exhausted else min(self.bound, self.below)
-            return Solution(None, math.inf, most, False, self.exhausted and self.below == math.inf, None, self.least_usage, seconds, self.log)
+            return Solution(
+                None,
+                math.inf,
+                most,
+                False,
+                self.exhausted and self.below == math.inf,
+                None,
+                self.least_usage,
+                seconds,
+                self.log,
+            )
         bound: Number = self.cost
         if not self.exhausted and self.bound < self.cost:
-            bound = math.ceil(self.bound) if self.problem.integral and math.isfinite(self.bound) else self.bound
-        return Solution(self.choice, self.cost, min(bound, self.cost), True, False, self.problem.peak(self.choice), None, seconds, self.log)
+            bound = (
+                math.ceil(self.bound)
+                if self.problem.integral and math.isfinite(self.bound)
+                else self.bound
+            )
+        return Solution(
+            self.choice,
+            self.cost,
+            min(bound, self.cost),
+            True,
+            False,
+            self.problem.peak(self.choice),
+            None,
+            seconds,
+            self.log,
+        )
 
 
 def rounding(value: float, terms: int) -> float:

@@ -1,6 +1,8 @@
-"""Two problems that differ in their costs only, made smaller together: what is taken out is no loss for either, so neither for the larger of both costs.
+"""Two problems that differ in their costs only, made smaller together: what is taken out is no loss
+for either, so neither for the larger of both costs.
 
-Reductions work on complex costs, one problem's in the real and the other's in the imaginary parts (`reduce.Core`). What is left are two problems again.
+Reductions work on complex costs, one problem's in the real and the other's in the imaginary parts
+(`reduce.Core`). What is left are two problems again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["JointPresolve"]
 
 
 class JointPresolve:
-    """``problems``: what is left of the two. Each has one node more at the end, of one strategy: what is always paid, and used.
+    """``problems``: what is left of the two. Each has one node more at the end, of one strategy:
+    what is always paid, and used.
 
     >>> one, other = Problem(), Problem()
     >>> for problem, costs in ((one, [3, 0, 4]), (other, [0, 2, 1])):
@@ -33,11 +36,20 @@ class JointPresolve:
     def __init__(self, problems: tuple[Problem, Problem], deadline: float = np.inf) -> None:
         """As far as there is time until the deadline (of `time.monotonic`)."""
         joined = _Joined()
-        costs, tables = ([joined(*both) for both in zip(*those, strict=True)] for those in ([p.costs for p in problems], [p.tables for p in problems]))
-        self._core = tighten(core_of(dataclasses.replace(problems[0], costs=costs, tables=tables)), deadline)
+        costs, tables = (
+            [joined(*both) for both in zip(*those, strict=True)]
+            for those in ([p.costs for p in problems], [p.tables for p in problems])
+        )
+        self._core = tighten(
+            core_of(dataclasses.replace(problems[0], costs=costs, tables=tables)), deadline
+        )
         self._live = sorted(self._core.live)
         self.feasible = self._core.feasible
-        self.problems = (self._left(problems[0].name, 0), self._left(problems[1].name, 1)) if self.feasible else problems
+        self.problems = (
+            (self._left(problems[0].name, 0), self._left(problems[1].name, 1))
+            if self.feasible
+            else problems
+        )
 
     def expand(self, choice: Sequence[int]) -> list[int]:
         """A choice for the problems as they were."""
@@ -47,16 +59,25 @@ class JointPresolve:
         core, parted = self._core, _Parted(which)
         place = {i: n for n, i in enumerate(self._live)}
         most = float(core.room.max(initial=0.0))
-        whole = all(np.array_equal(amounts, np.rint(amounts)) for amounts in [core.room, *(b.amounts for i in self._live for b in core.uses[i])])
+        whole = all(
+            np.array_equal(amounts, np.rint(amounts))
+            for amounts in [core.room, *(b.amounts for i in self._live for b in core.uses[i])]
+        )
         left = Problem(name, (most if whole else most / (1 + 1e-9)) if len(core.room) else None)
         for i in self._live:
             left.costs.append(parted(core.costs[i]))
             left.usages.append([
                 Usage(start, end, amounts)
                 for block in core.uses[i]
-                for start, end, amounts in zip(block.starts.tolist(), block.ends.tolist(), block.amounts, strict=True)
+                for start, end,
+                amounts in zip(block.starts.tolist(), block.ends.tolist(), block.amounts,
+                    strict=True)
             ])  # fmt: skip
-        always = [((t, t + 1), [taken]) for t, taken in enumerate((most - core.room).tolist()) if taken > 0]
+        always = [
+            ((t, t + 1), [taken])
+            for t, taken in enumerate((most - core.room).tolist())
+            if taken > 0
+        ]
         left.names, left.labels = [None] * len(self._live), [None] * len(self._live)
         left.node([(core.constant.real, core.constant.imag)[which]], always)
         for i in self._live:

@@ -11,7 +11,8 @@ from .problem import Array
 
 
 class LocalSearch:
-    """A choice with what changing each node would cost (`given`: the cost of each strategy where the neighbours stay) and the room left."""
+    """A choice with what changing each node would cost (`given`: the cost of each strategy where
+    the neighbours stay) and the room left."""
 
     def __init__(self, flat: FlatProblem) -> None:
         self.flat = flat
@@ -22,13 +23,16 @@ class LocalSearch:
         turned = ranges(np.zeros(len(flat.head), np.int64), flat.shape)
         row, column = np.divmod(turned, np.repeat(heads, flat.shape)) if total else (turned, turned)
         base = np.repeat(flat.at[:-1], flat.shape)
-        self.tables = np.concatenate([flat.table, flat.table[base + column * np.repeat(tails, flat.shape) + row]])
+        self.tables = np.concatenate(
+            [flat.table, flat.table[base + column * np.repeat(tails, flat.shape) + row]]
+        )
         near, far = np.concatenate([flat.head, flat.tail]), np.concatenate([flat.tail, flat.head])
         at = np.concatenate([flat.at[:-1], flat.at[:-1] + total])
         order = np.argsort(near, kind="stable")
         near, far, at = near[order], far[order], at[order]
         columns = flat.size[far]
-        #: entries (edge, strategy of the far node), by near node: where they lie in `given`, and in `tables` at strategy 0; a strategy is `stride` further
+        #: entries (edge, strategy of the far node), by near node: where they lie in `given`, and in
+        #: `tables` at strategy 0; a strategy is `stride` further
         self.theirs = ranges(flat.first[far], columns)
         self.at = ranges(at, columns)
         self.stride = np.repeat(columns, columns)
@@ -48,7 +52,9 @@ class LocalSearch:
         flat = self.flat
         self.choice = choice.astype(np.int64, copy=True)
         k = np.repeat(self.choice, np.diff(self.cut))
-        self.given = flat.cost + np.bincount(self.theirs, self.tables[self.at + k * self.stride], len(flat.cost))
+        self.given = flat.cost + np.bincount(
+            self.theirs, self.tables[self.at + k * self.stride], len(flat.cost)
+        )
         self.slack = flat.room - flat.profile(self.choice)
         self.value = flat.value(self.choice)
 
@@ -63,7 +69,14 @@ class LocalSearch:
         first = flat.item_first[items]
         more = flat.item_amount[first + k] - flat.item_amount[first + self.choice[i]]
         some = np.flatnonzero(more)
-        return list(zip(flat.begin[items[some]].tolist(), flat.end[items[some]].tolist(), more[some].tolist(), strict=True))
+        return list(
+            zip(
+                flat.begin[items[some]].tolist(),
+                flat.end[items[some]].tolist(),
+                more[some].tolist(),
+                strict=True,
+            )
+        )
 
     def fits(self, change: list[tuple[int, int, float]]) -> bool:
         """Whether there is room for all that this adds."""
@@ -75,7 +88,9 @@ class LocalSearch:
         lo, hi = int(self.cut[i]), int(self.cut[i + 1])
         at, stride = self.at[lo:hi], self.stride[lo:hi]
         self.value += float(self.given[flat.first[i] + k] - self.given[flat.first[i] + old])
-        self.given[self.theirs[lo:hi]] += self.tables[at + k * stride] - self.tables[at + old * stride]
+        self.given[self.theirs[lo:hi]] += (
+            self.tables[at + k * stride] - self.tables[at + old * stride]
+        )
         for start, end, more in change:
             self.slack[start:end] -= more
         self.choice[i] = k
@@ -93,7 +108,9 @@ class LocalSearch:
             for position in better[np.argsort(-gain[better], kind="stable")].tolist():
                 i = int(flat.owner[position])
                 # the neighbours may have moved since
-                if self.given[position] < self.given[flat.first[i] + self.choice[i]] - 1e-12 * abs(self.value):
+                if self.given[position] < self.given[flat.first[i] + self.choice[i]] - 1e-12 * abs(
+                    self.value
+                ):
                     change = self.change(i, position - int(flat.first[i]))
                     if self.fits(change):
                         self.move(i, position - int(flat.first[i]), change)
@@ -104,7 +121,8 @@ class LocalSearch:
                 return
 
     def repair(self, deadline: float = np.inf) -> bool:
-        """Make the choice fit by the changes that cost least for what they free, the fullest moment first. Whether that succeeded."""
+        """Make the choice fit by the changes that cost least for what they free, the fullest moment
+        first. Whether that succeeded."""
         flat = self.flat
         for _ in range(4 * len(flat.nodes) + 10):
             if self.feasible:

@@ -1,4 +1,5 @@
-"""Reductions that memory allows: moments that never bind are dropped, strategies that cannot fit are forbidden, what every strategy takes is set aside."""
+"""Reductions that memory allows: moments that never bind are dropped, strategies that cannot fit
+are forbidden, what every strategy takes is set aside."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from .problem import Array
 
 
 def tighten(core: PresolvedProblem, deadline: float = np.inf) -> PresolvedProblem:
-    """Reduce, and look at memory, in turn until neither finds anything. Sets `feasible` to False where the room is too small whatever is chosen."""
+    """Reduce, and look at memory, in turn until neither finds anything. Sets `feasible` to False
+    where the room is too small whatever is chosen."""
     presolve(core, deadline)
     while core.feasible and len(core.room) and time.monotonic() < deadline:
-        steps = {i: step(core.uses[i], len(core.costs[i])) for i in sorted(core.live) if core.uses[i]}
+        steps = {
+            i: step(core.uses[i], len(core.costs[i])) for i in sorted(core.live) if core.uses[i]
+        }
         for i, block in steps.items():
             core.uses[i] = [set_aside(core, block)]
         if core.room.min() < 0:
@@ -30,7 +34,10 @@ def tighten(core: PresolvedProblem, deadline: float = np.inf) -> PresolvedProble
 
 def step(blocks: list[Uses], count: int) -> Uses:
     """The usage of a node as intervals that do not overlap."""
-    starts, ends, amounts = (np.concatenate([getattr(block, part) for block in blocks]) for part in ("starts", "ends", "amounts"))
+    starts, ends, amounts = (
+        np.concatenate([getattr(block, part) for block in blocks])
+        for part in ("starts", "ends", "amounts")
+    )
     if len(starts) == 1:
         return Uses(starts, ends, amounts)
     moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
@@ -40,7 +47,11 @@ def step(blocks: list[Uses], count: int) -> Uses:
     level = np.cumsum(change, 0)[:-1]
     new = np.concatenate([[True], (level[1:] != level[:-1]).any(1)])
     first = np.flatnonzero(new)
-    level, begin, end = level[first], moments[first], moments[np.concatenate([first[1:], [len(moments) - 1]])]
+    level, begin, end = (
+        level[first],
+        moments[first],
+        moments[np.concatenate([first[1:], [len(moments) - 1]])],
+    )
     some = level.any(1)
     return Uses(begin[some], end[some], level[some])
 
@@ -48,18 +59,26 @@ def step(blocks: list[Uses], count: int) -> Uses:
 def set_aside(core: PresolvedProblem, block: Uses) -> Uses:
     """Take from the room what every strategy uses."""
     least = block.amounts.min(1)
-    for start, end, amount in zip(block.starts[least > 0].tolist(), block.ends[least > 0].tolist(), least[least > 0].tolist(), strict=True):
+    for start, end, amount in zip(
+        block.starts[least > 0].tolist(),
+        block.ends[least > 0].tolist(),
+        least[least > 0].tolist(),
+        strict=True,
+    ):
         core.room[start:end] -= amount
     return Uses(block.starts, block.ends, block.amounts - least[:, None])
 
 
 def compress(core: PresolvedProblem) -> None:
-    """Keep the moments that can bind: those where the most that can be used exceeds the room, and no neighbouring moment implies them."""
+    """Keep the moments that can bind: those where the most that can be used exceeds the room, and
+    no neighbouring moment implies them."""
     nodes = [i for i in sorted(core.live) if core.uses[i]]
     most = np.zeros(len(core.room) + 1)
     for i in nodes:
         (block,) = core.uses[i]
-        most += np.bincount(block.starts, top := block.amounts.max(1), len(most)) - np.bincount(block.ends, top, len(most))
+        most += np.bincount(block.starts, top := block.amounts.max(1), len(most)) - np.bincount(
+            block.ends, top, len(most)
+        )
     kept = np.flatnonzero(np.cumsum(most)[:-1] > core.room)
     renumber(core, nodes, kept)
     for later in (True, False):
@@ -69,9 +88,13 @@ def compress(core: PresolvedProblem) -> None:
                 edge[block.ends if later else block.starts] = True
         room = core.room
         if later:  # implied by the next moment, where nothing ends in between
-            implied = np.concatenate([~edge[1:-1] & (room[1:] <= room[:-1]), np.zeros(min(1, len(room)), bool)])
+            implied = np.concatenate(
+                [~edge[1:-1] & (room[1:] <= room[:-1]), np.zeros(min(1, len(room)), bool)]
+            )
         else:  # or by the one before, where nothing starts
-            implied = np.concatenate([np.zeros(min(1, len(room)), bool), ~edge[1:-1] & (room[:-1] <= room[1:])])
+            implied = np.concatenate(
+                [np.zeros(min(1, len(room)), bool), ~edge[1:-1] & (room[:-1] <= room[1:])]
+            )
         renumber(core, nodes, np.flatnonzero(~implied))
 
 
@@ -86,7 +109,12 @@ def renumber(core: PresolvedProblem, nodes: list[int], kept: Array) -> None:
             starts, ends = np.searchsorted(kept, block.starts), np.searchsorted(kept, block.ends)
             some = (starts < ends) & block.amounts.any(1)
             if some.any():
-                blocks.append(step([Uses(starts[some], ends[some], block.amounts[some])], block.amounts.shape[1]))
+                blocks.append(
+                    step(
+                        [Uses(starts[some], ends[some], block.amounts[some])],
+                        block.amounts.shape[1],
+                    )
+                )
         core.uses[i] = blocks
 
 
@@ -97,7 +125,11 @@ class Least:
         self.rows = [values]
         while (width := 1 << len(self.rows)) <= len(values):
             above = self.rows[-1]
-            self.rows.append(np.minimum(above[: len(values) - width + 1], above[width // 2 :][: len(values) - width + 1]))
+            self.rows.append(
+                np.minimum(
+                    above[: len(values) - width + 1], above[width // 2 :][: len(values) - width + 1]
+                )
+            )
 
     def between(self, starts: Array, ends: Array) -> Array:
         """min(values[start:end]) for each pair; starts < ends."""
@@ -110,7 +142,8 @@ class Least:
 
 
 def forbid(core: PresolvedProblem) -> dict[int, None]:
-    """Drop the strategies that leave no room for the least that the others take; the nodes touched."""
+    """Drop the strategies that leave no room for the least that the others take; the nodes
+    touched."""
     touched: dict[int, None] = {}
     if not len(core.room):
         return touched

@@ -1,4 +1,5 @@
-"""What each strategy and each pair costs at best, whatever else is chosen: by elimination once there and once back (Shenoy and Shafer 1990, in min-plus)."""
+"""What each strategy and each pair costs at best, whatever else is chosen: by elimination once
+there and once back (Shenoy and Shafer 1990, in min-plus)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MOST = 5e8
 
 
 class Marginals(NamedTuple):
-    """The least cost of all; of each node that with each of its strategies; of each edge of the elimination, in order, that with each pair."""
+    """The least cost of all; of each node that with each of its strategies; of each edge of the
+    elimination, in order, that with each pair."""
 
     least: float
     nodes: dict[int, Array]
@@ -56,7 +58,8 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
         belief = _spread((i,), costs[i], scope, sizes)
         for those, table in held[i]:
             belief = belief + _spread(those, table, scope, sizes)
-        # what is paid elsewhere: in this part of the graph by its neighbours' side, and in the other parts
+        # what is paid elsewhere: in this part of the graph by its neighbours' side, and in the
+        # other parts
         belief = belief + (down[i][None] if near else least - float(up[i]))
         for child in children[i]:
             theirs = _least(belief, scope, scopes[child])
@@ -69,7 +72,9 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
     return Marginals(least, of_nodes, of_edges)
 
 
-def _spread(those: tuple[int, ...], table: Array, scope: tuple[int, ...], sizes: Sequence[int]) -> Array:
+def _spread(
+    those: tuple[int, ...], table: Array, scope: tuple[int, ...], sizes: Sequence[int]
+) -> Array:
     """A table with axes for ``those`` nodes, as one with axes for all of a scope."""
     order = sorted(range(len(those)), key=lambda k: scope.index(those[k]))
     return table.transpose(order).reshape([sizes[n] if n in those else 1 for n in scope])

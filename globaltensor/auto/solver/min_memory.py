@@ -1,4 +1,5 @@
-"""Which limit would do, where no choice fits: the least peak usage of any choice that takes no forbidden entry."""
+"""Which limit would do, where no choice fits: the least peak usage of any choice that takes no
+forbidden entry."""
 
 from __future__ import annotations
 
@@ -18,16 +19,27 @@ Solve = Callable[[Problem, float], Solution]
 
 
 def minimum_memory(problem: Problem, solve: Solve, deadline: float) -> tuple[Number, Number] | None:
-    """(The least peak found, a lower bound of the least peak), equal where there was time enough; None where every choice takes a forbidden entry.
+    """(The least peak found, a lower bound of the least peak), equal where there was time enough;
+    None where every choice takes a forbidden entry.
 
-    By bisection over limits, for large problems to a thousandth; `solve(problem, seconds)` answers whether one can be kept.
+    By bisection over limits, for large problems to a thousandth; `solve(problem, seconds)` answers
+    whether one can be kept.
     """
     thrifty = replace(problem, costs=[], tables=[], usage_limit=None)
     shared: dict[int, Array] = {}
-    thrifty.tables = [shared.setdefault(id(table), forbidden_only(table)) for table in problem.tables]
+    thrifty.tables = [
+        shared.setdefault(id(table), forbidden_only(table)) for table in problem.tables
+    ]
     for costs, uses in zip(problem.costs, problem.usages, strict=True):
-        # what a strategy takes stands in for its cost, so that the first choice found is a thrifty one
-        taken = np.sum([use.amounts * span(use.start, use.end) for use in uses], axis=0, dtype=np.float64) if uses else np.zeros(len(costs))
+        # what a strategy takes stands in for its cost, so that the first choice found is a thrifty
+        # one
+        taken = (
+            np.sum(
+                [use.amounts * span(use.start, use.end) for use in uses], axis=0, dtype=np.float64
+            )
+            if uses
+            else np.zeros(len(costs))
+        )
         thrifty.costs.append(np.where(np.isinf(as_costs(costs)), np.inf, taken))
     found = solve(thrifty, max(deadline - time.monotonic(), 0.1))
     if found.choice is None:
@@ -53,7 +65,15 @@ def floor(problem: Problem) -> Number:
     separate = Problem(problem.name)
     for uses, at in zip(problem.usages, best, strict=True):
         for use, k in zip(uses, at, strict=True):
-            separate.node([0], [(None if use.start is None or use.end is None else (use.start, use.end), use.amounts[k : k + 1])])
+            separate.node(
+                [0],
+                [
+                    (
+                        None if use.start is None or use.end is None else (use.start, use.end),
+                        use.amounts[k : k + 1],
+                    )
+                ],
+            )
     return separate.peak([0] * len(separate.costs))
 
 

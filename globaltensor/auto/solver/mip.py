@@ -1,7 +1,9 @@
-"""What multipliers leave open, as an integer program for HiGHS: one unit of flow through the strategies of each node and the pairs of each edge.
+"""What multipliers leave open, as an integer program for HiGHS: one unit of flow through the
+strategies of each node and the pairs of each edge.
 
-Pairs have a variable each, continuous, whose sums over rows and columns equal the strategies' (the local polytope in its equality form, whose relaxation
-is almost always integral here). Memory rows are added as they turn out to be violated.
+Pairs have a variable each, continuous, whose sums over rows and columns equal the strategies' (the
+local polytope in its equality form, whose relaxation is almost always integral here). Memory rows
+are added as they turn out to be violated.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 from .reduced_cost_fixing import entries
 
-#: Costs are scaled so that the gap to close is this wide: HiGHS works with absolute tolerances of 1e-7.
+#: Costs are scaled so that the gap to close is this wide: HiGHS works with absolute tolerances of
+#: 1e-7.
 WIDE = 1e4
 #: Memory rows added in one round at the most.
 ROWS = 40
 
 
 class Outcome(NamedTuple):
-    """`choice` of the flat's nodes or None; a lower bound; whether the program was solved to the end (its choice is best, or there is none)."""
+    """`choice` of the flat's nodes or None; a lower bound; whether the program was solved to the
+    end (its choice is best, or there is none)."""
 
     choice: Array | None
     bound: float
@@ -38,8 +42,11 @@ def highspy() -> Any | None:
         return None
 
 
-def close(flat: FlatProblem, price: Array, gap: float, deadline: float, threads: int, seed: int) -> Outcome:
-    """Solve the flat problem as an integer program until the deadline. `gap` is about what lies between bound and best; `price` says which moments matter.
+def close(
+    flat: FlatProblem, price: Array, gap: float, deadline: float, threads: int, seed: int
+) -> Outcome:
+    """Solve the flat problem as an integer program until the deadline. `gap` is about what lies
+    between bound and best; `price` says which moments matter.
 
     Raises ImportError where highspy is missing.
     """
@@ -49,10 +56,18 @@ def close(flat: FlatProblem, price: Array, gap: float, deadline: float, threads:
 
 
 def close_larger(
-    flats: tuple[FlatProblem, FlatProblem], price: Array, low: float, high: float, gap: float, deadline: float, threads: int, seed: int
+    flats: tuple[FlatProblem, FlatProblem],
+    price: Array,
+    low: float,
+    high: float,
+    gap: float,
+    deadline: float,
+    threads: int,
+    seed: int,
 ) -> Outcome:
-    """The same for the larger one of two costs, of two flat problems with the same pairs allowed: for a choice that costs less than `high`, where none costs
-    less than `low`. It ends as well where cost and bound are as near as `gap`.
+    """The same for the larger one of two costs, of two flat problems with the same pairs allowed:
+    for a choice that costs less than `high`, where none costs less than `low`. It ends as well
+    where cost and bound are as near as `gap`.
 
     Raises ImportError where highspy is missing.
     """
@@ -63,7 +78,8 @@ def close_larger(
 
 
 def ended(program: Program, deadline: float) -> Outcome:
-    """Run a program: relaxed, and with whole numbers, and with the memory rows that turn out to be violated."""
+    """Run a program: relaxed, and with whole numbers, and with the memory rows that turn out to be
+    violated."""
     bound = -np.inf
     relaxed = True
     while True:
@@ -103,19 +119,36 @@ class Program:
         if module is None:
             raise ImportError("highspy is missing: pip install 'globaltensor[auto]'")
         self.module, self.flat = module, flat
-        self.scale, self.base = WIDE / gap, flat.constant  # the objective is what a choice costs above the base, times the scale
+        self.scale, self.base = (
+            WIDE / gap,
+            flat.constant,
+        )  # the objective is what a choice costs above the base, times the scale
         nodes, strategies = len(flat.nodes), len(flat.cost)
         self.kept = kept = np.flatnonzero(flat.table < flat.never)
         row, column = entries(flat)
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
-        of_head, of_tail = ranges(flat.first[flat.head], heads), ranges(flat.first[flat.tail], tails)
-        # rows: one a node; one a (edge, strategy of the head); one a (edge, strategy of the tail), but for its last, which follows
+        of_head, of_tail = (
+            ranges(flat.first[flat.head], heads),
+            ranges(flat.first[flat.tail], tails),
+        )
+        # rows: one a node; one a (edge, strategy of the head); one a (edge, strategy of the tail),
+        # but for its last, which follows
         count = nodes + len(of_head) + len(of_tail)
         pairs = strategies + np.arange(len(kept))
         second = nodes + len(of_head)
-        at = [flat.owner, nodes + row[kept], second + column[kept], nodes + np.arange(len(of_head)), second + np.arange(len(of_tail))]
+        at = [
+            flat.owner,
+            nodes + row[kept],
+            second + column[kept],
+            nodes + np.arange(len(of_head)),
+            second + np.arange(len(of_tail)),
+        ]
         variable = [np.arange(strategies), pairs, pairs, of_head, of_tail]
-        factor = [np.ones(strategies), np.ones(2 * len(kept)), -np.ones(len(of_head) + len(of_tail))]
+        factor = [
+            np.ones(strategies),
+            np.ones(2 * len(kept)),
+            -np.ones(len(of_head) + len(of_tail)),
+        ]
         order = np.argsort(np.concatenate(at), kind="stable")
         at_row = np.concatenate(at)[order]
         last = np.zeros(count, dtype=bool)
@@ -127,15 +160,21 @@ class Program:
         lp.num_col_, lp.num_row_ = strategies + len(kept), rows
         lp.col_cost_ = np.concatenate([flat.cost, flat.table[kept]]) * self.scale
         lp.col_lower_ = np.zeros(lp.num_col_)
-        lp.col_upper_ = np.where(np.concatenate([flat.cost, np.zeros(len(kept))]) < flat.never, 1.0, 0.0)
+        lp.col_upper_ = np.where(
+            np.concatenate([flat.cost, np.zeros(len(kept))]) < flat.never, 1.0, 0.0
+        )
         side = np.zeros(count)
         side[:nodes] = 1.0
         lp.row_lower_ = lp.row_upper_ = side[~last]
         lp.a_matrix_.format_ = module.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.searchsorted(number[at_row[keep]], np.arange(rows + 1)).astype(np.int32)
+        lp.a_matrix_.start_ = np.searchsorted(number[at_row[keep]], np.arange(rows + 1)).astype(
+            np.int32
+        )
         lp.a_matrix_.index_ = np.concatenate(variable)[order][keep].astype(np.int32)
         lp.a_matrix_.value_ = np.concatenate(factor)[order][keep]
-        module.Highs.resetGlobalScheduler(True)  # else whoever used HiGHS first in this thread has said with how many threads it runs, and others are refused
+        # else whoever used HiGHS first in this thread has said with how many threads it runs, and
+        # others are refused
+        module.Highs.resetGlobalScheduler(True)
         self.model = module.Highs()
         self.model.setOptionValue("output_flag", False)
         self.model.setOptionValue("threads", threads)
@@ -145,17 +184,36 @@ class Program:
         self.model.passModel(lp)
         self.rows: set[int] = set()
 
-    def larger_of(self, flats: tuple[FlatProblem, FlatProblem], low: float, high: float, gap: float) -> None:
-        """Make the objective the larger one of two problems' costs, from `low` to `high`: one variable more, and a row for each cost that it is not below."""
+    def larger_of(
+        self, flats: tuple[FlatProblem, FlatProblem], low: float, high: float, gap: float
+    ) -> None:
+        """Make the objective the larger one of two problems' costs, from `low` to `high`: one
+        variable more, and a row for each cost that it is not below."""
         count, most = self.model.getNumCol(), self.module.kHighsInf
         self.base = low
         self.model.changeColsCost(count, np.arange(count, dtype=np.int32), np.zeros(count))
-        self.model.addCol(1.0, 0.0, (high - low) * self.scale, 0, np.zeros(0, dtype=np.int32), np.zeros(0))
+        self.model.addCol(
+            1.0, 0.0, (high - low) * self.scale, 0, np.zeros(0, dtype=np.int32), np.zeros(0)
+        )
         for flat in flats:
-            costs = np.concatenate([np.where(self.flat.cost < self.flat.never, flat.cost, 0.0), flat.table[self.kept]]) * self.scale
+            costs = (
+                np.concatenate(
+                    [
+                        np.where(self.flat.cost < self.flat.never, flat.cost, 0.0),
+                        flat.table[self.kept],
+                    ]
+                )
+                * self.scale
+            )
             some = np.flatnonzero(costs)
             side = (low - flat.constant) * self.scale
-            self.model.addRow(-most, side, len(some) + 1, np.append(some, count).astype(np.int32), np.append(costs[some], -1.0))
+            self.model.addRow(
+                -most,
+                side,
+                len(some) + 1,
+                np.append(some, count).astype(np.int32),
+                np.append(costs[some], -1.0),
+            )
         self.model.setOptionValue("mip_abs_gap", max(gap * self.scale, 1e-6))
 
     def add_rows(self, moments: Array) -> None:
@@ -166,24 +224,44 @@ class Program:
             weight = np.bincount(flat.position[some], flat.amount[some], len(flat.cost))
             taken = np.flatnonzero(weight)
             unit = max(float(flat.room[t]), float(weight.max(initial=0.0)) * 1e-3, 1e-300)
-            self.model.addRow(-self.module.kHighsInf, float(flat.room[t]) / unit, len(taken), taken.astype(np.int32), weight[taken] / unit)
+            self.model.addRow(
+                -self.module.kHighsInf,
+                float(flat.room[t]) / unit,
+                len(taken),
+                taken.astype(np.int32),
+                weight[taken] / unit,
+            )
             self.rows.add(t)
 
     def integral(self) -> None:
         count = len(self.flat.cost)
-        self.model.changeColsIntegrality(count, np.arange(count, dtype=np.int32), np.full(count, self.module.HighsVarType.kInteger))
+        self.model.changeColsIntegrality(
+            count,
+            np.arange(count, dtype=np.int32),
+            np.full(count, self.module.HighsVarType.kInteger),
+        )
 
     def relax(self) -> None:
         count = len(self.flat.cost)
-        self.model.changeColsIntegrality(count, np.arange(count, dtype=np.int32), np.full(count, self.module.HighsVarType.kContinuous))
+        self.model.changeColsIntegrality(
+            count,
+            np.arange(count, dtype=np.int32),
+            np.full(count, self.module.HighsVarType.kContinuous),
+        )
 
     def run(self, seconds: float) -> str:
-        """"optimal", "infeasible", or "limit" where time ran out or the solver gave up."""
+        """ "optimal", "infeasible", or "limit" where time ran out or the solver gave up."""
         self.model.setOptionValue("time_limit", self.model.getRunTime() + seconds)
         self.model.run()
         status = self.model.getModelStatus()
         kinds = self.module.HighsModelStatus
-        return "optimal" if status == kinds.kOptimal else "infeasible" if status == kinds.kInfeasible else "limit"
+        return (
+            "optimal"
+            if status == kinds.kOptimal
+            else "infeasible"
+            if status == kinds.kInfeasible
+            else "limit"
+        )
 
     def bound(self, relaxed: bool) -> float:
         info = self.model.getInfo()
@@ -206,21 +284,33 @@ class Program:
     def rounded(self, values: Array) -> Array:
         flat = self.flat
         best = np.maximum.reduceat(values, flat.first[:-1])
-        k = np.where(values == best[flat.owner], np.arange(len(values)) - flat.first[flat.owner], np.iinfo(np.int64).max)
+        k = np.where(
+            values == best[flat.owner],
+            np.arange(len(values)) - flat.first[flat.owner],
+            np.iinfo(np.int64).max,
+        )
         return np.asarray(np.minimum.reduceat(k, flat.first[:-1]))
 
     def usage(self, values: Array) -> Array:
         flat = self.flat
-        return flat.spread(np.bincount(flat.item, flat.amount * values[flat.position], len(flat.begin)))
+        return flat.spread(
+            np.bincount(flat.item, flat.amount * values[flat.position], len(flat.begin))
+        )
 
     def violated(self, used: Array) -> Array:
-        """Moments without a row whose room is exceeded: the worst, and the worst away from it, and so on."""
+        """Moments without a row whose room is exceeded: the worst, and the worst away from it, and
+        so on."""
         room = self.flat.room
         over = (used - room) / np.maximum(room, 1e-300)
         over[list(self.rows)] = -1.0
         found: list[int] = []
         near = max(1, len(over) // 200)
-        while len(found) < ROWS and len(over) and (worst := int(over.argmax())) >= 0 and over[worst] > 1e-6:
+        while (
+            len(found) < ROWS
+            and len(over)
+            and (worst := int(over.argmax())) >= 0
+            and over[worst] > 1e-6
+        ):
             found.append(worst)
             over[max(0, worst - near) : worst + near + 1] = -1.0
         return np.array(found, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""Better choices by solving large parts of a core exactly while the rest stays: what stays is drawn so that the parts are narrow enough to eliminate."""
+"""Better choices by solving large parts of a core exactly while the rest stays: what stays is drawn
+so that the parts are narrow enough to eliminate."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ CAP = 20_000
 
 
 class NeighborhoodSearch:
-    """Moves of many nodes of a core at once, from a feasible choice to a feasible and better one."""
+    """Moves of many nodes of a core at once, from a feasible choice to a feasible and better
+    one."""
 
     def __init__(self, flat: FlatProblem, local: LocalSearch, seed: int) -> None:
         self.flat, self.local = flat, local
@@ -28,11 +30,22 @@ class NeighborhoodSearch:
         for i, j in zip(flat.head.tolist(), flat.tail.tolist(), strict=True):
             self.around[i].add(j)
             self.around[j].add(i)
-        cuts = list(zip(flat.at[:-1].tolist(), flat.at[1:].tolist(), flat.head.tolist(), flat.tail.tolist(), strict=True))
-        self.edges = [(i, j, flat.table[a:b].reshape(flat.size[i], flat.size[j])) for a, b, i, j in cuts]
+        cuts = list(
+            zip(
+                flat.at[:-1].tolist(),
+                flat.at[1:].tolist(),
+                flat.head.tolist(),
+                flat.tail.tolist(),
+                strict=True,
+            )
+        )
+        self.edges = [
+            (i, j, flat.table[a:b].reshape(flat.size[i], flat.size[j])) for a, b, i, j in cuts
+        ]
 
     def free(self, cap: int) -> list[int]:
-        """Nodes whose part of the graph can be eliminated with tables of `cap` entries; drawn anew each time."""
+        """Nodes whose part of the graph can be eliminated with tables of `cap` entries; drawn anew
+        each time."""
         around = {i: set(near) for i, near in enumerate(self.around)}
         limit = math.log(cap)
         logs = self.logs
@@ -68,7 +81,12 @@ class NeighborhoodSearch:
             weight = np.array([len(around[i]) for i in left.tolist()], dtype=np.float64)
             weight /= weight.sum()
             count = max(1, len(left) // 10)
-            for i in self.random.choice(left, size=min(count, int((weight > 0).sum()) or 1), replace=False, p=weight if weight.all() else None).tolist():
+            for i in self.random.choice(
+                left,
+                size=min(count, int((weight > 0).sum()) or 1),
+                replace=False,
+                p=weight if weight.all() else None,
+            ).tolist():
                 near = around.pop(i)
                 for j in near:
                     around[j].discard(i)
@@ -84,10 +102,15 @@ class NeighborhoodSearch:
         lengths = np.diff(local.cut)
         stays = np.repeat(~free, lengths)
         k = np.repeat(local.choice, lengths)[stays]
-        return flat.cost + np.bincount(local.theirs[stays], local.tables[local.at[stays] + k * local.stride[stays]], len(flat.cost))
+        return flat.cost + np.bincount(
+            local.theirs[stays],
+            local.tables[local.at[stays] + k * local.stride[stays]],
+            len(flat.cost),
+        )
 
     def move(self, price: Array, cap: int = CAP) -> Array:
-        """The choice that is best at these prices with some nodes left as `local` has them; memory is not looked at."""
+        """The choice that is best at these prices with some nodes left as `local` has them; memory
+        is not looked at."""
         flat = self.flat
         nodes = self.free(cap)
         free = np.zeros(len(flat.nodes), dtype=bool)
@@ -102,7 +125,8 @@ class NeighborhoodSearch:
         return choice
 
     def improve(self, start: Array, price: Array, deadline: float, cap: int = CAP) -> Array:
-        """One move from a feasible choice, made feasible again as a whole or part by part: a choice that is feasible and no worse."""
+        """One move from a feasible choice, made feasible again as a whole or part by part: a choice
+        that is feasible and no worse."""
         local = self.local
         local.set(start)
         before = local.value

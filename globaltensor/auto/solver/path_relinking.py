@@ -1,7 +1,9 @@
-"""Between two choices, each too long in what the other is short in: the first so many calls as in the one, the others as in the other.
+"""Between two choices, each too long in what the other is short in: the first so many calls as in
+the one, the others as in the other.
 
-Of a model whose layers are alike a problem's optimum has all layers alike, and so have the optima on either side of the weight at which two costs are as long
-(`larger`). The least larger cost is where some layers are laid out as in the one, and the rest as in the other.
+Of a model whose layers are alike a problem's optimum has all layers alike, and so have the optima
+on either side of the weight at which two costs are as long (`larger`). The least larger cost is
+where some layers are laid out as in the one, and the rest as in the other.
 """
 
 from __future__ import annotations
@@ -22,10 +24,17 @@ SLIGHT = 1e-9  # a weight that leaves what is forbidden forbidden
 _TRIED = 8  # of which it is seen whether they keep the limit of memory
 
 
-def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequence[int], order: Sequence[int]) -> list[int] | None:
-    """The best choice, by the larger of two costs of it, that is ``before`` in its first nodes and ``after`` in the others; None where none is allowed.
+def relink(
+    costs: tuple[Problem, Problem],
+    before: Sequence[int],
+    after: Sequence[int],
+    order: Sequence[int],
+) -> list[int] | None:
+    """The best choice, by the larger of two costs of it, that is ``before`` in its first nodes and
+    ``after`` in the others; None where none is allowed.
 
-    ``order``: nodes one after another; each other node has such neighbours only, and the strategy that suits these. The two problems differ in costs only.
+    ``order``: nodes one after another; each other node has such neighbours only, and the strategy
+    that suits these. The two problems differ in costs only.
 
     >>> both = Problem(), Problem()
     >>> for problem, here in zip(both, ([3, 0], [0, 2]), strict=True):
@@ -34,18 +43,26 @@ def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequenc
     [0, 0, 1, 1, 1]
     """
     ends = np.array([before, after])
-    low, high = ((float(costs[0].evaluate(choice)), float(costs[1].evaluate(choice))) for choice in (before, after))
+    low, high = (
+        (float(costs[0].evaluate(choice)), float(costs[1].evaluate(choice)))
+        for choice in (before, after)
+    )
     weight = min(max(crossing(low, high), SLIGHT), 1 - SLIGHT)
     sums, others = [_Sums(len(order)) for _ in costs], {}
     rank = {node: k for k, node in enumerate(order)}
-    near: dict[int, list[tuple[int, int, bool]]] = {node: [] for node in range(len(ends[0])) if node not in rank}
+    near: dict[int, list[tuple[int, int, bool]]] = {
+        node: [] for node in range(len(ends[0])) if node not in rank
+    }
     for e, (i, j) in enumerate(costs[0].edges):
         if i in rank and j in rank:
             flipped = rank[i] > rank[j]
             first, last = (j, i) if flipped else (i, j)
             for problem, total in zip(costs, sums, strict=True):
                 table = problem.tables[e].T if flipped else problem.tables[e]
-                total.add([rank[first], rank[last]], [table[ends[int(k < 1), first], ends[int(k < 2), last]] for k in range(3)])
+                total.add(
+                    [rank[first], rank[last]],
+                    [table[ends[int(k < 1), first], ends[int(k < 2), last]] for k in range(3)],
+                )
         else:
             node, call = (j, i) if i in rank else (i, j)
             near[node].append((rank[call], e, node == j))
@@ -55,13 +72,17 @@ def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequenc
     for node, edges in near.items():
         edges.sort()
         found = [list(_along(problem, node, edges, ends)) for problem in costs]
-        picked = [int(((1 - weight) * p + weight * q).argmin()) for p, q in zip(*found, strict=True)]
+        picked = [
+            int(((1 - weight) * p + weight * q).argmin()) for p, q in zip(*found, strict=True)
+        ]
         others[node] = [k for k, _, _ in edges], picked
         for rows, total in zip(found, sums, strict=True):
             total.add(others[node][0], [row[s] for row, s in zip(rows, picked, strict=True)])
     larger = np.maximum(sums[0].all(), sums[1].all())
     for cut in np.argsort(larger, kind="stable")[:_TRIED].tolist():
-        choice = np.where(np.array([rank.get(node, 0) for node in range(len(ends[0]))]) < cut, ends[0], ends[1])
+        choice = np.where(
+            np.array([rank.get(node, 0) for node in range(len(ends[0]))]) < cut, ends[0], ends[1]
+        )
         for node, (ranks, picked) in others.items():
             choice[node] = picked[int(np.searchsorted(ranks, cut))]
         if np.isfinite(larger[cut]) and costs[0].fits(choice.tolist()):
@@ -70,7 +91,8 @@ def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequenc
 
 
 def crossing(low: Pair, high: Pair) -> float:
-    """The weight of the second cost, the first having the rest of one, at which two choices cost the same: each as (first cost, second cost).
+    """The weight of the second cost, the first having the rest of one, at which two choices cost
+    the same: each as (first cost, second cost).
 
     >>> crossing((1.0, 5.0), (3.0, 2.0))
     0.4
@@ -91,19 +113,28 @@ def weighted(costs: tuple[Problem, Problem], at: float) -> Problem:
             known[key] = pair[0] if pair[0] is pair[1] else (1 - at) * pair[0] + at * pair[1]
         return known[key]
 
-    nodes, edges = (list(map(mixed, zip(*those, strict=True))) for those in zip(*((p.costs, p.tables) for p in costs), strict=True))
+    nodes, edges = (
+        list(map(mixed, zip(*those, strict=True)))
+        for those in zip(*((p.costs, p.tables) for p in costs), strict=True)
+    )
     return dataclasses.replace(costs[0], costs=nodes, tables=edges)
 
 
 class _Sums:
-    """Costs for each number of nodes, from none to all, that are as before: what is added holds from one number to another."""
+    """Costs for each number of nodes, from none to all, that are as before: what is added holds
+    from one number to another."""
 
     def __init__(self, nodes: int) -> None:
         self.steps, self.forbidden = np.zeros(nodes + 2), np.zeros(nodes + 2, dtype=int)
 
     def add(self, ranks: Sequence[int], values: Sequence[float]) -> None:
         """``values[t]`` where t of the nodes of these ranks, which rise, are as before."""
-        for start, end, value in zip([0, *(k + 1 for k in ranks)], [*(k + 1 for k in ranks), len(self.steps) - 1], values, strict=True):
+        for start, end, value in zip(
+            [0, *(k + 1 for k in ranks)],
+            [*(k + 1 for k in ranks), len(self.steps) - 1],
+            values,
+            strict=True,
+        ):
             into, amount = (self.steps, value) if np.isfinite(value) else (self.forbidden, 1)
             into[start] += amount
             into[end] -= amount
@@ -112,12 +143,18 @@ class _Sums:
         return np.where(np.cumsum(self.forbidden) > 0, np.inf, np.cumsum(self.steps))[:-1]
 
 
-def _along(problem: Problem, node: int, edges: Sequence[tuple[int, int, bool]], ends: Array) -> Iterator[Array]:
-    """Costs of a node's strategies with none of its neighbours as before, with the first of them so, and so on."""
+def _along(
+    problem: Problem, node: int, edges: Sequence[tuple[int, int, bool]], ends: Array
+) -> Iterator[Array]:
+    """Costs of a node's strategies with none of its neighbours as before, with the first of them
+    so, and so on."""
     rows = []
     for _, e, last in edges:
         i, j = problem.edges[e]
         table = problem.tables[e]
         rows.append([table[ends[s, i], :] if last else table[:, ends[s, j]] for s in (0, 1)])
     for many in range(len(edges) + 1):
-        yield problem.costs[node] + sum((row[int(k >= many)] for k, row in enumerate(rows)), start=np.zeros(len(problem.costs[node])))
+        yield problem.costs[node] + sum(
+            (row[int(k >= many)] for k, row in enumerate(rows)),
+            start=np.zeros(len(problem.costs[node])),
+        )

@@ -1,7 +1,8 @@
-"""Smaller problems with the same optimum: what is forbidden, constant, dominated or follows from a neighbour is taken out, and put back afterwards.
+"""Smaller problems with the same optimum: what is forbidden, constant, dominated or follows from a
+neighbour is taken out, and put back afterwards.
 
-Every step is exact under the memory limit: a strategy is only dominated by one that takes no more at any time, and a node is only minimised out
-where its usage does not depend on its strategy.
+Every step is exact under the memory limit: a strategy is only dominated by one that takes no more
+at any time, and a node is only minimised out where its usage does not depend on its strategy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from .array_interning import Shared
 from .problem import FORBIDDEN, Array, Problem
 
-#: Dominance compares K x K strategies over this many entries at the most, and a node between two others is taken out over as many.
+#: Dominance compares K x K strategies over this many entries at the most, and a node between two
+#: others is taken out over as many.
 MOST_COMPARED = 4_000_000
 #: The latter where there is no memory to heed: what is left then is eliminated anyhow.
 MOST_LINKED = 30_000_000
@@ -41,7 +43,8 @@ class Uses:
 
 
 class Postsolve(NamedTuple):
-    """How a node's strategy is read off later ones: `table` at the strategies of the nodes `near` (itself, where strategies were dropped)."""
+    """How a node's strategy is read off later ones: `table` at the strategies of the nodes `near`
+    (itself, where strategies were dropped)."""
 
     node: int
     near: tuple[int, ...]
@@ -50,17 +53,25 @@ class Postsolve(NamedTuple):
 
 @dataclass
 class PresolvedProblem:
-    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain; `steps` leads back to the whole.
+    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain;
+    `steps` leads back to the whole.
 
-    Costs may be complex numbers: two problems at once, one in the real and one in the imaginary parts. What is taken out then is no loss for either, so neither
-    for any sum of theirs, nor for the larger one.
+    Costs may be complex numbers: two problems at once, one in the real and one in the imaginary
+    parts. What is taken out then is no loss for either, so neither for any sum of theirs, nor for
+    the larger one.
     """
 
     costs: list[Array]
-    near: list[dict[int, Array]]  # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose
+    near: list[
+        dict[int, Array]
+    ]  # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose
     uses: list[list[Uses]]
-    room: Array = field(default_factory=lambda: np.zeros(0))  # what the limit leaves at each moment to what is still to be chosen
-    moments: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the numbers these moments had at first
+    room: Array = field(
+        default_factory=lambda: np.zeros(0)
+    )  # what the limit leaves at each moment to what is still to be chosen
+    moments: Array = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )  # the numbers these moments had at first
     constant: Any = 0.0  # a number of the kind that costs are
     steps: list[Postsolve] = field(default_factory=list)
     live: set[int] = field(default_factory=set)
@@ -68,11 +79,21 @@ class PresolvedProblem:
     shared: Shared = field(default_factory=Shared)
 
     def copy(self) -> PresolvedProblem:
-        """A core to reduce further on its own; arrays are shared, they are replaced and not written to (but for the room)."""
+        """A core to reduce further on its own; arrays are shared, they are replaced and not written
+        to (but for the room)."""
         near = [dict(around) for around in self.near]
         uses = [list(blocks) for blocks in self.uses]
         return PresolvedProblem(
-            list(self.costs), near, uses, self.room.copy(), self.moments, self.constant, list(self.steps), set(self.live), self.feasible, self.shared
+            list(self.costs),
+            near,
+            uses,
+            self.room.copy(),
+            self.moments,
+            self.constant,
+            list(self.steps),
+            set(self.live),
+            self.feasible,
+            self.shared,
         )
 
     def expand(self, choice: dict[int, int]) -> list[int]:
@@ -90,18 +111,36 @@ def as_floats(costs: Array) -> Array:
 
 
 def core_of(problem: Problem) -> PresolvedProblem:
-    """The problem in the solver's form, nothing reduced yet. Parallel edges are added up; time is counted in the moments at which usage changes."""
+    """The problem in the solver's form, nothing reduced yet. Parallel edges are added up; time is
+    counted in the moments at which usage changes."""
     limited = problem.usage_limit is not None
-    rows = [[use for use in uses if use.start is None or use.end is None or use.start < use.end] if limited else [] for uses in problem.usages]
-    moments = sorted({moment for uses in rows for use in uses for moment in (use.start, use.end) if moment is not None}) or [0]
+    rows = [
+        [use for use in uses if use.start is None or use.end is None or use.start < use.end]
+        if limited
+        else []
+        for uses in problem.usages
+    ]
+    moments = sorted(
+        {
+            moment
+            for uses in rows
+            for use in uses
+            for moment in (use.start, use.end)
+            if moment is not None
+        }
+    ) or [0]
     place: dict[int | None, int] = {moment: n for n, moment in enumerate(moments)}
     last = max(len(moments) - 1, 1)
     shared = Shared()
     uses: list[list[Uses]] = []
     for listed in rows:
         block = Uses(
-            np.array([0 if use.start is None else place[use.start] for use in listed], dtype=np.int64),
-            np.array([last if use.start is None else place[use.end] for use in listed], dtype=np.int64),
+            np.array(
+                [0 if use.start is None else place[use.start] for use in listed], dtype=np.int64
+            ),
+            np.array(
+                [last if use.start is None else place[use.end] for use in listed], dtype=np.int64
+            ),
             shared.same(np.array([use.amounts for use in listed], dtype=np.float64)),
         )
         uses.append([block] if listed else [])
@@ -114,7 +153,15 @@ def core_of(problem: Problem) -> PresolvedProblem:
         join(near, i, j, floats, shared)
     room = np.full(last if any(rows) else 0, float(problem.ceiling or 0))
     costs = [shared.same(as_floats(costs)) for costs in problem.costs]
-    return PresolvedProblem(costs, near, uses, room, np.arange(len(room)), live=set(range(len(problem.costs))), shared=shared)
+    return PresolvedProblem(
+        costs,
+        near,
+        uses,
+        room,
+        np.arange(len(room)),
+        live=set(range(len(problem.costs))),
+        shared=shared,
+    )
 
 
 def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Shared) -> None:
@@ -125,14 +172,21 @@ def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Sha
     near[j][i] = shared(np.transpose, table)
 
 
-def presolve(core: PresolvedProblem, deadline: float = np.inf, nodes: dict[int, None] | None = None) -> PresolvedProblem:
-    """Reduce in place until nothing changes, or time is up. Sets `feasible` to False where no choice avoids what is forbidden.
+def presolve(
+    core: PresolvedProblem, deadline: float = np.inf, nodes: dict[int, None] | None = None
+) -> PresolvedProblem:
+    """Reduce in place until nothing changes, or time is up. Sets `feasible` to False where no
+    choice avoids what is forbidden.
 
     `nodes` are those that changed since it was reduced last; all where none are named.
     """
     if nodes is None:
-        nodes = dict.fromkeys(sorted(core.live))  # an ordered set: nodes whose costs, usages or edges are new
-    edges = {(min(i, j), max(i, j)): None for i in nodes for j in core.near[i]}  # edges whose tables are new
+        nodes = dict.fromkeys(
+            sorted(core.live)
+        )  # an ordered set: nodes whose costs, usages or edges are new
+    edges = {
+        (min(i, j), max(i, j)): None for i in nodes for j in core.near[i]
+    }  # edges whose tables are new
     while (edges or nodes) and time.monotonic() < deadline:
         changed = consistent(core, edges, nodes)
         if not core.feasible:
@@ -167,11 +221,16 @@ def presolve(core: PresolvedProblem, deadline: float = np.inf, nodes: dict[int, 
     return core
 
 
-def consistent(core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[int, None]:
-    """Drop the strategies that are forbidden, or go with no strategy of some neighbour; the nodes touched. Adds the edges that shrink."""
+def consistent(
+    core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]
+) -> dict[int, None]:
+    """Drop the strategies that are forbidden, or go with no strategy of some neighbour; the nodes
+    touched. Adds the edges that shrink."""
     fresh, touched = list(edges), dict(nodes)
     shared = core.shared
-    possible: dict[int, Array] = {i: shared(np.isfinite, core.costs[i]) for i in nodes if i in core.live}
+    possible: dict[int, Array] = {
+        i: shared(np.isfinite, core.costs[i]) for i in nodes if i in core.live
+    }
     while fresh or possible:
         for i, j in fresh:
             table = core.near[i].get(j)
@@ -179,7 +238,11 @@ def consistent(core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes
                 continue
             for end, goes in zip((i, j), shared(finite, table), strict=True):
                 if goes is not None:
-                    possible[end] = shared(np.logical_and, possible[end] if end in possible else shared(np.isfinite, core.costs[end]), goes)
+                    possible[end] = shared(
+                        np.logical_and,
+                        possible[end] if end in possible else shared(np.isfinite, core.costs[end]),
+                        goes,
+                    )
         fresh = []
         for i, goes in possible.items():
             left = shared(some, goes)
@@ -208,14 +271,21 @@ def some(goes: Array) -> Array | None:
     return None if goes.all() else np.flatnonzero(goes)
 
 
-def merged(core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[tuple[int, int], None]:
-    """Merge along these edges the nodes that follow from a neighbour; the edges that are new. Adds the nodes touched."""
+def merged(
+    core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]
+) -> dict[tuple[int, int], None]:
+    """Merge along these edges the nodes that follow from a neighbour; the edges that are new. Adds
+    the nodes touched."""
     new: dict[tuple[int, int], None] = {}
     for i, j in edges:
         table = core.near[i].get(j)
         if table is None:
             continue
-        leaders = [(a, b) for a, b in ((i, j), (j, i)) if core.shared(follows, core.near[a][b]) and slim(core, b, a)]
+        leaders = [
+            (a, b)
+            for a, b in ((i, j), (j, i))
+            if core.shared(follows, core.near[a][b]) and slim(core, b, a)
+        ]
         if leaders:
             leader, follower = min(leaders, key=lambda pair: len(core.near[pair[1]]))
             around = follow(core, follower, leader)
@@ -270,15 +340,20 @@ def with_first(costs: Array, table: Array) -> Array:
 
 def follows(table: Array) -> bool:
     """Whether each row (strategy of the leader) leaves one column."""
-    return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(np.isfinite(table).any(1).all())
+    return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(
+        np.isfinite(table).any(1).all()
+    )
 
 
 def slim(core: PresolvedProblem, j: int, i: int) -> bool:
-    """Whether tables do not grow much where node j is merged into node i: its edges get a row for each strategy of that."""
+    """Whether tables do not grow much where node j is merged into node i: its edges get a row for
+    each strategy of that."""
     mine, theirs = len(core.costs[j]), len(core.costs[i])
     if theirs <= mine or len(core.near[j]) > MANY:
         return True
-    return (theirs - mine) * sum(len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]) <= GROWTH * theirs * mine
+    return (theirs - mine) * sum(
+        len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]
+    ) <= GROWTH * theirs * mine
 
 
 def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:
@@ -286,7 +361,9 @@ def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:
     table, shared = core.near[i][j], core.shared
     chosen = shared(following, table)
     core.costs[i] = shared(followed, core.costs[i], core.costs[j], table, chosen)
-    core.uses[i] = joined(core.uses[i] + [block.pick(chosen, shared) for block in core.uses[j]], shared)
+    core.uses[i] = joined(
+        core.uses[i] + [block.pick(chosen, shared) for block in core.uses[j]], shared
+    )
     core.uses[j] = []
     others = [(n, other) for n, other in core.near[j].items() if n != i]
     core.steps.append(Postsolve(j, (i,), chosen))
@@ -324,7 +401,9 @@ def occupy(core: PresolvedProblem, block: Uses, amounts: Array) -> None:
     if len(block.starts) == 1:
         core.room[low:high] -= amounts[0]
     else:
-        change = np.bincount(block.starts - low, amounts, high - low + 1) - np.bincount(block.ends - low, amounts, high - low + 1)
+        change = np.bincount(block.starts - low, amounts, high - low + 1) - np.bincount(
+            block.ends - low, amounts, high - low + 1
+        )
         core.room[low:high] -= np.cumsum(change[:-1])
 
 
@@ -345,7 +424,8 @@ def constant_usage(core: PresolvedProblem, i: int) -> None:
 
 
 def above_least(amounts: Array) -> tuple[Array | None, Array | None, Array]:
-    """(What every strategy takes of each item; the items that differ; what they take above that). None where nothing is, or all are."""
+    """(What every strategy takes of each item; the items that differ; what they take above that).
+    None where nothing is, or all are."""
     least = amounts.min(1)
     rest = amounts - least[:, None]
     matters = some(rest.any(1))
@@ -363,13 +443,16 @@ def cheap(core: PresolvedProblem, i: int) -> bool:
 
 
 def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
-    """Minimise out a node without memory that has at most two neighbours; these, or None where of two costs one would be more than its least."""
+    """Minimise out a node without memory that has at most two neighbours; these, or None where of
+    two costs one would be more than its least."""
     around, costs = list(core.near[i]), core.costs[i]
     if len(around) > 1:
         a, b = around
         best, least = core.shared(without_link, core.near[a][i], core.near[b][i], costs)
     elif around:
-        best, least = core.shared(without_leaf, core.costs[around[0]], core.near[around[0]][i], costs)
+        best, least = core.shared(
+            without_leaf, core.costs[around[0]], core.near[around[0]][i], costs
+        )
     else:
         best, least = core.shared(without_leaf, NOTHING, costs[None], NOTHING)
     if best is None:
@@ -386,7 +469,8 @@ def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
 
 
 def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None, Array]:
-    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it); None where of two costs one is more than its least."""
+    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it); None
+    where of two costs one is more than its least."""
     total = table + leaf
     best = total.argmin(1)
     least = total[np.arange(len(best)), best]
@@ -394,7 +478,8 @@ def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None,
 
 
 def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, Array]:
-    """(The best strategy of a node between two others for each of theirs, what it costs); None as above."""
+    """(The best strategy of a node between two others for each of theirs, what it costs); None as
+    above."""
     other = other + link
     if len(one) * len(other) * len(link) <= MOST_COMPARED:
         total = one[:, None, :] + other[None]
@@ -414,12 +499,14 @@ def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, A
 
 
 def both_least(total: Array, least: Array) -> bool:
-    """Whether what has the least real part, and of those the least imaginary one (so numpy orders complex numbers), has the least of all of these."""
+    """Whether what has the least real part, and of those the least imaginary one (so numpy orders
+    complex numbers), has the least of all of these."""
     return not np.iscomplexobj(total) or bool((least.imag <= total.imag.min(-1)).all())
 
 
 def undominated(core: PresolvedProblem, i: int) -> Array | None:
-    """The strategies that no other one can stand in for, whatever the neighbours do, at no more cost and no more usage at any time; None if all."""
+    """The strategies that no other one can stand in for, whatever the neighbours do, at no more
+    cost and no more usage at any time; None if all."""
     if len(core.costs[i]) == 1:
         return None
     shared = core.shared
@@ -434,17 +521,22 @@ def beside(costs: Array, *amounts: Array) -> Array:
 
 
 def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
-    """The strategies of a node that none of the most promising ones can stand in for; None if all. `taken` is what they take, tables have a row for each.
+    """The strategies of a node that none of the most promising ones can stand in for; None if all.
+    `taken` is what they take, tables have a row for each.
 
-    a can stand in for b if it takes no more of anything, and costs[a] + the sum over the tables of the most that row a is above row b is at most costs[b]
-    (Goldstein, Efficient rotamer elimination applied to protein side-chains and related spin glasses, Biophysical Journal 66 (1994)).
+    a can stand in for b if it takes no more of anything, and costs[a] + the sum over the tables of
+    the most that row a is above row b is at most costs[b] (Goldstein, Efficient rotamer elimination
+    applied to protein side-chains and related spin glasses, Biophysical Journal 66 (1994)).
     """
     first = np.cumsum([0, 1, *(table.shape[1] for table in tables)])
     most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
     if not most:
         return None
     whole = np.concatenate([costs[:, None], *tables], axis=1)
-    compared = [Compared.of(rows, first) for rows in ([whole.real, whole.imag] if np.iscomplexobj(whole) else [whole])]
+    compared = [
+        Compared.of(rows, first)
+        for rows in ([whole.real, whole.imag] if np.iscomplexobj(whole) else [whole])
+    ]
     order = np.argsort(sum(rows.least for rows in compared), kind="stable")
     if not np.isfinite(compared[0].least[order[0]]):
         return None
@@ -461,7 +553,10 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
         a, b = np.nonzero(pairs)
         if len(a):
             goes = np.logical_and.reduce([rows.stands_in(one[a], b) for rows in compared])
-            left[b[goes]] = False  # what stands in for another and goes itself leaves one that stands in for both
+            left[b[goes]] = (
+                # what stands in for another and goes itself leaves one that stands in for both
+                False
+            )
         most -= len(one)
         if most <= 0:
             break
@@ -469,7 +564,8 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
 
 
 class Compared(NamedTuple):
-    """What strategies cost, a row each: their own cost and, from each of ``first`` on, a table's entries; where each part is least, and their sum there."""
+    """What strategies cost, a row each: their own cost and, from each of ``first`` on, a table's
+    entries; where each part is least, and their sum there."""
 
     rows: Array
     first: Array
@@ -480,17 +576,33 @@ class Compared(NamedTuple):
 
     @classmethod
     def of(cls, rows: Array, first: Array) -> Compared:
-        best = np.stack([rows[:, at:end].argmin(1) + at for at, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)], axis=1)
+        best = np.stack(
+            [
+                rows[:, at:end].argmin(1) + at
+                for at, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)
+            ],
+            axis=1,
+        )
         return cls(rows, first, best, np.take_along_axis(rows, best, 1).sum(1), rows, rows)
 
     def ordered(self, order: Array) -> Compared:
         rows = self.rows[order]
         forbidden = np.isinf(rows)
-        return Compared(rows, self.first, self.best[order], self.least[order], np.where(forbidden, 1e200, rows), np.where(forbidden, 1e250, rows))
+        return Compared(
+            rows,
+            self.first,
+            self.best[order],
+            self.least[order],
+            np.where(forbidden, 1e200, rows),
+            np.where(forbidden, 1e250, rows),
+        )
 
     def promising(self, one: Array) -> Array:
-        """Which of all others each of these may stand in for: it costs no more where they are at their best."""
+        """Which of all others each of these may stand in for: it costs no more where they are at
+        their best."""
         return np.asarray(self.rows[one[:, None, None], self.best].sum(2) <= self.least)
 
     def stands_in(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.maximum.reduceat(self.ours[a] - self.theirs[b], self.first[:-1], axis=1).sum(1) <= 0)
+        return np.asarray(
+            np.maximum.reduceat(self.ours[a] - self.theirs[b], self.first[:-1], axis=1).sum(1) <= 0
+        )

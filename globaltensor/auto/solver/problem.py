@@ -1,4 +1,5 @@
-"""What the solver solves: nodes with strategies, costs of nodes and edges, memory over time and its limit."""
+"""What the solver solves: nodes with strategies, costs of nodes and edges, memory over time and its
+limit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class ProblemError(GlobalTensorError):
 
 
 class Usage(NamedTuple):
-    """Memory a node takes while it lives: one amount a strategy, at the times start <= t < end; at all times where both are None."""
+    """Memory a node takes while it lives: one amount a strategy, at the times start <= t < end; at
+    all times where both are None."""
 
     start: int | None
     end: int | None
@@ -33,7 +35,8 @@ class Usage(NamedTuple):
 
 @dataclass(eq=False)
 class Problem:
-    """Choose one strategy a node so that the sum of node and edge costs is least and memory never exceeds the limit.
+    """Choose one strategy a node so that the sum of node and edge costs is least and memory never
+    exceeds the limit.
 
     Build it with `node` and `edge`:
 
@@ -44,8 +47,9 @@ class Problem:
     >>> p.evaluate([1, 0]), p.peak([1, 0]), p.fits([0, 0])
     (15, 6, False)
 
-    Costs are integers (int64; 10**18 or more is forbidden) or floats (inf is forbidden). Several edges between the same nodes add up. Arrays that are given are
-    kept as they are: do not write to them afterwards.
+    Costs are integers (int64; 10**18 or more is forbidden) or floats (inf is forbidden). Several
+    edges between the same nodes add up. Arrays that are given are kept as they are: do not write to
+    them afterwards.
     """
 
     name: str = ""
@@ -56,7 +60,8 @@ class Problem:
     tables: list[Array] = field(default_factory=list)
     names: list[str | None] = field(default_factory=list)
     labels: list[list[str] | None] = field(default_factory=list)
-    #: Arrays that have been looked through, by their identity: as numbers, and as amounts of memory. Many nodes and edges share theirs.
+    #: Arrays that have been looked through, by their identity: as numbers, and as amounts of
+    #: memory. Many nodes and edges share theirs.
     _sound: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
     _amounts: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
 
@@ -69,24 +74,36 @@ class Problem:
     ) -> int:
         """Add a node and return its number.
 
-        `costs` has one entry a strategy. `usage` lists ((start, end), amounts): amounts (one a strategy, at least 0) are taken at start <= t < end,
-        or always where None stands instead of the interval; intervals of one node may overlap, their amounts add up.
-        Raises ProblemError where lengths differ, a node has no strategy, or a number is not one.
+        `costs` has one entry a strategy. `usage` lists ((start, end), amounts): amounts (one a
+        strategy, at least 0) are taken at start <= t < end, or always where None stands instead of
+        the interval; intervals of one node may overlap, their amounts add up. Raises ProblemError
+        where lengths differ, a node has no strategy, or a number is not one.
         """
         where = f"node {len(self.costs)}" + (f" ({name})" if name else "")
         row = self._numbers(costs, "the costs of", where)
         if row.ndim != 1 or not len(row):
-            raise ProblemError(f"{where} needs a flat list of at least one cost, one a strategy; it has shape {row.shape}")
+            raise ProblemError(
+                f"{where} needs a flat list of at least one cost, one a strategy; it has shape "
+                f"{row.shape}"
+            )
         if labels is not None and len(labels) != len(row):
-            raise ProblemError(f"{where} has {len(row)} costs and {len(labels)} labels: give one label a strategy")
+            raise ProblemError(
+                f"{where} has {len(row)} costs and {len(labels)} labels: give one label a strategy"
+            )
         uses = []
         for interval, amounts in usage:
             taken = self._numbers(amounts, "the usage of", where)
             if taken.shape != row.shape:
-                raise ProblemError(f"{where} has {len(row)} costs and usages of shape {taken.shape}: give one usage a strategy")
+                raise ProblemError(
+                    f"{where} has {len(row)} costs and usages of shape {taken.shape}: give one "
+                    f"usage a strategy"
+                )
             if self._amounts.get(id(taken)) is not taken:
                 if not np.isfinite(taken).all() or (taken < 0).any():
-                    raise ProblemError(f"the usage of {where} must be finite and at least 0; forbid a strategy by its cost")
+                    raise ProblemError(
+                        f"the usage of {where} must be finite and at least 0; forbid a strategy "
+                        f"by its cost"
+                    )
                 if taken is amounts:
                     self._amounts[id(taken)] = taken
             start, end = interval or (None, None)
@@ -98,18 +115,27 @@ class Problem:
         return len(self.costs) - 1
 
     def edge(self, i: int, j: int, table: Sequence[Sequence[Number]] | Array) -> None:
-        """Add `table[k][l]` to the cost where node i has strategy k and node j has strategy l. The same array object may serve many edges.
+        """Add `table[k][l]` to the cost where node i has strategy k and node j has strategy l. The
+        same array object may serve many edges.
 
         Raises ProblemError where a node is unknown, i is j, or the table has another shape.
         """
         for end in (i, j):
             if not 0 <= end < len(self.costs):
-                raise ProblemError(f"edge ({i}, {j}): there is no node {end}; the nodes are 0 to {len(self.costs) - 1}")
+                raise ProblemError(
+                    f"edge ({i}, {j}): there is no node {end}; the nodes are 0 to "
+                    f"{len(self.costs) - 1}"
+                )
         if i == j:
-            raise ProblemError(f"edge ({i}, {j}) joins a node with itself: add it to the costs of the node")
+            raise ProblemError(
+                f"edge ({i}, {j}) joins a node with itself: add it to the costs of the node"
+            )
         costs = self._numbers(table, "the table of edge", (i, j))
         if costs.shape != (len(self.costs[i]), len(self.costs[j])):
-            raise ProblemError(f"edge ({i}, {j}) needs a table of {len(self.costs[i])} x {len(self.costs[j])} costs, it has shape {costs.shape}")
+            raise ProblemError(
+                f"edge ({i}, {j}) needs a table of {len(self.costs[i])} x {len(self.costs[j])} "
+                f"costs, it has shape {costs.shape}"
+            )
         self.edges.append((i, j))
         self.tables.append(costs)
 
@@ -125,26 +151,38 @@ class Problem:
     @property
     def integral(self) -> bool:
         """Whether all costs are integers, so that every sum is exact."""
-        return all(row.dtype.kind == "i" for row in self.costs) and all(table.dtype.kind == "i" for table in self.tables)
+        return all(row.dtype.kind == "i" for row in self.costs) and all(
+            table.dtype.kind == "i" for table in self.tables
+        )
 
     def evaluate(self, choice: Sequence[int]) -> Number:
-        """The cost of a choice, exact: an int where all costs are integers, else the float nearest to the sum; inf where a forbidden entry is chosen."""
+        """The cost of a choice, exact: an int where all costs are integers, else the float nearest
+        to the sum; inf where a forbidden entry is chosen."""
         self.check(choice)
         picked = [row[k].item() for row, k in zip(self.costs, choice, strict=True)]
-        picked += [table[choice[i], choice[j]].item() for (i, j), table in zip(self.edges, self.tables, strict=True)]
+        picked += [
+            table[choice[i], choice[j]].item()
+            for (i, j), table in zip(self.edges, self.tables, strict=True)
+        ]
         if any(is_forbidden(cost) for cost in picked):
             return math.inf
         return sum(picked) if all(type(cost) is int for cost in picked) else math.fsum(picked)
 
     @property
     def ceiling(self) -> Number | None:
-        """The limit as it is kept: a billionth more where usages are broken numbers, for sums of such are not exact."""
-        if self.usage_limit is None or all(np.array_equal(use.amounts, np.rint(use.amounts)) for uses in self.usages for use in uses):
+        """The limit as it is kept: a billionth more where usages are broken numbers, for sums of
+        such are not exact."""
+        if self.usage_limit is None or all(
+            np.array_equal(use.amounts, np.rint(use.amounts))
+            for uses in self.usages
+            for use in uses
+        ):
             return self.usage_limit
         return self.usage_limit * (1 + 1e-9)
 
     def usage(self, choice: Sequence[int]) -> list[tuple[int | None, Number]]:
-        """(time, usage from then until the next time), exact. The first time is None where usage is only ever constant."""
+        """(time, usage from then until the next time), exact. The first time is None where usage is
+        only ever constant."""
         self.check(choice)
         always: Number | Fraction = 0
         floats = any(use.amounts.dtype.kind == "f" for uses in self.usages for use in uses)
@@ -170,21 +208,27 @@ class Problem:
         return max(level for _, level in self.usage(choice))
 
     def fits(self, choice: Sequence[int]) -> bool:
-        """Whether the usage of this choice stays within the limit (to a billionth, where usages are no whole numbers) and it takes no forbidden entry."""
+        """Whether the usage of this choice stays within the limit (to a billionth, where usages are
+        no whole numbers) and it takes no forbidden entry."""
         limit = self.ceiling
         return (limit is None or self.peak(choice) <= limit) and self.evaluate(choice) < math.inf
 
     def check(self, choice: Sequence[int]) -> None:
         """Raises ProblemError unless this is one existing strategy a node."""
         if len(choice) != len(self.costs):
-            raise ProblemError(f"the choice has {len(choice)} strategies for {len(self.costs)} nodes")
+            raise ProblemError(
+                f"the choice has {len(choice)} strategies for {len(self.costs)} nodes"
+            )
         for i, k in enumerate(choice):
             if not 0 <= k < len(self.costs[i]):
-                raise ProblemError(f"node {i} has no strategy {k}; it has 0 to {len(self.costs[i]) - 1}")
+                raise ProblemError(
+                    f"node {i} has no strategy {k}; it has 0 to {len(self.costs[i]) - 1}"
+                )
 
 
 def numbers(values: Any, what: str) -> Array:
-    """An int64 or float64 array, the same one where it is such. Raises ProblemError where a value is no number or does not fit."""
+    """An int64 or float64 array, the same one where it is such. Raises ProblemError where a value
+    is no number or does not fit."""
     try:
         row = np.asarray(values)
         if row.dtype.kind not in "iuf":
@@ -193,8 +237,12 @@ def numbers(values: Any, what: str) -> Array:
             raise OverflowError
         row = row.astype(np.float64 if row.dtype.kind == "f" else np.int64, copy=False)
     except (TypeError, ValueError, OverflowError):
-        raise ProblemError(f"{what} must be numbers that fit 64 bits, all integers or floats: {str(values)[:80]}") from None
-    if row.dtype.kind == "f" and row.size and not row.min() > -math.inf:  # the least of what has a nan is nan
+        raise ProblemError(
+            f"{what} must be numbers that fit 64 bits, all integers or floats: {str(values)[:80]}"
+        ) from None
+    if (
+        row.dtype.kind == "f" and row.size and not row.min() > -math.inf
+    ):  # the least of what has a nan is nan
         raise ProblemError(f"{what} contain nan or minus infinity")
     return row
 
@@ -205,4 +253,10 @@ def is_forbidden(cost: Number) -> bool:
 
 def exact(amount: Number) -> Number | Fraction:
     """For sums without rounding."""
-    return amount if type(amount) is int else int(amount) if float(amount).is_integer() else Fraction(amount)
+    return (
+        amount
+        if type(amount) is int
+        else int(amount)
+        if float(amount).is_integer()
+        else Fraction(amount)
+    )

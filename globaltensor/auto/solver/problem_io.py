@@ -1,4 +1,5 @@
-"""Problems as files: our own JSON, which also keeps names and labels, and the instances of the ASPLOS/EuroSys 2025 contest (IOPDDL)."""
+"""Problems as files: our own JSON, which also keeps names and labels, and the instances of the
+ASPLOS/EuroSys 2025 contest (IOPDDL)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ FORMAT = "globaltensor problem 1"
 
 
 def save(problem: Problem, path: str | os.PathLike[str]) -> None:
-    """Write a problem as JSON, gzipped where the name ends in .gz. Equal tables are written once; a forbidden float is null."""
+    """Write a problem as JSON, gzipped where the name ends in .gz. Equal tables are written once; a
+    forbidden float is null."""
     rows: list[Any] = []
     known: dict[tuple[int, ...] | bytes, int] = {}
     edges = []
@@ -28,17 +30,32 @@ def save(problem: Problem, path: str | os.PathLike[str]) -> None:
             rows.append(written(table))
         edges.append([i, j, known[key]])
     nodes = [
-        {"name": name, "labels": labels, "costs": written(costs), "usages": [[use.start, use.end, use.amounts.tolist()] for use in uses]}
-        for name, labels, costs, uses in zip(problem.names, problem.labels, problem.costs, problem.usages, strict=True)
+        {
+            "name": name,
+            "labels": labels,
+            "costs": written(costs),
+            "usages": [[use.start, use.end, use.amounts.tolist()] for use in uses],
+        }
+        for name, labels, costs, uses in zip(
+            problem.names, problem.labels, problem.costs, problem.usages, strict=True
+        )
     ]
-    whole = {"format": FORMAT, "name": problem.name, "usage_limit": problem.usage_limit, "nodes": nodes, "tables": rows, "edges": edges}
+    whole = {
+        "format": FORMAT,
+        "name": problem.name,
+        "usage_limit": problem.usage_limit,
+        "nodes": nodes,
+        "tables": rows,
+        "edges": edges,
+    }
     text = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
     with replacing(path) as file:
         file.write(gzip.compress(text, 5, mtime=0) if str(path).endswith(".gz") else text)
 
 
 def load(path: str | os.PathLike[str]) -> Problem:
-    """Read a problem that `save` wrote, or a contest instance. Raises ProblemError that names the file and what is wrong with it."""
+    """Read a problem that `save` wrote, or a contest instance. Raises ProblemError that names the
+    file and what is wrong with it."""
     content = read_json(path)
     try:
         if isinstance(content, dict) and content.get("format") == FORMAT:
@@ -49,7 +66,8 @@ def load(path: str | os.PathLike[str]) -> Problem:
 
 
 def from_iopddl(path: str | os.PathLike[str]) -> Problem:
-    """Read a contest instance (JSON, or gzipped JSON). Raises ProblemError that names the file and what is wrong with it."""
+    """Read a contest instance (JSON, or gzipped JSON). Raises ProblemError that names the file and
+    what is wrong with it."""
     try:
         return contest(read_json(path), str(path))
     except ProblemError as error:
@@ -73,18 +91,27 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 def ours(content: dict[str, Any]) -> Problem:
     limit = content.get("usage_limit")
-    if limit is not None and type(limit) is not int and not (type(limit) is float and math.isfinite(limit)):
+    if (
+        limit is not None
+        and type(limit) is not int
+        and not (type(limit) is float and math.isfinite(limit))
+    ):
         raise ProblemError(f"usage_limit must be a finite number or null, not {str(limit)[:60]!r}")
     problem = Problem(str(content.get("name") or ""), limit)
     try:
         for node in content["nodes"]:
-            uses = [(lasting(start, end, len(problem.costs)), amounts) for start, end, amounts in node["usages"]]
+            uses = [
+                (lasting(start, end, len(problem.costs)), amounts)
+                for start, end, amounts in node["usages"]
+            ]
             problem.node(read(node["costs"], "costs"), uses, node.get("name"), node.get("labels"))
         tables = [read(table, "table") for table in content["tables"]]
         for i, j, t in content["edges"]:
             problem.edge(i, j, tables[t])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ProblemError(f"it is not in the form that save writes ({type(error).__name__}: {error})") from None
+        raise ProblemError(
+            f"it is not in the form that save writes ({type(error).__name__}: {error})"
+        ) from None
     return problem
 
 
@@ -92,12 +119,16 @@ def lasting(start: Any, end: Any, node: int) -> tuple[int, int] | None:
     if start is None and end is None:
         return None
     if type(start) is not int or type(end) is not int:
-        raise ProblemError(f"node {node}: a usage lasts from an integer to an integer, or always (null, null), not from {start!r} to {end!r}")
+        raise ProblemError(
+            f"node {node}: a usage lasts from an integer to an integer, or always (null, null), "
+            f"not from {start!r} to {end!r}"
+        )
     return start, end
 
 
 def contest(content: Any, name: str) -> Problem:
-    """A problem from the contest's JSON: one half-open interval a node, flat row-major edge tables, integers."""
+    """A problem from the contest's JSON: one half-open interval a node, flat row-major edge tables,
+    integers."""
     try:
         whole = content["problem"]
         intervals, costs, usages = (whole["nodes"][key] for key in ("intervals", "costs", "usages"))
@@ -106,17 +137,34 @@ def contest(content: Any, name: str) -> Problem:
         problem = Problem(str(whole.get("name") or name), limit)
     except (KeyError, TypeError, AttributeError) as error:
         parts = "problem.nodes, problem.edges and problem.usage_limit"
-        raise ProblemError(f"it is no contest instance: {parts} are expected ({type(error).__name__}: {error})") from None
+        raise ProblemError(
+            f"it is no contest instance: {parts} are expected ({type(error).__name__}: {error})"
+        ) from None
     if limit is not None and type(limit) is not int:
         raise ProblemError(f"usage_limit must be an integer, not {limit!r}")
     if not isinstance(costs, list) or not len(costs) == len(intervals) == len(usages):
-        raise ProblemError(f"{len(costs)} costs, {len(usages)} usages and {len(intervals)} intervals: one of each a node is expected")
+        raise ProblemError(
+            f"{len(costs)} costs, {len(usages)} usages and {len(intervals)} intervals: one of "
+            f"each a node is expected"
+        )
     if len(ends) != len(tables):
-        raise ProblemError(f"{len(ends)} edges and {len(tables)} tables: one table an edge is expected")
+        raise ProblemError(
+            f"{len(ends)} edges and {len(tables)} tables: one table an edge is expected"
+        )
     for row, interval, amounts in zip(costs, intervals, usages, strict=True):
-        if not isinstance(interval, list) or len(interval) != 2 or not all(type(moment) is int for moment in interval):
-            raise ProblemError(f"node {len(problem.costs)}: an interval is a list of two integers, not {str(interval)[:60]}")
-        problem.node(whole_numbers(row, len(problem.costs)), [((interval[0], interval[1]), whole_numbers(amounts, len(problem.costs)))])
+        if (
+            not isinstance(interval, list)
+            or len(interval) != 2
+            or not all(type(moment) is int for moment in interval)
+        ):
+            raise ProblemError(
+                f"node {len(problem.costs)}: an interval is a list of two integers, not "
+                f"{str(interval)[:60]}"
+            )
+        problem.node(
+            whole_numbers(row, len(problem.costs)),
+            [((interval[0], interval[1]), whole_numbers(amounts, len(problem.costs)))],
+        )
     shared: dict[bytes, Array] = {}
     for ends_of, flat in zip(ends, tables, strict=True):
         try:
@@ -126,10 +174,15 @@ def contest(content: Any, name: str) -> Problem:
             if table.dtype.kind != "i":
                 raise ProblemError(f"the table of edge ({i}, {j}) must hold integers")
             if table.size != sizes[0] * sizes[1]:
-                raise ProblemError(f"edge ({i}, {j}) needs {sizes[0]} x {sizes[1]} costs, it has {table.size}")
+                raise ProblemError(
+                    f"edge ({i}, {j}) needs {sizes[0]} x {sizes[1]} costs, it has {table.size}"
+                )
             table = table.reshape(sizes)
         except (TypeError, ValueError, IndexError) as error:
-            raise ProblemError(f"edge {len(problem.edges)} joins {str(ends_of)[:60]}: two numbers of nodes are expected ({error})") from None
+            raise ProblemError(
+                f"edge {len(problem.edges)} joins {str(ends_of)[:60]}: two numbers of nodes are "
+                f"expected ({error})"
+            ) from None
         problem.edge(i, j, shared.setdefault(bytes(str(sizes), "ascii") + table.tobytes(), table))
     return problem
 

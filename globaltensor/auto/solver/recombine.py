@@ -1,4 +1,5 @@
-"""One choice made better by parts of another: where two choices differ, connected parts are taken over that fit and pay."""
+"""One choice made better by parts of another: where two choices differ, connected parts are taken
+over that fit and pay."""
 
 from __future__ import annotations
 
@@ -40,15 +41,20 @@ def take(local: LocalSearch, nodes: list[int], target: Array) -> bool:
 
 
 def differing(local: LocalSearch, target: Array) -> list[list[int]]:
-    """The connected parts of the nodes that the choice at hand and another one choose differently for."""
+    """The connected parts of the nodes that the choice at hand and another one choose differently
+    for."""
     flat = local.flat
     apart = local.choice != target
     between = apart[flat.head] & apart[flat.tail]
-    return components(apart.nonzero()[0].tolist(), list(zip(flat.head[between].tolist(), flat.tail[between].tolist(), strict=True)))
+    return components(
+        apart.nonzero()[0].tolist(),
+        list(zip(flat.head[between].tolist(), flat.tail[between].tolist(), strict=True)),
+    )
 
 
 def mix(local: LocalSearch, target: Array, deadline: float) -> None:
-    """Take over parts of another choice into the feasible one at hand; of a part that is too much as a whole, halves, quarters and so on."""
+    """Take over parts of another choice into the feasible one at hand; of a part that is too much
+    as a whole, halves, quarters and so on."""
     waiting = differing(local, target)
     while waiting and time.monotonic() < deadline:
         part = waiting.pop()

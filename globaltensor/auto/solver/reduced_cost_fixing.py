@@ -1,6 +1,8 @@
-"""What cannot be part of a better choice, by the bound: strategies and pairs are forbidden whose least cost reaches that of the best choice known.
+"""What cannot be part of a better choice, by the bound: strategies and pairs are forbidden whose
+least cost reaches that of the best choice known.
 
-The costs are moved along the messages first (which changes no choice's cost), so that the smaller core starts from the bound that was reached.
+The costs are moved along the messages first (which changes no choice's cost), so that the smaller
+core starts from the bound that was reached.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from .trws import Messages
 
 
 class ExactMarginals:
-    """A core at prices of memory at which elimination says exactly what each strategy and pair costs at best (`marginals`)."""
+    """A core at prices of memory at which elimination says exactly what each strategy and pair
+    costs at best (`marginals`)."""
 
     def __init__(self, flat: FlatProblem, price: Array, found: Marginals) -> None:
         self.flat = flat
         always = flat.constant - float(price @ flat.room)
         self.strategies = np.concatenate([found.nodes[n] for n in range(len(flat.nodes))]) + always
-        self.pairs = np.concatenate([costs.ravel() for costs in found.edges]) + always if found.edges else np.zeros(0)
+        self.pairs = (
+            np.concatenate([costs.ravel() for costs in found.edges]) + always
+            if found.edges
+            else np.zeros(0)
+        )
 
     def never(self, above: float) -> tuple[Array, Array]:
         """Strategies and pairs that cost more than `above`."""
@@ -37,18 +44,26 @@ class ExactMarginals:
 
 
 class Reparametrization:
-    """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how much each strategy costs above the bound at least.
+    """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how
+    much each strategy costs above the bound at least.
 
-    `other` is a second lower bound of the strategies' whole cost, from a sweep in the other direction.
+    `other` is a second lower bound of the strategies' whole cost, from a sweep in the other
+    direction.
     """
 
-    def __init__(self, flat: FlatProblem, messages: Messages, price: Array, forward: bool, whole: bool) -> None:
-        """To be built right after a sweep in this direction at these prices. `whole`: round what is moved, so that integers stay integers."""
+    def __init__(
+        self, flat: FlatProblem, messages: Messages, price: Array, forward: bool, whole: bool
+    ) -> None:
+        """To be built right after a sweep in this direction at these prices. `whole`: round what is
+        moved, so that integers stay integers."""
         self.flat, self.other = flat, np.full(len(flat.cost), -np.inf)
         priced = flat.cost + flat.prices(price)
         total = priced + messages.incoming
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
-        of_head, of_tail = ranges(flat.first[flat.head], heads), ranges(flat.first[flat.tail], tails)
+        of_head, of_tail = (
+            ranges(flat.first[flat.head], heads),
+            ranges(flat.first[flat.tail], tails),
+        )
         mine, theirs = np.split(messages.message, [len(of_head)])
         pushed = total * messages.share[flat.owner]
         if forward:
@@ -59,7 +74,9 @@ class Reparametrization:
             mine, theirs = np.rint(mine), np.rint(theirs)
         self.rows, self.columns = entries(flat)
         self.table = flat.table - mine[self.rows] - theirs[self.columns]
-        moved = np.bincount(of_head, mine, len(flat.cost)) + np.bincount(of_tail, theirs, len(flat.cost))
+        moved = np.bincount(of_head, mine, len(flat.cost)) + np.bincount(
+            of_tail, theirs, len(flat.cost)
+        )
         self.cost = flat.cost + moved
         paid = priced + moved
         least = np.minimum.reduceat(paid, flat.first[:-1])
@@ -71,14 +88,23 @@ class Reparametrization:
             row_starts = np.concatenate([[0], np.cumsum(np.repeat(tails, heads))[:-1]])
             of_row = np.minimum.reduceat(over, row_starts)
             turned = np.argsort(self.columns, kind="stable")
-            of_column = np.minimum.reduceat(over[turned], np.searchsorted(self.columns[turned], np.arange(len(of_tail))))
-        self.extra = paid - least[flat.owner] + np.bincount(of_head, of_row, len(flat.cost)) + np.bincount(of_tail, of_column, len(flat.cost))
+            of_column = np.minimum.reduceat(
+                over[turned], np.searchsorted(self.columns[turned], np.arange(len(of_tail)))
+            )
+        self.extra = (
+            paid
+            - least[flat.owner]
+            + np.bincount(of_head, of_row, len(flat.cost))
+            + np.bincount(of_tail, of_column, len(flat.cost))
+        )
         rest = self.extra[of_head] - of_row, self.extra[of_tail] - of_column
         self.pair = over + rest[0][self.rows] + rest[1][self.columns]
 
     def never(self, above: float) -> tuple[Array, Array]:
         """Strategies and pairs that cost more than `above`."""
-        return (self.bound + self.extra > above) | (self.other > above), self.bound + self.pair > above
+        return (self.bound + self.extra > above) | (
+            self.other > above
+        ), self.bound + self.pair > above
 
     def share(self, above: float) -> float:
         """The part of all entries that cost more than `above`, and are not forbidden yet."""
@@ -92,10 +118,14 @@ class Reparametrization:
 def share(flat: FlatProblem, never: Array, pairs: Array) -> float:
     """The part of all entries, of those that are not forbidden yet, that would be."""
     some, both = flat.cost < flat.never, flat.table < flat.never
-    return float((some & never).sum() + (both & pairs).sum()) / max(1.0, float(some.sum() + both.sum()))
+    return float((some & never).sum() + (both & pairs).sum()) / max(
+        1.0, float(some.sum() + both.sum())
+    )
 
 
-def write(flat: FlatProblem, core: PresolvedProblem, never: Array, pairs: Array, cost: Array, table: Array) -> None:
+def write(
+    flat: FlatProblem, core: PresolvedProblem, never: Array, pairs: Array, cost: Array, table: Array
+) -> None:
     """Costs and tables into a core, with these strategies and pairs forbidden."""
     cost, table = np.where(never, np.inf, cost), np.where(pairs, np.inf, table)
     for n, i in enumerate(flat.nodes):
@@ -107,7 +137,8 @@ def write(flat: FlatProblem, core: PresolvedProblem, never: Array, pairs: Array,
 
 
 def entries(flat: FlatProblem) -> tuple[Array, Array]:
-    """For each entry of the tables: its (edge, strategy of the head) and its (edge, strategy of the tail), counted through all edges."""
+    """For each entry of the tables: its (edge, strategy of the head) and its (edge, strategy of the
+    tail), counted through all edges."""
     heads, tails = flat.size[flat.head], flat.size[flat.tail]
     within = ranges(np.zeros(len(heads), np.int64), flat.shape)
     row, column = np.divmod(within, np.repeat(tails, flat.shape))

@@ -1,4 +1,5 @@
-"""From a problem to a choice with its proof: reduce, eliminate, price memory, forbid what cannot be better, close what is left."""
+"""From a problem to a choice with its proof: reduce, eliminate, price memory, forbid what cannot be
+better, close what is left."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ from .variable_elimination import Elimination
 LONG = 3600.0
 #: Rounds of messages and prices between looks at what can be forbidden.
 CHUNK = 10
-#: Moves of blocks after each of them, for cores of so many nodes; the prices they are made at, relative to the bound's.
+#: Moves of blocks after each of them, for cores of so many nodes; the prices they are made at,
+#: relative to the bound's.
 MOVES, SMALL, SCALES = 3, 20, (1.0, 0.7, 1.0, 1.4)
 #: Entries of tables that an integer program may have.
 PROGRAM = 400_000
-#: Entries of tables that an elimination without the memory limit may work through, to see whether the limit binds.
+#: Entries of tables that an elimination without the memory limit may work through, to see whether
+#: the limit binds.
 FREELY = 3e8
-#: Entries that an elimination may work through before anything else is tried: messages mostly show that few of them matter.
+#: Entries that an elimination may work through before anything else is tried: messages mostly show
+#: that few of them matter.
 SOON = 1e8
 #: Entries of tables that an elimination may keep at once.
 HELD = 2e8
@@ -51,29 +55,68 @@ MANY = 6000
 
 
 def solve(
-    problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0, least: bool = True, below: float = math.inf
+    problem: Problem,
+    seconds: float | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    gap: float = 0.0,
+    least: bool = True,
+    below: float = math.inf,
 ) -> Solution:
     """The best choice for a problem, with a lower bound on every choice's cost.
 
-    `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the best so far. The same problem gives the same answer
-    unless time cuts the search short. `gap`: end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn,
-    `threads` is how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do. `below`: only what costs less is looked for;
-    where there is nothing, `choice` is None, and `bound` as much as that.
+    `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the
+    best so far. The same problem gives the same answer unless time cuts the search short. `gap`:
+    end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn, `threads` is
+    how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do.
+    `below`: only what costs less is looked for; where there is nothing, `choice` is None, and
+    `bound` as much as that.
     """
     began = time.monotonic()
-    search = SearchState(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap, below=below)
-    if problem.usage_limit is None or problem.usage_limit <= 0 or len(problem.costs) > MANY or not unlimited(search):
-        core = tighten(core_of(problem), max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)))
-        search.log |= {"nodes": len(problem.costs), "left": len(core.live), "reduced_seconds": round(time.monotonic() - began, 3)}
+    search = SearchState(
+        problem,
+        began,
+        began + (LONG if seconds is None else seconds),
+        seed,
+        threads,
+        gap=gap,
+        below=below,
+    )
+    if (
+        problem.usage_limit is None
+        or problem.usage_limit <= 0
+        or len(problem.costs) > MANY
+        or not unlimited(search)
+    ):
+        core = tighten(
+            core_of(problem),
+            max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)),
+        )
+        search.log |= {
+            "nodes": len(problem.costs),
+            "left": len(core.live),
+            "reduced_seconds": round(time.monotonic() - began, 3),
+        }
         search.reduced(core)
         search.exhausted = search_core(search, core)
-    if least and search.choice is None and search.exhausted and below == math.inf and problem.usage_limit is not None:
-        search.least_usage = minimum_memory(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
+    if (
+        least
+        and search.choice is None
+        and search.exhausted
+        and below == math.inf
+        and problem.usage_limit is not None
+    ):
+        search.least_usage = minimum_memory(
+            problem,
+            partial(feasible, threads=threads),
+            min(search.deadline, time.monotonic() + PATIENCE),
+        )
     return search.answer()
 
 
 def unlimited(search: SearchState) -> bool:
-    """Solve the problem without its memory limit where that takes one elimination; whether the answer keeps the limit all the same."""
+    """Solve the problem without its memory limit where that takes one elimination; whether the
+    answer keeps the limit all the same."""
     core = presolve(core_of(replace(search.problem, usage_limit=None)), search.deadline)
     if not core.feasible:
         return search.exhaust()
@@ -83,26 +126,46 @@ def unlimited(search: SearchState) -> bool:
     eliminated(search, core, elimination)
     if search.choice is None:
         return False
-    search.log |= {"nodes": len(search.problem.costs), "left": len(core.live), "limit": "does not bind"}
+    search.log |= {
+        "nodes": len(search.problem.costs),
+        "left": len(core.live),
+        "limit": "does not bind",
+    }
     search.reduced(core)
     return search.exhaust()
 
 
 def feasible(problem: Problem, seconds: float, threads: int) -> Solution:
     """Any choice that fits, or the proof that there is none."""
-    search = SearchState(problem, time.monotonic(), time.monotonic() + seconds, 0, threads, first=problem.usage_limit is not None)
+    search = SearchState(
+        problem,
+        time.monotonic(),
+        time.monotonic() + seconds,
+        0,
+        threads,
+        first=problem.usage_limit is not None,
+    )
     search.exhausted = search_core(search, tighten(core_of(problem), search.deadline))
     return search.answer()
 
 
 def search_core(search: SearchState, core: PresolvedProblem, price: Array | None = None) -> bool:
-    """Search this core, within the time left; whether it is proven that it holds nothing better than the search's best choice now."""
+    """Search this core, within the time left; whether it is proven that it holds nothing better
+    than the search's best choice now."""
     while core.feasible:
         if not core.live:
             search.offer(core, (), np.zeros(0, dtype=np.int64))
             return True
-        elimination = None if search.late and len(core.live) > HASTY else plan_elimination(search, core)
-        fits = elimination is not None and not len(core.room) and elimination.fits and elimination.total <= HELD and elimination.work <= search.affordable
+        elimination = (
+            None if search.late and len(core.live) > HASTY else plan_elimination(search, core)
+        )
+        fits = (
+            elimination is not None
+            and not len(core.room)
+            and elimination.fits
+            and elimination.total <= HELD
+            and elimination.work <= search.affordable
+        )
         exact = elimination if fits else None
         if exact is not None and exact.work <= SOON:
             eliminated(search, core, exact)
@@ -156,9 +219,11 @@ def eliminated(search: SearchState, core: PresolvedProblem, elimination: Elimina
         search.proves(core.constant + value, len(search.problem.costs) + len(search.problem.tables))
 
 
-def ascend(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent, exact: bool) -> str:
-    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late". `exact`: elimination comes
-    next."""
+def ascend(
+    search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent, exact: bool
+) -> str:
+    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was
+    forbidden, "stuck", or "late". `exact`: elimination comes next."""
     entries = len(flat.table) + len(flat.cost)
     history, blocks, longest = [-np.inf], None, 0.0
     while not search.late:
@@ -169,7 +234,12 @@ def ascend(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascen
         if ascent.choice is not None and ascent.value < search.cost:
             search.offer(core, flat.nodes, ascent.choice)
         search.proves(ascent.bound, len(flat.table))
-        if ascent.choice is not None and len(flat.nodes) >= SMALL and ascent.bound <= search.goal and not search.late:
+        if (
+            ascent.choice is not None
+            and len(flat.nodes) >= SMALL
+            and ascent.bound <= search.goal
+            and not search.late
+        ):
             blocks = blocks or NeighborhoodSearch(flat, ascent.local, search.seed)
             for turn in range(MOVES):
                 start = time.monotonic()
@@ -182,13 +252,18 @@ def ascend(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascen
         if ascent.bound > min(search.goal, flat.most):
             return "done"
         history.append(ascent.bound)
-        rising = ascent.bound - history[max(0, len(history) - 4)] > 0.02 * (search.cost - ascent.bound)
+        rising = ascent.bound - history[max(0, len(history) - 4)] > 0.02 * (
+            search.cost - ascent.bound
+        )
         if search.cost < np.inf and (not rising or len(history) % 4 == 3):
             known = dear(flat, ascent, search.problem.integral)
             share = known.share(search.goal)
             if share > 0.3 or (share > 0.05 and not rising):
                 known.apply(core, search.goal)
-                search.log["forbidden"] = [*search.log.get("forbidden", []), (entries, round(share, 3))]  # type: ignore[misc]
+                search.log["forbidden"] = [
+                    *search.log.get("forbidden", []),
+                    (entries, round(share, 3)),
+                ]  # type: ignore[misc]
                 return "smaller"
         if not rising and len(history) > (2 if exact else 4) and (exact or entries < PROGRAM):
             return "stuck"
@@ -196,12 +271,19 @@ def ascend(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascen
 
 
 def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Reparametrization:
-    """What strategies and pairs cost at least, at the best prices: by elimination, or by costs moved along the messages. `whole`: integers stay integers."""
+    """What strategies and pairs cost at least, at the best prices: by elimination, or by costs
+    moved along the messages. `whole`: integers stay integers."""
     priced = flat.cost + flat.prices(ascent.best_price)
-    found = None if ascent.elimination is None else marginals(ascent.elimination, np.split(priced, flat.first[1:-1]))
+    found = (
+        None
+        if ascent.elimination is None
+        else marginals(ascent.elimination, np.split(priced, flat.first[1:-1]))
+    )
     if found is not None:
         return ExactMarginals(flat, ascent.best_price, found)
-    for _ in range(WARM if ascent.elimination is not None else 0):  # messages are not kept up where elimination takes their place
+    for _ in range(
+        WARM if ascent.elimination is not None else 0
+    ):  # messages are not kept up where elimination takes their place
         ascent.messages.sweep(priced, True)
         ascent.messages.sweep(priced, False)
     ascent.messages.sweep(priced, True)
@@ -213,7 +295,8 @@ def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Rep
 
 
 def carried(price: Array, before: Array, after: Array) -> Array:
-    """Prices of moments for those that are left: what was dropped hands its price to the nearest one."""
+    """Prices of moments for those that are left: what was dropped hands its price to the nearest
+    one."""
     if not len(after):
         return np.zeros(0)
     right = np.clip(np.searchsorted(after, before), 0, len(after) - 1)
@@ -223,23 +306,34 @@ def carried(price: Array, before: Array, after: Array) -> Array:
 
 
 def finish(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent) -> bool:
-    """Close what the messages leave open: by an integer program, or by branching where HiGHS is not installed."""
+    """Close what the messages leave open: by an integer program, or by branching where HiGHS is not
+    installed."""
     if highspy() is None:
         search.log["highspy"] = "not installed: branching instead"
         return divide(search, core, ascent)
-    gap = max(float(search.cost) - ascent.bound, 1e-9 * abs(ascent.bound)) if search.cost < np.inf else abs(ascent.bound) + 1.0
+    gap = (
+        max(float(search.cost) - ascent.bound, 1e-9 * abs(ascent.bound))
+        if search.cost < np.inf
+        else abs(ascent.bound) + 1.0
+    )
     outcome = close(flat, ascent.best_price, gap, search.deadline, search.threads, search.seed)
-    search.log["program"] = [*search.log.get("program", []), (len(flat.nodes), len(flat.table), outcome.done)]  # type: ignore[misc]
+    search.log["program"] = [
+        *search.log.get("program", []),
+        (len(flat.nodes), len(flat.table), outcome.done),
+    ]  # type: ignore[misc]
     if outcome.choice is not None:
         search.offer(core, flat.nodes, outcome.choice)
     search.proves(outcome.bound, len(flat.table))
     if outcome.done and outcome.choice is not None and flat.value(outcome.choice) < search.goal:
-        return divide(search, core, ascent)  # it was not taken: it exceeds the limit by less than HiGHS sees
+        return divide(
+            search, core, ascent
+        )  # it was not taken: it exceeds the limit by less than HiGHS sees
     return outcome.done
 
 
 def divide(search: SearchState, core: PresolvedProblem, ascent: Ascent) -> bool:
-    """Branch: the strategies of a node in two parts, the better one first; whether both are proven to hold nothing better."""
+    """Branch: the strategies of a node in two parts, the better one first; whether both are proven
+    to hold nothing better."""
     node, parts = halves(core, ascent)
     proven = True
     for kept in parts:

@@ -1,8 +1,9 @@
-"""Lower bounds for graphs too wide to eliminate: sequential tree-reweighted messages (Kolmogorov, Convergent Tree-Reweighted Message Passing for Energy
-Minimization, PAMI 2006), vectorised over nodes that do not depend on each other.
+"""Lower bounds for graphs too wide to eliminate: sequential tree-reweighted messages (Kolmogorov,
+Convergent Tree-Reweighted Message Passing for Energy Minimization, PAMI 2006), vectorised over
+nodes that do not depend on each other.
 
-What holds after each pass: the edges' tables less the messages along them are at least 0 with a 0 in each row or column, so that the nodes' shares,
-summed up, bound every choice from below.
+What holds after each pass: the edges' tables less the messages along them are at least 0 with a 0
+in each row or column, so that the nodes' shares, summed up, bound every choice from below.
 """
 
 from __future__ import annotations
@@ -24,9 +25,18 @@ def table_of(flat: FlatProblem, edge: int, forward: bool) -> Array:
 
 
 class Level:
-    """Nodes that can be processed together in one direction, and the edges that lead on from them."""
+    """Nodes that can be processed together in one direction, and the edges that lead on from
+    them."""
 
-    def __init__(self, flat: FlatProblem, nodes: Array, edges: Array, forward: bool, into: Array, out_of: Array) -> None:
+    def __init__(
+        self,
+        flat: FlatProblem,
+        nodes: Array,
+        edges: Array,
+        forward: bool,
+        into: Array,
+        out_of: Array,
+    ) -> None:
         near, far = (flat.head, flat.tail) if forward else (flat.tail, flat.head)
         self.nodes = nodes
         self.positions = ranges(flat.first[nodes], flat.size[nodes])
@@ -39,12 +49,26 @@ class Level:
         # vectors of the edges, one entry a strategy of the near node
         self.mine = ranges(flat.first[here], rows)
         self.opposite = ranges(into[edges], rows)  # where the messages towards the near nodes stand
-        self.target = ranges(out_of[edges], columns)  # where the messages towards the far nodes stand
+        self.target = ranges(
+            out_of[edges], columns
+        )  # where the messages towards the far nodes stand
         self.theirs = ranges(flat.first[there], columns)
-        row_at, column_at, count = np.cumsum(rows) - rows, np.cumsum(columns) - columns, rows * columns
-        # large tables as they stand, with where their vectors are: (rows from, to, columns from, to, table)
+        row_at, column_at, count = (
+            np.cumsum(rows) - rows,
+            np.cumsum(columns) - columns,
+            rows * columns,
+        )
+        # large tables as they stand, with where their vectors are: (rows from, to, columns from,
+        # to, table)
         self.large = [
-            (row_at[e], row_at[e] + rows[e], column_at[e], column_at[e] + columns[e], table_of(flat, edges[e], forward)) for e in np.flatnonzero(count > LARGE)
+            (
+                row_at[e],
+                row_at[e] + rows[e],
+                column_at[e],
+                column_at[e] + columns[e],
+                table_of(flat, edges[e], forward),
+            )
+            for e in np.flatnonzero(count > LARGE)
         ]
         # of the others the entries ordered (edge, far strategy, near strategy), to be taken at once
         small = np.flatnonzero(count <= LARGE)
@@ -56,10 +80,18 @@ class Level:
         k = self.pick - np.repeat(row_at[small], count)
         line = np.repeat(ranges(np.zeros(len(small), np.int64), columns), near_row)
         base = np.repeat(self.base[small], count)
-        self.table = flat.table[base + (k * np.repeat(columns, count) + line if forward else line * np.repeat(rows, count) + k)]
+        self.table = flat.table[
+            base
+            + (
+                k * np.repeat(columns, count) + line
+                if forward
+                else line * np.repeat(rows, count) + k
+            )
+        ]
 
     def passed(self, value: Array) -> Array:
-        """The least of each row of the tables with these values of the near strategies: an entry a strategy of the far nodes."""
+        """The least of each row of the tables with these values of the near strategies: an entry a
+        strategy of the far nodes."""
         new = np.empty(len(self.target))
         if len(self.small):
             new[self.small] = np.minimum.reduceat(value[self.pick] + self.table, self.segments)
@@ -86,7 +118,10 @@ class Messages:
         self.to_tail = int(heads.sum()) + np.cumsum(tails) - tails
         self.message = np.zeros(int(heads.sum() + tails.sum()))
         count = len(flat.nodes)
-        ahead, behind = np.bincount(flat.head, minlength=count), np.bincount(flat.tail, minlength=count)
+        ahead, behind = (
+            np.bincount(flat.head, minlength=count),
+            np.bincount(flat.tail, minlength=count),
+        )
         self.share = 1.0 / np.maximum(1, np.maximum(ahead, behind))
         self.rest = {True: 1.0 - ahead * self.share, False: 1.0 - behind * self.share}
         self.incoming = np.zeros(len(flat.cost))  # the sum of all messages towards each strategy
@@ -107,18 +142,29 @@ class Messages:
         edge_cut = np.searchsorted(deep[near][edges], np.arange(most + 1))
         into, out_of = (self.to_head, self.to_tail) if forward else (self.to_tail, self.to_head)
         return [
-            Level(flat, nodes[node_cut[d] : node_cut[d + 1]], edges[edge_cut[d] : edge_cut[d + 1]], forward, into, out_of) for d in range(most)
+            Level(
+                flat,
+                nodes[node_cut[d] : node_cut[d + 1]],
+                edges[edge_cut[d] : edge_cut[d + 1]],
+                forward,
+                into,
+                out_of,
+            )
+            for d in range(most)
         ]
 
     def sweep(self, priced: Array, forward: bool) -> float:
-        """One pass with these costs of the strategies (prices included); the bound it proves, without the constant and what the room is worth."""
+        """One pass with these costs of the strategies (prices included); the bound it proves,
+        without the constant and what the room is worth."""
         bound = 0.0
         share, rest, incoming, message = self.share, self.rest[forward], self.incoming, self.message
         owner = self.flat.owner
         for level in self.levels[forward]:
             if len(level.edges):
                 mine = level.mine
-                value = (priced[mine] + incoming[mine]) * share[owner[mine]] - message[level.opposite]
+                value = (priced[mine] + incoming[mine]) * share[owner[mine]] - message[
+                    level.opposite
+                ]
                 new = level.passed(value)
                 np.add.at(incoming, level.theirs, new - message[level.target])
                 message[level.target] = new
@@ -127,7 +173,8 @@ class Messages:
         return bound
 
     def decode(self, priced: Array, forward: bool) -> Array:
-        """A choice, node after node: each takes its best under what was chosen before it and the messages of those after it."""
+        """A choice, node after node: each takes its best under what was chosen before it and the
+        messages of those after it."""
         flat = self.flat
         given = priced + self.incoming
         choice = np.zeros(len(flat.nodes), dtype=np.int64)
@@ -135,7 +182,9 @@ class Messages:
             values = given[level.positions]
             best = np.repeat(np.minimum.reduceat(values, level.starts), flat.size[level.nodes])
             k = level.positions - np.repeat(flat.first[level.nodes], flat.size[level.nodes])
-            choice[level.nodes] = np.minimum.reduceat(np.where(values == best, k, np.iinfo(np.int64).max), level.starts)
+            choice[level.nodes] = np.minimum.reduceat(
+                np.where(values == best, k, np.iinfo(np.int64).max), level.starts
+            )
             if len(level.edges):
                 chosen = choice[level.near]
                 row = level.table_at(flat, chosen)

@@ -1,11 +1,14 @@
-"""Exact minimisation by taking out one node after another (min-plus variable elimination), smallest table first.
+"""Exact minimisation by taking out one node after another (min-plus variable elimination), smallest
+table first.
 
-Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999). The cost is that of the tables, so it is linear in the
-depth of a network whose graph is series-parallel.
+Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
+The cost is that of the tables, so it is linear in the depth of a network whose graph is
+series-parallel.
 
-`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table over them, and takes factors of any number of variables. Here
-tables join two nodes each, all nodes are minimised over, and the order is found once and run for many costs, as where memory is priced anew
-(auto/solver/dual_ascent.py).
+`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table
+over them, and takes factors of any number of variables. Here tables join two nodes each, all nodes
+are minimised over, and the order is found once and run for many costs, as where memory is priced
+anew (auto/solver/dual_ascent.py).
 """
 
 from __future__ import annotations
@@ -21,19 +24,28 @@ from .problem import Array
 
 #: The most entries of a table that is kept.
 CAP = 10_000_000
-#: Tables up to this size are summed up whole; larger ones one strategy of the eliminated node after another, which takes less memory.
+#: Tables up to this size are summed up whole; larger ones one strategy of the eliminated node after
+#: another, which takes less memory.
 WHOLE = 2_000_000
 
 
 class Elimination:
-    """An order of elimination for the nodes `among` of a graph, found once and run for many costs of its nodes.
+    """An order of elimination for the nodes `among` of a graph, found once and run for many costs
+    of its nodes.
 
-    `fits` says whether no table outgrows `cap` entries; `left` are the nodes that stand when the next table would. `largest` is the size of the largest
-    table that is kept, `width` the largest number of neighbours of a node when its turn comes, `total` the entries of all tables that are kept,
-    `work` those that are looked at.
+    `fits` says whether no table outgrows `cap` entries; `left` are the nodes that stand when the
+    next table would. `largest` is the size of the largest table that is kept, `width` the largest
+    number of neighbours of a node when its turn comes, `total` the entries of all tables that are
+    kept, `work` those that are looked at.
     """
 
-    def __init__(self, sizes: Sequence[int], edges: Iterable[tuple[int, int, Array]], among: Iterable[int], cap: int = CAP) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        edges: Iterable[tuple[int, int, Array]],
+        among: Iterable[int],
+        cap: int = CAP,
+    ) -> None:
         self.sizes = sizes
         self.edges = list(edges)
         around: dict[int, set[int]] = {i: set() for i in among}
@@ -75,11 +87,17 @@ class Elimination:
         """Of a core's live nodes, numbered in order."""
         nodes = sorted(core.live)
         index = {i: n for n, i in enumerate(nodes)}
-        edges = [(index[i], index[j], core.near[i][j]) for i in nodes for j in sorted(core.near[i]) if i < j]
+        edges = [
+            (index[i], index[j], core.near[i][j])
+            for i in nodes
+            for j in sorted(core.near[i])
+            if i < j
+        ]
         return cls([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
 
     def run(self, costs: Sequence[Array]) -> tuple[float, dict[int, int]]:
-        """The least cost and a choice that has it, for these costs of the nodes (indexed by node). (inf, {}) where none is finite."""
+        """The least cost and a choice that has it, for these costs of the nodes (indexed by node).
+        (inf, {}) where none is finite."""
         held: dict[int, list[tuple[tuple[int, ...], Array]]] = {i: [] for i, _ in self.order}
         rank = {i: n for n, (i, _) in enumerate(self.order)}
         for i, j, table in self.edges:
@@ -101,8 +119,11 @@ class Elimination:
             choice[i] = int(row.argmin())
         return total, choice
 
-    def minimised(self, i: int, near: tuple[int, ...], costs: Array, held: list[tuple[tuple[int, ...], Array]]) -> Array:
-        """The least of the costs and the tables that hold node i over its strategies, as a table of the nodes near it."""
+    def minimised(
+        self, i: int, near: tuple[int, ...], costs: Array, held: list[tuple[tuple[int, ...], Array]]
+    ) -> Array:
+        """The least of the costs and the tables that hold node i over its strategies, as a table of
+        the nodes near it."""
         axis = {n: k + 1 for k, n in enumerate(near)}
         axis[i] = 0
         parts = []

@@ -1,4 +1,5 @@
-"""Channels between processes: single messages that go beside the computation, over torch.distributed."""
+"""Channels between processes: single messages that go beside the computation, over
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .shared_memory_comm import SharedMemoryCommunicator, stable_hash
 
 __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 
-_TAG = 7003  # keeps these messages apart from those of collectives, and of the user's own send and recv
+# keeps these messages apart from those of collectives, and of the user's own send and recv
+_TAG = 7003
 
 
 class _Message(Message):
@@ -23,7 +25,9 @@ class _Message(Message):
 
     def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
         self._channel, self._kept = channel, kept
-        self._work: dist.Work | None = work  # until it has been waited for: gloo's would wait again, for another message
+        self._work: dist.Work | None = (
+            work  # until it has been waited for: gloo's would wait again, for another message
+        )
 
     def over(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -40,7 +44,8 @@ class _Message(Message):
 
 
 class _Watched(Message):
-    """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited for."""
+    """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited
+    for."""
 
     def __init__(self, message: _Message, thread: Background) -> None:
         self._job = thread.submit(message.wait)
@@ -53,7 +58,8 @@ class _Watched(Message):
 
 
 class _Landing(Message):
-    """A receive into host memory, of which a device without a backend of its own then gets a copy."""
+    """A receive into host memory, of which a device without a backend of its own then gets a
+    copy."""
 
     def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
         self._message, self._host, self._data = message, host, data
@@ -72,7 +78,10 @@ class _Landing(Message):
 def _broken(channel: Channel, error: Exception) -> WorldError:
     here = channel.world.rank
     way = f"to rank {channel.target}" if here == channel.source else f"from rank {channel.source}"
-    return WorldError(f"rank {here}: a message {way} failed: {error}; a rank has died, hangs, or did something else")
+    return WorldError(
+        f"rank {here}: a message {way} failed: {error}; a rank has died, hangs, or did something "
+        f"else"
+    )
 
 
 class MessageChannel(Channel):
@@ -89,7 +98,10 @@ class MessageChannel(Channel):
     def _carrier(self) -> dist.ProcessGroup:
         found = self.world.carrier
         if found is None:
-            raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
+            raise WorldError(
+                f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
+                f"was destroyed, or the world was closed"
+            )
         return found
 
     def _send(self, data: Tensor) -> Message:
@@ -120,7 +132,8 @@ class MessageChannel(Channel):
 
 
 class SharedChannel(MessageChannel):
-    """Through memory that the two ranks share, where they are on one host: they find that out when they connect."""
+    """Through memory that the two ranks share, where they are on one host: they find that out when
+    they connect."""
 
     def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
         super().__init__(world, source, target, device)
@@ -162,8 +175,15 @@ class _Left(Message):
 class _Awaited(Message):
     """A message that its sender leaves."""
 
-    def __init__(self, channel: Channel, near: SharedMemoryPeers, topic: int, number: int, data: Tensor) -> None:
-        self._channel, self._near, self._name, self._data = channel, near, (channel.source, topic, number), data
+    def __init__(
+        self, channel: Channel, near: SharedMemoryPeers, topic: int, number: int, data: Tensor
+    ) -> None:
+        self._channel, self._near, self._name, self._data = (
+            channel,
+            near,
+            (channel.source, topic, number),
+            data,
+        )
         self._waits = True
         self._part: SharedBlock | None = None  # that has come and is not yet copied
 
@@ -174,7 +194,8 @@ class _Awaited(Message):
         if self._waits:
             self._waits = False
             try:
-                self._part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
+                patience = self._channel.world.patience  # type: ignore[attr-defined]
+                self._part = self._near.find(*self._name, self._data.numel(), patience)
             except PeerLost as error:
                 raise _broken(self._channel, error) from error
 
@@ -195,8 +216,9 @@ class _Awaited(Message):
 class NativeChannel(Channel):
     """Over a group of the two ranks on the device's own backend, such as NCCL.
 
-    There messages of a group run one after the other, whatever their direction, and one whose other side comes later holds up those behind it: so each
-    direction has its own group. Waiting is the device's: the host goes on, and the computation queued next comes after the message.
+    There messages of a group run one after the other, whatever their direction, and one whose other
+    side comes later holds up those behind it: so each direction has its own group. Waiting is the
+    device's: the host goes on, and the computation queued next comes after the message.
     """
 
     world: ProcessWorld
@@ -207,7 +229,8 @@ class NativeChannel(Channel):
         self._group = world.pair(source, target, device)
 
     def connect(self) -> None:
-        # The first message of a group waits on the host for its other side, so it must be one that both sides come to.
+        # The first message of a group waits on the host for its other side, so it must be one that
+        # both sides come to.
         if not self._connected:
             mark = torch.zeros(1, dtype=torch.uint8, device=self._device)
             (self._send if self.world.rank == self.source else self._receive)(mark).wait()

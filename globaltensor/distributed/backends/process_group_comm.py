@@ -1,9 +1,10 @@
 """Collectives among processes, over torch.distributed.
 
-On gloo everything is made of messages and all-to-alls: measured on two processes (26 MB) these take 12 and 14 ms, all_reduce 28 ms,
-all_gather_into_tensor 25 ms, reduce_scatter_tensor 77 ms. Where both could serve, the all-to-all does: it waits in gloo's own threads, which a busy
-machine wakes sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). The own collectives of NCCL and of our MPI
-(globaltensor.distributed.backends.mpi) are used as they are.
+On gloo everything is made of messages and all-to-alls: measured on two processes (26 MB) these take
+12 and 14 ms, all_reduce 28 ms, all_gather_into_tensor 25 ms, reduce_scatter_tensor 77 ms. Where
+both could serve, the all-to-all does: it waits in gloo's own threads, which a busy machine wakes
+sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). The own
+collectives of NCCL and of our MPI (globaltensor.distributed.backends.mpi) are used as they are.
 """
 
 from __future__ import annotations
@@ -30,23 +31,42 @@ _TAG: Final = 7001  # keeps our messages apart from those of the user's own send
 _BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
 _AHEAD_TAG: Final = 7004  # and those of exchanges under way (7003 is that of channels)
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
-#: Up to so many bytes that each rank sends an all-reduce under way is made of messages; of two ranks, where that sends no more than any other way. Measured on
-#: two cores: two ranks 4 KB 0.3 ms, gloo's own 0.4 to 1.4; 1 MB 1.0 and 1.3; 2 MB 1.7 and 3.4; 4 MB 4.0 and 3.7; four ranks 64 KB 2.5 and 5.4, 1 MB 8.9
-#: and 5.7.
+#: Up to so many bytes that each rank sends an all-reduce under way is made of messages; of two
+#: ranks, where that sends no more than any other way. Measured on two cores: two ranks 4 KB 0.3 ms,
+#: gloo's own 0.4 to 1.4; 1 MB 1.0 and 1.3; 2 MB 1.7 and 3.4; 4 MB 4.0 and 3.7; four ranks 64 KB 2.5
+#: and 5.4, 1 MB 8.9 and 5.7.
 _TOLD: Final = 1 << 17
 _SWAPPED: Final = 3 << 20
-_TO_ALL: Final = 4  # up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its own
-_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")  # the line of gloo's source where an error came up
+# up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its
+# own
+_TO_ALL: Final = 4
+_GLOO_PLACE: Final = re.compile(
+    r"\[\S+\.(?:cc|h):\d+\] "
+)  # the line of gloo's source where an error came up
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_NATIVE_REDUCES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+_NATIVE_REDUCES: Final = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
 #: torch renamed these in 2.13 and warns at the older names.
-_gather_evenly: Callable[..., object] = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-_scatter_evenly: Callable[..., object] = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+_gather_evenly: Callable[..., object] = vars(dist).get(
+    "all_gather_single", dist.all_gather_into_tensor
+)
+_scatter_evenly: Callable[..., object] = vars(dist).get(
+    "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 
 class P2PCommunicator(Communicator):
-    """Collectives made of point-to-point messages between processes, on cpu tensors (others go through host memory)."""
+    """Collectives made of point-to-point messages between processes, on cpu tensors (others go
+    through host memory)."""
 
     world: ProcessWorld
 
@@ -54,21 +74,32 @@ class P2PCommunicator(Communicator):
         super().__init__(world, ranks)
         self._tag = tag
 
-    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+    def _swap(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         if device.type != "cpu":
             return self._swap_staged(sends, recvs)
         _Messages(self, sends, recvs, self._tag).wait()
         return None
 
-    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
-        return _Messages(self, sends, recvs, _AHEAD_TAG) if device.type == "cpu" else super()._swap_async(sends, recvs, device)
+    def _swap_async(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> Handle:
+        return (
+            _Messages(self, sends, recvs, _AHEAD_TAG)
+            if device.type == "cpu"
+            else super()._swap_async(sends, recvs, device)
+        )
 
     @property
     def carrier(self) -> dist.ProcessGroup:
         """The group of all ranks."""
         found = self.world.carrier
         if found is None:
-            raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
+            raise WorldError(
+                f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
+                f"was destroyed, or the world was closed"
+            )
         return found
 
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
@@ -82,9 +113,15 @@ class P2PCommunicator(Communicator):
         """The error for a failed collective."""
         purpose = spelled(self.world.purpose)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
-        told = f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {why}; a rank has died, hangs, or did something else"
+        told = (
+            f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {why}; a "
+            f"rank has died, hangs, or did something else"
+        )
         if purpose.startswith(READING):
-            reads = f"rank {self.world.rank} reads the value of a global tensor here, and other ranks do not"
+            reads = (
+                f"rank {self.world.rank} reads the value of a global tensor here, and other "
+                f"ranks do not"
+            )
             return WorldError(f"{user_line()}\n{reads}. {READING_ADVICE}\n({told})")
         return WorldError(f"{told} (flow.check_ranks() says which)")
 
@@ -92,7 +129,13 @@ class P2PCommunicator(Communicator):
 class _Messages:
     """Messages of one exchange, under way."""
 
-    def __init__(self, comm: P2PCommunicator, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
+    def __init__(
+        self,
+        comm: P2PCommunicator,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Tensor],
+        tag: int,
+    ) -> None:
         self._comm, carrier, ranks = comm, comm.carrier, comm.ranks
         try:
             self._works = [carrier.recv([t], ranks[i], tag) for i, t in recvs.items()]
@@ -109,7 +152,8 @@ class _Messages:
 
 
 class ProcessGroupCommunicator(P2PCommunicator):
-    """Collectives over torch.distributed. The torch group is made when a collective first needs it, by its members alone."""
+    """Collectives over torch.distributed. The torch group is made when a collective first needs it,
+    by its members alone."""
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
@@ -139,35 +183,66 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return device.type in self.world.backends
 
     def _reduces(self, some: Tensor) -> bool:
-        """Whether torch's own collectives also add up numbers of this kind: ours over MPI do so as `combine` does."""
+        """Whether torch's own collectives also add up numbers of this kind: ours over MPI do so as
+        `combine` does."""
         return self._native(some.device) and (self._mpi or some.dtype in _NATIVE_REDUCES)
 
-    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+    def _swap(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         if not self._native(device) or (self._mpi and self.size > _TO_ALL):
             return super()._swap(sends, recvs, device)
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
-        dist.all_to_all([recvs.get(i, none) for i in self._order], [sends.get(i, none) for i in self._order], group=group)
+        dist.all_to_all(
+            [recvs.get(i, none) for i in self._order],
+            [sends.get(i, none) for i in self._order],
+            group=group,
+        )
         return None
 
-    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+    def _swap_async(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> Handle:
         if not self._native(device) or self._mpi:
             return super()._swap_async(sends, recvs, device)
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
-        work = dist.all_to_all([recvs.get(i, none) for i in self._order], [sends.get(i, none) for i in self._order], group=group, async_op=True)
+        work = dist.all_to_all(
+            [recvs.get(i, none) for i in self._order],
+            [sends.get(i, none) for i in self._order],
+            group=group,
+            async_op=True,
+        )
         return _Work(self, work)
 
     # All-to-all, and what is made of it, on the cpu
 
-    def _exchange_all(self, sends: Sequence[Tensor], outs: Sequence[Tensor], joined_out: Tensor | None) -> None:
-        """One all-to-all of flat tensors, given in the order of the torch group; ``joined_out``: memory of all ``outs``, one after the other."""
-        source, target = _joined(sends), outs[0].new_empty(sum(o.numel() for o in outs)) if joined_out is None else joined_out
-        size, sent, received = target.itemsize, [s.numel() for s in sends], [o.numel() for o in outs]
-        self._all_to_all_bytes(as_bytes(target), as_bytes(source), [n * size for n in received], [n * size for n in sent])
+    def _exchange_all(
+        self, sends: Sequence[Tensor], outs: Sequence[Tensor], joined_out: Tensor | None
+    ) -> None:
+        """One all-to-all of flat tensors, given in the order of the torch group; ``joined_out``:
+        memory of all ``outs``, one after the other."""
+        source, target = (
+            _joined(sends),
+            outs[0].new_empty(sum(o.numel() for o in outs)) if joined_out is None else joined_out,
+        )
+        size, sent, received = (
+            target.itemsize,
+            [s.numel() for s in sends],
+            [o.numel() for o in outs],
+        )
+        self._all_to_all_bytes(
+            as_bytes(target),
+            as_bytes(source),
+            [n * size for n in received],
+            [n * size for n in sent],
+        )
         if joined_out is None:
             for out, part in zip(outs, target.split_with_sizes(received), strict=True):
                 out.copy_(part)
 
-    def _all_to_all_bytes(self, out: Tensor, source: Tensor, received: list[int], sent: list[int]) -> None:
+    def _all_to_all_bytes(
+        self, out: Tensor, source: Tensor, received: list[int], sent: list[int]
+    ) -> None:
         try:
             dist.all_to_all_single(out, source, received, sent, group=self.group)
         except RuntimeError as error:
@@ -182,10 +257,18 @@ class ProcessGroupCommunicator(P2PCommunicator):
         self._all_to_all_bytes(as_bytes(recv), as_bytes(send), received, sent)
 
     def _dense(self, some: Tensor, longest: int | None) -> bool:
-        """Whether an all-to-all can carry this: on the cpu, and not too long to be counted. ``longest`` is the same on every rank, so the answer is."""
-        return some.is_cpu and not self._mpi and longest is not None and longest * some.itemsize <= _LONGEST
+        """Whether an all-to-all can carry this: on the cpu, and not too long to be counted.
+        ``longest`` is the same on every rank, so the answer is."""
+        return (
+            some.is_cpu
+            and not self._mpi
+            and longest is not None
+            and longest * some.itemsize <= _LONGEST
+        )
 
-    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+    def _all_to_all_parts(
+        self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None
+    ) -> list[Tensor]:
         own = sends[self.index]
         if not self._dense(own, longest):
             return super()._all_to_all_parts(sends, numels, longest)
@@ -199,7 +282,9 @@ class ProcessGroupCommunicator(P2PCommunicator):
         self._exchange_all([sends[i] for i in order], parts, out)
         return [parts[order.index(i)] for i in range(self.size)]
 
-    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+    def _all_to_all(
+        self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None
+    ) -> None:
         if not self._dense(out, longest):
             super()._all_to_all(sends, numels, out, longest)
         elif self.size == 2:
@@ -209,14 +294,23 @@ class ProcessGroupCommunicator(P2PCommunicator):
         else:
             slots = out.split_with_sizes(list(numels))
             straight = self._order == list(range(self.size))
-            self._exchange_all([sends[i] for i in self._order], [slots[i] for i in self._order], out if straight else None)
+            self._exchange_all(
+                [sends[i] for i in self._order],
+                [slots[i] for i in self._order],
+                out if straight else None,
+            )
 
     # All-gather
 
     def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
         if self._mpi and self._native(flat.device):
-            parts = [flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device) for i, n in enumerate(numels)]
-            dist.all_gather([as_bytes(parts[i]) for i in self._order], as_bytes(flat), group=self.group)
+            parts = [
+                flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device)
+                for i, n in enumerate(numels)
+            ]
+            dist.all_gather(
+                [as_bytes(parts[i]) for i in self._order], as_bytes(flat), group=self.group
+            )
             return parts
         if self._native(flat.device):
             out = torch.empty(sum(numels), dtype=flat.dtype, device=flat.device)
@@ -228,7 +322,11 @@ class ProcessGroupCommunicator(P2PCommunicator):
 
     def _replicates(self, flat: Tensor, numels: Sequence[int]) -> bool:
         # All ranks must choose alike, so by the longest share, not by the own one.
-        return flat.is_cpu and not self._mpi and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
+        return (
+            flat.is_cpu
+            and not self._mpi
+            and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
+        )
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         if not self._native(out.device):
@@ -273,20 +371,37 @@ class ProcessGroupCommunicator(P2PCommunicator):
         numels = [s.numel() for s in sends]
         if self._reduces(mine):
             out = torch.empty_like(mine)
-            work = dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True)
+            work = dist.reduce_scatter(
+                out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True
+            )
             return ReduceScatterHandle(_Work(self, work), lambda: out)
         if not self._dense(mine, max(self.size * max(numels), sum(numels))):
             return super()._reduce_scatter_async(sends, op)
-        # Everyone's chunks for this rank, its own left where it is; they are added once they are here.
+        # Everyone's chunks for this rank, its own left where it is; they are added once they are
+        # here.
         size, n = mine.itemsize, mine.numel()
         others = [i for i in order if i != self.index]
-        source, target = _joined([sends[i] for i in others]), torch.empty(n * (self.size - 1), dtype=mine.dtype)
-        received, sent = ([0 if i == self.index else v * size for i, v in zip(order, vs, strict=True)] for vs in ([n] * self.size, [numels[i] for i in order]))
-        work = dist.all_to_all_single(as_bytes(target), as_bytes(source), received, sent, group=self.group, async_op=True)
+        source, target = (
+            _joined([sends[i] for i in others]),
+            torch.empty(n * (self.size - 1), dtype=mine.dtype),
+        )
+        received, sent = (
+            [0 if i == self.index else v * size for i, v in zip(order, vs, strict=True)]
+            for vs in ([n] * self.size, [numels[i] for i in order])
+        )
+        work = dist.all_to_all_single(
+            as_bytes(target), as_bytes(source), received, sent, group=self.group, async_op=True
+        )
 
         def add() -> Tensor:
-            found = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {self.index: mine}
-            return combine([found[i] for i in range(self.size)], op, spare=1 - self.index if self.size == 2 else None)
+            found = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {
+                self.index: mine
+            }
+            return combine(
+                [found[i] for i in range(self.size)],
+                op,
+                spare=1 - self.index if self.size == 2 else None,
+            )
 
         return ReduceScatterHandle(_Work(self, work), add)
 
@@ -298,18 +413,25 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        if flat.nbytes * (self.size - 1) <= (_TOLD if self.size > 2 else _SWAPPED) and flat.is_cpu and not self._mpi:
+        if (
+            flat.nbytes * (self.size - 1) <= (_TOLD if self.size > 2 else _SWAPPED)
+            and flat.is_cpu
+            and not self._mpi
+        ):
             return self._tell_all(flat, op)
         if flat.dtype in _NATIVE_REDUCES or self._mpi:
-            # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs. Asked of the group itself: what torch's function
-            # does before costs as much again (45 us).
+            # Gloo's own too: its threads work without Python's lock, which a backward pass under
+            # way needs. Asked of the group itself: what torch's function does before costs as much
+            # again (45 us).
             how = dist.AllreduceOptions()
             how.reduceOp = _OPS[op]  # type: ignore[assignment]
             return _Work(self, self.group.allreduce([flat], how))
         if self._native(flat.device):
             return super()._all_reduce_async(flat, op)
         lane = P2PCommunicator(self.world, self.ranks, _BACKGROUND_TAG)
-        return background(self.world).submit(lambda: lane._all_reduce_in_place(flat.detach().view(-1), op))
+        return background(self.world).submit(
+            lambda: lane._all_reduce_in_place(flat.detach().view(-1), op)
+        )
 
     def _tell_all(self, flat: Tensor, op: str) -> Handle:
         """All-reduce of few numbers in place: everyone tells everyone theirs."""
@@ -329,7 +451,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Flat tensors one after the other; without copying where they already lie so."""
     at, first = parts[0].data_ptr(), parts[0]
     for part in parts:
-        if part.data_ptr() != at or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        if (
+            part.data_ptr() != at
+            or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
             return torch.cat([as_bytes(part) for part in parts]).view(first.dtype)
         at += part.nbytes
     return first.as_strided((sum(p.numel() for p in parts),), (1,))
@@ -350,16 +475,21 @@ class _Work:
 
 
 class _Told(_Work):
-    """The numbers of others, on their way; they are combined into ``flat`` where they are waited for."""
+    """The numbers of others, on their way; they are combined into ``flat`` where they are waited
+    for."""
 
-    def __init__(self, comm: P2PCommunicator, work: dist.Work, flat: Tensor, parts: list[Tensor], op: str) -> None:
+    def __init__(
+        self, comm: P2PCommunicator, work: dist.Work, flat: Tensor, parts: list[Tensor], op: str
+    ) -> None:
         super().__init__(comm, work)
         self._flat, self._parts, self._op = flat, parts, op
 
     def wait(self) -> None:
         super().wait()
         if self._parts:
-            pair = len(self._parts) == 2  # the first of which is `flat`; which of two comes first makes no difference to a sum
+            pair = (
+                len(self._parts) == 2
+            )  # the first of which is `flat`; which of two comes first makes no difference to a sum
             total = combine(self._parts, self._op, spare=0 if pair and self._op == "sum" else None)
             if total is not self._flat:
                 self._flat.copy_(total)
@@ -385,11 +515,14 @@ class _Job:
 
 
 class Background:
-    """One thread that runs collectives in the order they were started, which is the same on every rank, beside the main thread's computation."""
+    """One thread that runs collectives in the order they were started, which is the same on every
+    rank, beside the main thread's computation."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="globaltensor background", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="globaltensor background", daemon=True
+        )
         self._thread.start()
 
     def submit(self, run: Callable[[], None]) -> _Job:

@@ -1,8 +1,11 @@
-"""Memory that the ranks of one host share: what a rank has for others it copies there once, and they read it where it lies.
+"""Memory that the ranks of one host share: what a rank has for others it copies there once, and
+they read it where it lies.
 
-Each rank writes into memory files of its own (memfd: they have no name, so nothing is left behind whatever happens), which the others map. Which part is
-whose goes as a note through a Unix socket between each two ranks, which also tells at once that a rank has died. Leaving something never waits until it
-is read, so a collective that has started needs nobody's attention to go on; nor does it need a thread.
+Each rank writes into memory files of its own (memfd: they have no name, so nothing is left behind
+whatever happens), which the others map. Which part is whose goes as a note through a Unix socket
+between each two ranks, which also tells at once that a rank has died. Leaving something never waits
+until it is read, so a collective that has started needs nobody's attention to go on; nor does it
+need a thread.
 """
 
 from __future__ import annotations
@@ -30,11 +33,19 @@ __all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 VARIABLE: Final = "GLOBALTENSOR_SHARED_MEMORY"
 _FILE: Final = 64 << 20  # bytes of a memory file, which takes only as many as were written
 _LEAST: Final = 4 << 10  # bytes of a block; all have a power of two
-_HEAD: Final = 64  # bytes at the start of a block, one for each who reads it, 1 where that is done; also what parts are aligned to
-_UNREAD: Final = 256 << 20  # so many bytes that are not yet read may lie there before one who can wait does
-#: Topic, number, digest of what the part belongs to, file, where in it the reader says that it is done, where the part is, its bytes.
+# bytes at the start of a block, one for each who reads it, 1 where that is done; also what parts
+# are aligned to
+_HEAD: Final = 64
+_UNREAD: Final = (
+    256 << 20
+)  # so many bytes that are not yet read may lie there before one who can wait does
+#: Topic, number, digest of what the part belongs to, file, where in it the reader says that it is
+#: done, where the part is, its bytes.
 _NOTE: Final = struct.Struct("<QQ8sIIQQ")
-_REPORTS, _LAST_WORDS = (1 << 64) - 1, (1 << 64) - 2  # topics: what a rank says of itself when ranks have diverged, and when it ends
+_REPORTS, _LAST_WORDS = (
+    (1 << 64) - 1,
+    (1 << 64) - 2,
+)  # topics: what a rank says of itself when ranks have diverged, and when it ends
 _HELLO: Final = struct.Struct("<II")  # rank, and what the connection is for
 _NOTES, _FILES = 0, 1
 _SLICE: Final = 0.05  # seconds between looks at what another thread may have heard
@@ -46,16 +57,25 @@ class PeerLost(RuntimeError):
 
 
 def host() -> str:
-    """The same text in processes that can share memory: of one boot, network namespace and user. Nothing where that can't be, or is not wanted."""
-    if os.environ.get(VARIABLE, "1") == "0" or not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+    """The same text in processes that can share memory: of one boot, network namespace and user.
+    Nothing where that can't be, or is not wanted."""
+    if (
+        os.environ.get(VARIABLE, "1") == "0"
+        or not hasattr(os, "memfd_create")
+        or not hasattr(socket, "send_fds")
+    ):
         return ""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.readlink('/proc/self/ns/net')} {os.getuid()}"
+        )
     except OSError:
         return ""
 
 
-#: Taking a lock keeps what is read and written before it from being seen after what comes next, also by processors that else order things as they like.
+#: Taking a lock keeps what is read and written before it from being seen after what comes next,
+#: also by processors that else order things as they like.
 _BARRIER: Final = threading.Lock()
 
 
@@ -110,7 +130,9 @@ class _Arena:
         """A block for so many bytes that nobody uses."""
         size = max(_LEAST, 1 << (nbytes + _HEAD - 1).bit_length())
         lent = self._lent.setdefault(size, deque())
-        for _ in range(min(4, len(lent))):  # the oldest; those that are read late must not hide the others
+        for _ in range(
+            min(4, len(lent))
+        ):  # the oldest; those that are read late must not hide the others
             lent.rotate(-1)
             if lent[-1].idle:
                 return lent[-1]
@@ -134,7 +156,9 @@ class _Arena:
 
     def unread(self) -> int:
         """Bytes of blocks that somebody has still to read."""
-        return sum(block.size for lent in list(self._lent.values()) for block in lent if not block.idle)
+        return sum(
+            block.size for lent in list(self._lent.values()) for block in lent if not block.idle
+        )
 
     def close(self) -> None:
         for descriptor, _, _ in self.files:
@@ -143,7 +167,8 @@ class _Arena:
 
 
 class SharedBlock:
-    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``; and the digest of what it belongs to."""
+    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there
+    until ``done``; and the digest of what it belongs to."""
 
     def __init__(self, file: _File, mark: int, start: int, nbytes: int, digest: bytes) -> None:
         self.data, self.nbytes, self.digest = file.part(start, nbytes), nbytes, digest
@@ -174,8 +199,8 @@ class _Peer:
 
 
 class SharedMemoryPeers:
-    """This rank among those of its host: what they leave for one another, by topic and number, which both sides know. Raises OSError where the system does not
-    let it have what it takes."""
+    """This rank among those of its host: what they leave for one another, by topic and number,
+    which both sides know. Raises OSError where the system does not let it have what it takes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)
@@ -191,7 +216,8 @@ class SharedMemoryPeers:
         _ALL.add(self)
 
     def connect(self, names: Mapping[int, str], seconds: Callable[[], float]) -> None:
-        """Connect with the ranks of these names, who do the same: the higher rank calls, the lower one answers. Raises Gone where one does not come."""
+        """Connect with the ranks of these names, who do the same: the higher rank calls, the lower
+        one answers. Raises Gone where one does not come."""
         with self._lock:
             for rank, name in names.items():
                 if rank < self.rank and rank not in self._peers:
@@ -199,12 +225,17 @@ class SharedMemoryPeers:
                     for purpose in (_NOTES, _FILES):
                         self._keep(peer, purpose, self._call(name, purpose, rank))
             end = time.monotonic() + seconds()
-            while missing := [rank for rank in names if rank > self.rank and not self._connected(rank)]:
+            while missing := [
+                rank for rank in names if rank > self.rank and not self._connected(rank)
+            ]:
                 self._listener.settimeout(max(0.001, end - time.monotonic()))
                 try:
                     self._answer()
                 except TimeoutError:
-                    raise PeerLost(f"rank {missing[0]}, of the same host, did not connect within {seconds():.0f} s") from None
+                    raise PeerLost(
+                        f"rank {missing[0]}, of the same host, did not connect within "
+                        f"{seconds():.0f} s"
+                    ) from None
 
     def _connected(self, rank: int) -> bool:
         peer = self._peers.get(rank)
@@ -222,7 +253,9 @@ class SharedMemoryPeers:
 
     def _answer(self) -> None:
         end, _ = self._listener.accept()
-        _, uid, _ = struct.unpack("iii", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii")))
+        _, uid, _ = struct.unpack(
+            "iii", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii"))
+        )
         end.settimeout(10.0)
         hello = b""
         if uid == os.getuid():
@@ -246,10 +279,15 @@ class SharedMemoryPeers:
     # Leaving
 
     def leave(
-        self, topic: int, number: int, parts: Sequence[tuple[Tensor, Sequence[int]]], patient: bool = False, digest: bytes = b""
+        self,
+        topic: int,
+        number: int,
+        parts: Sequence[tuple[Tensor, Sequence[int]]],
+        patient: bool = False,
+        digest: bytes = b"",
     ) -> None:
-        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not. ``digest``: 8 bytes that go
-        with them. Raises Gone."""
+        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread
+        already, first wait until it is not. ``digest``: 8 bytes that go with them. Raises Gone."""
         total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
         with self._lock:
             if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
@@ -261,7 +299,9 @@ class SharedMemoryPeers:
                 n = data.numel()
                 block.file.part(at, n).copy_(data)
                 for rank in ranks:
-                    told.append((rank, _NOTE.pack(topic, number, digest, block.number, mark, at, n)))
+                    told.append(
+                        (rank, _NOTE.pack(topic, number, digest, block.number, mark, at, n))
+                    )
                     mark += 1
                 at += -(-n // _HEAD) * _HEAD
             with _BARRIER:
@@ -281,7 +321,9 @@ class SharedMemoryPeers:
             while note:
                 try:
                     note = note[peer.notes.send(note) :]
-                except BlockingIOError:  # it has many notes to read, and may itself be waiting until this rank reads its own
+                except BlockingIOError:
+                    # it has many notes to read, and may itself be waiting until this rank reads its
+                    # own
                     self._hear_all()
                     select.select([], [peer.notes], [], 0.001)
         except OSError as error:
@@ -305,25 +347,36 @@ class SharedMemoryPeers:
                 self._hear(rank, peer)
         return wanted in self._here or peer.left
 
-    def find(self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]) -> SharedBlock:
-        """Return what ``rank`` leaves; wait until it is there. Raises Gone if it has not ``nbytes``, where these are given, or does not come in that time."""
+    def find(
+        self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]
+    ) -> SharedBlock:
+        """Return what ``rank`` leaves; wait until it is there. Raises Gone if it has not
+        ``nbytes``, where these are given, or does not come in that time."""
         wanted = rank, topic, number
         found = self._here.pop(wanted, None)
         if found is None:
             found = self._await(wanted, seconds)
         digest, file, mark, start, size = found
         if nbytes is not None and size != nbytes:
-            raise PeerLost(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
+            raise PeerLost(
+                f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do "
+                f"different things"
+            )
         return SharedBlock(self._file(rank, file), mark, start, size, digest)
 
     # Reports
 
     def last_words(self, data: bytes) -> dict[int, bytes]:
-        """Leave what this rank says when it ends; return what those said that have ended before. Waits for nobody."""
+        """Leave what this rank says when it ends; return what those said that have ended before.
+        Waits for nobody."""
         self._leave_for_all(_LAST_WORDS, 0, data)
         with self._lock:
             self._hear_all()
-        return {rank: self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes() for rank in self._peers if (rank, _LAST_WORDS, 0) in self._here}
+        return {
+            rank: self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
+            for rank in self._peers
+            if (rank, _LAST_WORDS, 0) in self._here
+        }
 
     def _leave_for_all(self, topic: int, number: int, data: bytes) -> None:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -333,7 +386,8 @@ class SharedMemoryPeers:
                     self.leave(topic, number, [(flat, [rank])])
 
     def report(self, data: bytes) -> None:
-        """Leave a report of this rank for each rank that is connected with it. Those that have gone get none."""
+        """Leave a report of this rank for each rank that is connected with it. Those that have gone
+        get none."""
         self._leave_for_all(_REPORTS, self._reports, data)
         self._reports += 1
 
@@ -366,7 +420,9 @@ class SharedMemoryPeers:
             elif not self._peers[rank].left:
                 self._file(rank, found[1]).read(found[2])
 
-    def _await(self, wanted: tuple[int, int, int], seconds: Callable[[], float]) -> tuple[bytes, int, int, int, int]:
+    def _await(
+        self, wanted: tuple[int, int, int], seconds: Callable[[], float]
+    ) -> tuple[bytes, int, int, int, int]:
         rank = wanted[0]
         peer, looks, end = self._peers[rank], 0, 0.0
         while True:
@@ -374,7 +430,9 @@ class SharedMemoryPeers:
                 if looks < _LOOKS:
                     self._hear(rank, peer)
                 else:
-                    self._hear_all()  # one whose notes are not read cannot go on, and this rank may be waiting for what comes of that
+                    # one whose notes are not read cannot go on, and this rank may be waiting for
+                    # what comes of that
+                    self._hear_all()
                 found = self._here.pop(wanted, None)
             if found is not None:
                 return found
@@ -387,7 +445,9 @@ class SharedMemoryPeers:
             now = time.monotonic()
             end = end or now + seconds()
             if now > end:
-                raise PeerLost(f"nothing has come from rank {rank} for {seconds():.0f} s: timed out")
+                raise PeerLost(
+                    f"nothing has come from rank {rank} for {seconds():.0f} s: timed out"
+                )
             self._ready.poll(min(_SLICE, end - now + 0.001))
 
     def _hear_all(self) -> None:
@@ -444,7 +504,8 @@ class SharedMemoryPeers:
 
 
 def _leave_to_parent() -> None:
-    """A child of a fork, such as those that load data, must not hold the connections open: its parent's end is to be noticed."""
+    """A child of a fork, such as those that load data, must not hold the connections open: its
+    parent's end is to be noticed."""
     for each in list(_ALL):
         each.close()
 

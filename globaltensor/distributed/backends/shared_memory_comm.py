@@ -1,6 +1,8 @@
-"""Collectives among the processes of one host, through memory that they share; what they cannot carry goes as among any processes.
+"""Collectives among the processes of one host, through memory that they share; what they cannot
+carry goes as among any processes.
 
-Long tensors go in pieces, so that a piece is read while it is still in the cache. Reductions read everyone's numbers where they lie.
+Long tensors go in pieces, so that a piece is read while it is still in the cache. Reductions read
+everyone's numbers where they lie.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ __all__ = ["SharedMemoryCommunicator", "stable_hash"]
 
 _MANY: Final = 16  # ranks; each reads what every other has left
 _PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
-_AHEAD: Final = 1 << 27  # bytes of a collective under way, all of which lie there until it is waited for
+_AHEAD: Final = (
+    1 << 27
+)  # bytes of a collective under way, all of which lie there until it is waited for
 _READ: Final = 1 << 23  # bytes of others up to which each rank adds up all of an all-reduce
-_REPORT_SECONDS: Final = 5.0  # that a rank waits for what another says of itself when they have diverged
+_REPORT_SECONDS: Final = (
+    5.0  # that a rank waits for what another says of itself when they have diverged
+)
 _PLACE: Final = 512  # bytes in which a rank says where it is
 
 #: Flat bytes, and the indexes of those who get them.
@@ -34,7 +40,8 @@ _Left = tuple[Tensor, Sequence[int]]
 
 
 class SharedMemoryCommunicator(ProcessGroupCommunicator):
-    """Collectives among ranks that may all be on one host, which they find out when they first call one."""
+    """Collectives among ranks that may all be on one host, which they find out when they first call
+    one."""
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
@@ -46,14 +53,20 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     def near(self, device: torch.device) -> SharedMemoryPeers | None:
         """Those of this host, where all are of it and they can carry this."""
         if device not in self._near:  # a dict of devices: reading device.type takes 0.2 us
-            self._near[device] = None if device.type != "cpu" or self._native(device) or self.size > _MANY else self._meet()
+            self._near[device] = (
+                None
+                if device.type != "cpu" or self._native(device) or self.size > _MANY
+                else self._meet()
+            )
         return self._near[device]
 
     def _meet(self) -> SharedMemoryPeers | None:
         mine = neighbours(self.world)
         told = pickle.dumps((host(), mine.name) if mine else ("", ""))
         there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
-        places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
+        places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(
+            there, [_PLACE] * self.size
+        )
         found = [pickle.loads(place.numpy().tobytes()) for place in places]
         if mine is None or {where for where, _ in found} != {host()}:
             return None
@@ -65,13 +78,23 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     # What everything is made of
 
-    def _leave(self, near: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
+    def _leave(
+        self, near: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False
+    ) -> None:
         try:
-            near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient, self._digest)
+            near.leave(
+                self._topic,
+                number,
+                [(data, [self.ranks[i] for i in to]) for data, to in parts],
+                patient,
+                self._digest,
+            )
         except PeerLost as error:
             raise self._gone(near, error) from error
 
-    def _find(self, near: SharedMemoryPeers, number: int, i: int, nbytes: int, digest: bytes) -> SharedBlock:
+    def _find(
+        self, near: SharedMemoryPeers, number: int, i: int, nbytes: int, digest: bytes
+    ) -> SharedBlock:
         try:
             part = near.find(self.ranks[i], self._topic, number, None, self.world.patience)
         except PeerLost as error:
@@ -85,11 +108,16 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _reports(self, near: SharedMemoryPeers, data: bytes) -> list[bytes]:
         near.report(data)
-        return [data if i == self.index else near.read_report(rank, _REPORT_SECONDS) for i, rank in enumerate(self.ranks)]
+        return [
+            data if i == self.index else near.read_report(rank, _REPORT_SECONDS)
+            for i, rank in enumerate(self.ranks)
+        ]
 
     def _gone(self, near: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
         """The error where another rank does not come any more: it may have said why."""
-        if self.world.compares and any(near.has_report(rank) for rank in self.ranks if rank != self.world.rank):
+        if self.world.compares and any(
+            near.has_report(rank) for rank in self.ranks if rank != self.world.rank
+        ):
             return self._diverged(lambda data: self._reports(near, data))
         return self.broken("a collective", error)
 
@@ -101,10 +129,14 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._number += 1
         return self._number << 20
 
-    def _move(self, near: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]) -> None:
+    def _move(
+        self, near: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]
+    ) -> None:
         """Send flat bytes, and fill others from where they come."""
         number = self._next()
-        longest = max([0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())])
+        longest = max(
+            [0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())]
+        )
         for k, at in enumerate(range(0, longest, _PIECE)):
             if parts := [(_piece(data, at, _PIECE), to) for data, to in sends if data.numel() > at]:
                 self._leave(near, number + k, parts, patient=True)
@@ -115,37 +147,63 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
                     piece.copy_(part.data)
                     part.done()
 
-    def _fold(self, near: SharedMemoryPeers, sends: Mapping[int, Tensor], mine: Tensor, op: str, out: Tensor) -> None:
-        """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be ``mine``. One send for all is written once."""
+    def _fold(
+        self,
+        near: SharedMemoryPeers,
+        sends: Mapping[int, Tensor],
+        mine: Tensor,
+        op: str,
+        out: Tensor,
+    ) -> None:
+        """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be
+        ``mine``. One send for all is written once."""
         number, size, flats = self._next(), mine.itemsize, list(sends.values())
         same = len({id(flat) for flat in flats}) == 1
         step = _PIECE // size
-        for k, at in enumerate(range(0, max(mine.numel(), *(flat.numel() for flat in flats)), step)):
+        for k, at in enumerate(
+            range(0, max(mine.numel(), *(flat.numel() for flat in flats)), step)
+        ):
             if same:
-                parts: list[_Left] = [(as_bytes(_piece(flats[0], at, step)), self._others)] if flats[0].numel() > at else []
+                parts: list[_Left] = (
+                    [(as_bytes(_piece(flats[0], at, step)), self._others)]
+                    if flats[0].numel() > at
+                    else []
+                )
             else:
-                parts = [(as_bytes(_piece(flat, at, step)), (i,)) for i, flat in sends.items() if flat.numel() > at]
+                parts = [
+                    (as_bytes(_piece(flat, at, step)), (i,))
+                    for i, flat in sends.items()
+                    if flat.numel() > at
+                ]
             if parts:
                 self._leave(near, number + k, parts, patient=True)
             if mine.numel() > at:
                 self._add(near, number + k, _piece(mine, at, step), op, _piece(out, at, step))
 
-    def _add(self, near: SharedMemoryPeers, number: int, mine: Tensor, op: str, out: Tensor) -> None:
+    def _add(
+        self, near: SharedMemoryPeers, number: int, mine: Tensor, op: str, out: Tensor
+    ) -> None:
         found = {i: self._find(near, number, i, mine.nbytes, self._digest) for i in self._others}
-        parts = [mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)]
+        parts = [
+            mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)
+        ]
         _combine_into(parts, op, out)
         for part in found.values():
             part.done()
 
     # Collectives
 
-    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+    def _swap(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         near = self.near(device)
         if near is None:
             return super()._swap(sends, recvs, device)
         return self._move(near, [(data, (i,)) for i, data in sends.items()], recvs)
 
-    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+    def _swap_async(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
+    ) -> Handle:
         near = self.near(device)
         if near is None:
             return super()._swap_async(sends, recvs, device)
@@ -159,11 +217,17 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
         return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
 
-    def _to_all(self, near: SharedMemoryPeers, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _to_all(
+        self, near: SharedMemoryPeers, sends: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> None:
         into = {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()}
-        self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into)
+        self._move(
+            near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into
+        )
 
-    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+    def _all_to_all_parts(
+        self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None
+    ) -> list[Tensor]:
         own = sends[self.index]
         near = self.near(own.device)
         if near is None:
@@ -172,7 +236,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._to_all(near, sends, parts)
         return parts
 
-    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+    def _all_to_all(
+        self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None
+    ) -> None:
         near = self.near(out.device)
         if near is None:
             return super()._all_to_all(sends, numels, out, longest)
@@ -200,7 +266,11 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         return None
 
     def _gather(self, near: SharedMemoryPeers, flat: Tensor, slots: Sequence[Tensor]) -> None:
-        self._move(near, [(as_bytes(flat), self._others)] if flat.numel() else [], {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()})
+        self._move(
+            near,
+            [(as_bytes(flat), self._others)] if flat.numel() else [],
+            {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()},
+        )
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
         near = self.near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
@@ -238,21 +308,30 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
         mine = sends[self.index]
-        near = self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+        near = (
+            self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+        )
         if near is None:
             return super()._reduce_scatter_async(sends, op)
         number, out = self._next(), torch.empty_like(mine)
         if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
             self._leave(near, number, parts)
         there = self._others if mine.numel() else []
-        return ReduceScatterHandle(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
+        return ReduceScatterHandle(
+            _Ahead(
+                self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)
+            ),
+            lambda: out,
+        )
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         near = self.near(flat.device)
         if near is None:
             return super()._all_reduce(flat, op)
         if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
-            return super(ProcessGroupCommunicator, self)._all_reduce(flat, op)  # of a reduce-scatter and an all-gather
+            return super(ProcessGroupCommunicator, self)._all_reduce(
+                flat, op
+            )  # of a reduce-scatter and an all-gather
         out = torch.empty_like(flat)
         self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
         return out
@@ -263,9 +342,17 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             return super()._all_reduce_async(flat, op)
         number, mine = self._next(), flat.detach().view(-1)
         self._leave(near, number, [(as_bytes(mine), self._others)])
-        return _Ahead(self, near, number, [(i, mine.nbytes) for i in self._others], self._folding(mine, op, mine))
+        return _Ahead(
+            self,
+            near,
+            number,
+            [(i, mine.nbytes) for i in self._others],
+            self._folding(mine, op, mine),
+        )
 
-    def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[SharedBlock]], None]:
+    def _folding(
+        self, mine: Tensor, op: str, out: Tensor
+    ) -> Callable[[Sequence[SharedBlock]], None]:
         def read(found: Sequence[SharedBlock]) -> None:
             if not found:
                 return
@@ -277,7 +364,8 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
 
 def _piece(flat: Tensor, at: int, size: int) -> Tensor:
-    """Return ``size`` elements of a flat tensor from ``at`` on, or up to its end. Most tensors fit into one piece, and a slice takes 1 us."""
+    """Return ``size`` elements of a flat tensor from ``at`` on, or up to its end. Most tensors fit
+    into one piece, and a slice takes 1 us."""
     return flat if at == 0 and flat.numel() <= size else flat[at : at + size]
 
 
@@ -292,7 +380,13 @@ class _Ahead:
         there: Sequence[tuple[int, int]],
         read: Callable[[Sequence[SharedBlock]], None],
     ) -> None:
-        self._comm, self._near, self._number, self._there, self._read = comm, near, number, list(there), read
+        self._comm, self._near, self._number, self._there, self._read = (
+            comm,
+            near,
+            number,
+            list(there),
+            read,
+        )
         self._digest = comm._digest
 
     def wait(self) -> None:
@@ -312,7 +406,9 @@ class _Ahead:
 
 def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
     """``out``: the parts combined; it may be one of them."""
-    total = combine(parts, op, out=None if any(out is part for part in parts[2:]) else out)  # it would be written before it is read
+    total = combine(
+        parts, op, out=None if any(out is part for part in parts[2:]) else out
+    )  # it would be written before it is read
     if total is not out:
         out.copy_(total)
 

@@ -1,8 +1,11 @@
-"""torch's elastic agent over this package's own processes: torch's decides when ranks start, start again and are done, ours how they live and end.
+"""torch's elastic agent over this package's own processes: torch's decides when ranks start, start
+again and are done, ours how they live and end.
 
-Why not torch's processes (``LocalElasticAgent``): they get signals one by one, so what they have started stays behind; they outlive an agent that is killed;
-they write straight to the console, in the middle of each other's lines, or through files; and of a failure without ``@record`` only the exit code is told.
-The four methods below, and ``_exit_barrier``, are those that torch documents for agents to implement.
+Why not torch's processes (``LocalElasticAgent``): they get signals one by one, so what they have
+started stays behind; they outlive an agent that is killed; they write straight to the console, in
+the middle of each other's lines, or through files; and of a failure without ``@record`` only the
+exit code is told. The four methods below, and ``_exit_barrier``, are those that torch documents for
+agents to implement.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -27,11 +36,16 @@ from .workers import LocalWorkers, OrphanReaper, Rank, signal_name, start_here
 
 __all__ = ["NodeAgent", "Signals"]
 
-_SIGNALS: Final = tuple(number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if (number := getattr(signal, name, None)) is not None)
+_SIGNALS: Final = tuple(
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if (number := getattr(signal, name, None)) is not None
+)
 
 
 class Signals:
-    """The signals that ask the launcher to end, noted instead of acted on: an exception in the middle of a start would leave a rank that nobody knows of."""
+    """The signals that ask the launcher to end, noted instead of acted on: an exception in the
+    middle of a start would leave a rank that nobody knows of."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -41,7 +55,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # An ignored SIGHUP stays so (nohup). SIGINT does not: shells ignore it for what they put in the background.
+                # An ignored SIGHUP stays so (nohup). SIGINT does not: shells ignore it for what
+                # they put in the background.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -73,7 +88,8 @@ class Signals:
 
 
 class NodeAgent(SimpleElasticAgent):
-    """This node's part of a job. ``command`` and ``variables`` are those of every rank; ``code`` is, in the end, the launcher's exit code."""
+    """This node's part of a job. ``command`` and ``variables`` are those of every rank; ``code``
+    is, in the end, the launcher's exit code."""
 
     def __init__(
         self,
@@ -90,7 +106,14 @@ class NodeAgent(SimpleElasticAgent):
         signals: Signals,
     ) -> None:
         super().__init__(spec)
-        self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = command, variables, logs, prefix, grace, beat
+        self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = (
+            command,
+            variables,
+            logs,
+            prefix,
+            grace,
+            beat,
+        )
         self._pump, self._keeper, self._signals = pump, keeper, signals
         self._mpirun = Mpirun(pump, signals.check) if mpi else None
         self._team: LocalWorkers | None = None
@@ -107,11 +130,15 @@ class NodeAgent(SimpleElasticAgent):
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         where, met = self._meeting_point(worker_group), _met(worker_group)
         ranks = self._ranks(worker_group, where, restarts)
-        self._team = LocalWorkers(ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here)
+        self._team = LocalWorkers(
+            ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here
+        )
         self._team.start(again=self._starts > 1)
         self._done = False
         if met.group_world_size > 1:
-            self._watch = NodeMonitor(met.store, met.group_rank, met.group_world_size, *self._beat, where)
+            self._watch = NodeMonitor(
+                met.store, met.group_rank, met.group_world_size, *self._beat, where
+            )
         return {rank.local_rank: rank.process.pid if rank.process else None for rank in ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -119,13 +146,18 @@ class NodeAgent(SimpleElasticAgent):
         team, watch = self._team, self._watch
         assert team is not None
         if team.failed:
-            return self._failed(team.failed_by(lambda: self._signals.received or (watch is not None and watch.news)))
+            return self._failed(
+                team.failed_by(lambda: self._signals.received or (watch is not None and watch.news))
+            )
         if watch is not None and watch.news:
             self.code = watch.code
             if watch.final and isinstance(worker_group.spec.rdzv_handler, StaticRendezvous):
                 self._remaining_restarts = 0  # there will be too few nodes
             self._end(team)
-            say(f"{watch.news}\nthis node's {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} had to end with it")
+            say(
+                f"{watch.news}\nthis node's {len(team.ranks)} "
+                f"rank{'s' if len(team.ranks) > 1 else ''} had to end with it"
+            )
             self._announce_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._mpirun is not None and self._mpirun.died and team.alive:
@@ -133,17 +165,25 @@ class NodeAgent(SimpleElasticAgent):
         if team.alive or not self._all_nodes_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.code = 0
-        return RunResult(state=WorkerState.SUCCEEDED, return_values={rank.rank: None for rank in team.ranks})
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={rank.rank: None for rank in team.ranks}
+        )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
+    ) -> None:
         team, self._team = self._team, None
         watch, self._watch = self._watch, None
         if team is not None:
             if watch is not None and self._signals.received:
-                watch.tell(f"its launcher got {signal_name(self._signals.received[0])}", 128 + self._signals.received[0], True)
+                watch.tell(
+                    f"its launcher got {signal_name(self._signals.received[0])}",
+                    128 + self._signals.received[0],
+                    True,
+                )
             if team.alive:
                 self._end(team)
             team.close()
@@ -153,7 +193,8 @@ class NodeAgent(SimpleElasticAgent):
             watch.close()
 
     def _exit_barrier(self) -> None:
-        # Not torch's own: it waits in the store for minutes, deaf to signals, for nodes that may have died.
+        # Not torch's own: it waits in the store for minutes, deaf to signals, for nodes that may
+        # have died.
         if self._watch is not None:
             self._watch.leave()
 
@@ -169,13 +210,20 @@ class NodeAgent(SimpleElasticAgent):
         self.code = code if code > 0 else 128 - code
         earlier = ""
         if self._watch is not None:
-            earlier = self._watch.tell(failed[0].epitaph(), self.code, self._remaining_restarts == 0)
+            earlier = self._watch.tell(
+                failed[0].epitaph(), self.code, self._remaining_restarts == 0
+            )
         self._end(self._team)
         say(self._team.report(failed))
         if earlier:
             say(f"before that, {earlier}")
         self._announce_restart()
-        failures = {rank.rank: ProcessFailure(rank.local_rank, rank.process.pid if rank.process else 0, rank.code or 0, "") for rank in failed}
+        failures = {
+            rank.rank: ProcessFailure(
+                rank.local_rank, rank.process.pid if rank.process else 0, rank.code or 0, ""
+            )
+            for rank in failed
+        }
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _lost_mpirun(self, team: LocalWorkers, mpirun: Mpirun) -> RunResult:
@@ -183,14 +231,20 @@ class NodeAgent(SimpleElasticAgent):
         if self._watch is not None:
             self._watch.tell(told, self.code, self._remaining_restarts == 0)
         self._end(team)
-        say(f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it connected had to end with it")
+        say(
+            f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
+            f"connected had to end with it"
+        )
         self._announce_restart()
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _announce_restart(self) -> None:
         limit = self._worker_group.spec.max_restarts
         if self._remaining_restarts > 0:
-            say(f"starting the ranks again: restart {limit - self._remaining_restarts + 1} of at most {limit}")
+            say(
+                f"starting the ranks again: restart {limit - self._remaining_restarts + 1} of at "
+                f"most {limit}"
+            )
 
     def _all_nodes_done(self) -> bool:
         if self._watch is None:
@@ -231,16 +285,31 @@ class NodeAgent(SimpleElasticAgent):
         streams = {}
         for worker in group.workers:
             prefix = self._prefix(worker.global_rank, worker.local_rank)
-            for number, paths, teed in ((STDOUT, to.stdouts, to.tee_stdouts), (STDERR, to.stderrs, to.tee_stderrs)):
-                streams[worker.local_rank, number] = _stream(number, paths[worker.local_rank], worker.local_rank in teed, prefix)
+            for number, paths, teed in (
+                (STDOUT, to.stdouts, to.tee_stdouts),
+                (STDERR, to.stderrs, to.tee_stderrs),
+            ):
+                streams[worker.local_rank, number] = _stream(
+                    number, paths[worker.local_rank], worker.local_rank in teed, prefix
+                )
         ranks = []
         for worker in group.workers:
             local = worker.local_rank
-            ranks.append(Rank(worker.global_rank, local, self._command, own[local], streams[local, STDOUT], streams[local, STDERR]))
+            ranks.append(
+                Rank(
+                    worker.global_rank,
+                    local,
+                    self._command,
+                    own[local],
+                    streams[local, STDOUT],
+                    streams[local, STDERR],
+                )
+            )
         return ranks
 
     def _meeting_point(self, group: WorkerGroup) -> tuple[str, int]:
-        """The store where the ranks meet, which the first node serves: the launchers' own, but ranks started again must not find what others left in it."""
+        """The store where the ranks meet, which the first node serves: the launchers' own, but
+        ranks started again must not find what others left in it."""
         handler = group.spec.rdzv_handler
         self._starts += 1
         if isinstance(handler, StaticRendezvous) and self._starts == 1:
@@ -258,7 +327,8 @@ def _met(group: WorkerGroup) -> Any:
 
 
 def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
-    """A rank's stdout or stderr, as torch's LogsSpecs says: "" is the console, a file is a file, and also the console if teed."""
+    """A rank's stdout or stderr, as torch's LogsSpecs says: "" is the console, a file is a file,
+    and also the console if teed."""
     kept = number == STDERR
     if path in ("", os.devnull):
         return Stream(number if not path else None, kept=kept)

@@ -8,8 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    LogsSpecs,
+    Std,
+    to_map,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ..._base.writable_path import check_writable
@@ -25,7 +35,8 @@ ROLE: Final = "default"
 
 @dataclass(frozen=True)
 class Output:
-    """Where what the ranks write goes, beside the console. ``folder``: OneFlow's layout; ``redirects``, ``tee`` and ``log_dir``: torchrun's."""
+    """Where what the ranks write goes, beside the console. ``folder``: OneFlow's layout;
+    ``redirects``, ``tee`` and ``log_dir``: torchrun's."""
 
     folder: Path | None = None
     redirects: Std | dict[int, Std] = Std.NONE
@@ -34,22 +45,29 @@ class Output:
     shown: frozenset[int] | None = None
 
     def specs(self) -> LogsSpecs:
-        """The same as torch says it. Raises WorldError where the folder cannot be made or written into."""
+        """The same as torch says it. Raises WorldError where the folder cannot be made or written
+        into."""
         for option, folder in (("--logdir", self.folder), ("--log_dir", self.log_dir)):
             if folder is not None:
                 try:
                     os.makedirs(folder, exist_ok=True)
                     check_writable(os.path.join(folder, f".{os.getpid()}"))
                 except OSError as error:
-                    raise WorldError(f"{option} {folder}: no files can be written there ({error.strerror or error}): name another folder") from error
+                    raise WorldError(
+                        f"{option} {folder}: no files can be written there "
+                        f"({error.strerror or error}): name another folder"
+                    ) from error
         shown = None if self.shown is None else set(self.shown)
         if self.folder is None and (self.log_dir or self.redirects or self.tee):
             return DefaultLogsSpecs(self.log_dir, self.redirects, self.tee, shown)
-        return _Folders(str(self.folder or ""), Std.ALL if self.folder else Std.NONE, self.tee, shown)
+        return _Folders(
+            str(self.folder or ""), Std.ALL if self.folder else Std.NONE, self.tee, shown
+        )
 
 
 class _Folders(LogsSpecs):
-    """``LOGDIR/local_rank_<i>/stdout`` and ``stderr``; without a folder everything is on the console."""
+    """``LOGDIR/local_rank_<i>/stdout`` and ``stderr``; without a folder everything is on the
+    console."""
 
     @property
     def root_log_dir(self) -> str:
@@ -60,8 +78,17 @@ class _Folders(LogsSpecs):
         tee = to_map(self._tee, len(envs))
         for i in envs:
             shown = self._local_ranks_filter is None or i in self._local_ranks_filter
-            for name, paths, teed, bit in (("stdout", to.stdouts, to.tee_stdouts, Std.OUT), ("stderr", to.stderrs, to.tee_stderrs, Std.ERR)):
-                paths[i] = os.path.join(self.root_log_dir, f"local_rank_{i}", name) if self._redirects else "" if shown else os.devnull
+            for name, paths, teed, bit in (
+                ("stdout", to.stdouts, to.tee_stdouts, Std.OUT),
+                ("stderr", to.stderrs, to.tee_stderrs, Std.ERR),
+            ):
+                paths[i] = (
+                    os.path.join(self.root_log_dir, f"local_rank_{i}", name)
+                    if self._redirects
+                    else ""
+                    if shown
+                    else os.devnull
+                )
                 if shown and self._redirects and tee[i] & bit:
                     teed[i] = paths[i]
         return to
@@ -69,7 +96,8 @@ class _Folders(LogsSpecs):
 
 @dataclass(frozen=True)
 class Job:
-    """What to start on this node, and with whom. ``port`` 0: one that is free (with one node only)."""
+    """What to start on this node, and with whom. ``port`` 0: one that is free (with one node
+    only)."""
 
     command: Sequence[str]
     nproc_per_node: int = 1
@@ -94,24 +122,46 @@ class Job:
         least, most = self.nnodes
         told = str(most) if least == most else f"{least}:{most}"
         if self.nproc_per_node < 1:
-            raise WorldError(f"--nproc_per_node {self.nproc_per_node}: at least 1 process must be started")
+            raise WorldError(
+                f"--nproc_per_node {self.nproc_per_node}: at least 1 process must be started"
+            )
         if not 1 <= least <= most:
-            raise WorldError(f"--nnodes {told}: a number of nodes (machines), at least 1, or MIN:MAX")
+            raise WorldError(
+                f"--nnodes {told}: a number of nodes (machines), at least 1, or MIN:MAX"
+            )
         if not 0 <= self.port < 1 << 16:
             raise WorldError(f"--master_port {self.port}: a port is from 1 to 65535")
         if self.max_restarts < 0 or self.monitor_interval <= 0 or self.shutdown_timeout < 0:
-            raise WorldError("--max_restarts and --shutdown_timeout must not be negative, --monitor_interval must be more than 0")
+            raise WorldError(
+                "--max_restarts and --shutdown_timeout must not be negative, --monitor_interval "
+                "must be more than 0"
+            )
         if self.rdzv_backend == "static":
             if least != most:
-                raise WorldError(f"--nnodes {told} needs --rdzv_backend c10d and --rdzv_endpoint HOST:PORT: a static rendezvous has a fixed number of nodes")
+                raise WorldError(
+                    f"--nnodes {told} needs --rdzv_backend c10d and --rdzv_endpoint HOST:PORT: a "
+                    f"static rendezvous has a fixed number of nodes"
+                )
             if not 0 <= self.node_rank < most:
-                raise WorldError(f"--node_rank {self.node_rank} is out of range: with --nnodes {most} it must be from 0 to {most - 1}")
+                raise WorldError(
+                    f"--node_rank {self.node_rank} is out of range: with --nnodes {most} it must "
+                    f"be from 0 to {most - 1}"
+                )
             if most > 1 and not self.port:
-                which = "the same port, free on node 0, in the launch of every node (and --master_addr, node 0's address)"
+                which = (
+                    "the same port, free on node 0, in the launch of every node (and "
+                    "--master_addr, node 0's address)"
+                )
                 raise WorldError(f"--nnodes {most} needs --master_port: {which}")
         if self.backend == "mpi" and most > 1:
-            mend = "start the script itself, by `mpirun -n <ranks> --host a,b python script.py` or by srun"
-            raise WorldError(f"--backend mpi with --nnodes {told}: the launcher makes an MPI world on one node only; {mend}")
+            mend = (
+                "start the script itself, by `mpirun -n <ranks> --host a,b python script.py` "
+                "or by srun"
+            )
+            raise WorldError(
+                f"--backend mpi with --nnodes {told}: the launcher makes an MPI world on one node "
+                f"only; {mend}"
+            )
 
     def rendezvous(self, signals: Signals) -> RendezvousHandler:
         """How this node meets the others. Raises WorldError."""
@@ -119,41 +169,77 @@ class Job:
         if self.rdzv_backend == "static":
             connect = self._seconds("connect_timeout", min(CONNECT_SECONDS, wait))
             return StaticRendezvous(
-                self.addr, self.port, self.node_rank, self.nnodes[1], self.nproc_per_node, self.rdzv_id or "none", signals.check, connect, wait
+                self.addr,
+                self.port,
+                self.node_rank,
+                self.nnodes[1],
+                self.nproc_per_node,
+                self.rdzv_id or "none",
+                signals.check,
+                connect,
+                wait,
             )
         if not self.rdzv_endpoint:
-            raise WorldError(f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one of the nodes, or a server, is to be met")
+            raise WorldError(
+                f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one "
+                f"of the nodes, or a server, is to be met"
+            )
         conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}
         endpoint, local = self.rdzv_endpoint, self.local_addr
         host, _, port = endpoint.rpartition(":")
-        # torch goes by this node's own name, which others need not know, and which on Debian means 127.0.1.1.
+        # torch goes by this node's own name, which others need not know, and which on Debian means
+        # 127.0.1.1.
         if host and is_here(host.strip("[]")):
-            endpoint, local = f"localhost:{port}" if self.rdzv_backend == "c10d" else endpoint, local or host.strip("[]")
+            endpoint, local = (
+                f"localhost:{port}" if self.rdzv_backend == "c10d" else endpoint,
+                local or host.strip("[]"),
+            )
         local = local or own_address(host.strip("[]") or endpoint)
-        given = RendezvousParameters(self.rdzv_backend, endpoint, self.rdzv_id or "none", *self.nnodes, local_addr=local or None, **conf)
+        given = RendezvousParameters(
+            self.rdzv_backend,
+            endpoint,
+            self.rdzv_id or "none",
+            *self.nnodes,
+            local_addr=local or None,
+            **conf,
+        )
         try:
             with signals.at_once():
                 return Interruptible(get_rendezvous_handler(given), signals.at_once)
         except (RendezvousError, ValueError, ImportError) as error:
-            raise WorldError(f"--rdzv_backend {self.rdzv_backend} at {self.rdzv_endpoint}: {in_one_line(error)}") from error
+            raise WorldError(
+                f"--rdzv_backend {self.rdzv_backend} at {self.rdzv_endpoint}: {in_one_line(error)}"
+            ) from error
 
     def beat(self) -> tuple[float, int]:
-        """How often a launcher shows the others that it lives, in seconds, and how many of these it may miss."""
-        return self._seconds("keep_alive_interval", 5.0), int(self._seconds("keep_alive_max_attempt", 3))
+        """How often a launcher shows the others that it lives, in seconds, and how many of these it
+        may miss."""
+        return self._seconds("keep_alive_interval", 5.0), int(
+            self._seconds("keep_alive_max_attempt", 3)
+        )
 
     def _seconds(self, name: str, default: float) -> float:
         try:
             return float(self.rdzv_conf.get(name, default))
         except ValueError:
-            raise WorldError(f"--rdzv_conf {name}={self.rdzv_conf[name]}: a number is needed") from None
+            raise WorldError(
+                f"--rdzv_conf {name}={self.rdzv_conf[name]}: a number is needed"
+            ) from None
 
     def environment(self) -> dict[str, str]:
         """The variables that every rank gets besides the launcher's own and those of its place."""
         out = dict(self.variables)
         if self.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-            out.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores in each of n processes would fight for the cores
-        out.setdefault("PYTHONFAULTHANDLER", os.environ.get("PYTHONFAULTHANDLER", "1"))  # a rank that crashes in native code shows where
-        out.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"))
+            out.setdefault(
+                "OMP_NUM_THREADS", "1"
+            )  # as many threads as cores in each of n processes would fight for the cores
+        out.setdefault(
+            "PYTHONFAULTHANDLER", os.environ.get("PYTHONFAULTHANDLER", "1")
+        )  # a rank that crashes in native code shows where
+        out.setdefault(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        )
         if self.backend:
             out["GLOBALTENSOR_BACKEND"] = self.backend
         return out
@@ -164,7 +250,10 @@ def _timeout() -> float:
     try:
         return float(text)
     except ValueError:
-        raise WorldError(f"the environment variable GLOBALTENSOR_TIMEOUT is {text!r}: a number of seconds is needed") from None
+        raise WorldError(
+            f"the environment variable GLOBALTENSOR_TIMEOUT is {text!r}: a number of seconds is "
+            f"needed"
+        ) from None
 
 
 def in_one_line(error: BaseException | None) -> str:

@@ -1,4 +1,5 @@
-"""What ranks write, on its way to the launcher's console, to files, or both: in whole lines, and with the last of it kept for the report of a failure."""
+"""What ranks write, on its way to the launcher's console, to files, or both: in whole lines, and
+with the last of it kept for the report of a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _writing = threading.Lock()
 
 
 def write(descriptor: int, text: bytes) -> None:
-    """Write all of it, whatever is in the way: nobody may be listening any more, which is no reason to end the ranks."""
+    """Write all of it, whatever is in the way: nobody may be listening any more, which is no reason
+    to end the ranks."""
     with _writing, contextlib.suppress(OSError):
         view = memoryview(text)
         while view:
@@ -36,12 +38,18 @@ def write(descriptor: int, text: bytes) -> None:
 
 def say(text: str) -> None:
     """The launcher's own words, on stderr."""
-    write(STDERR, "".join(f"globaltensor.launch: {line}\n" for line in text.splitlines()).encode(errors="replace"))
+    write(
+        STDERR,
+        "".join(f"globaltensor.launch: {line}\n" for line in text.splitlines()).encode(
+            errors="replace"
+        ),
+    )
 
 
 @dataclass
 class Stream:
-    """A rank's stdout or stderr. ``console``: where it is shown (1, 2), None: nowhere. ``kept``: is the end of it wanted for a report?"""
+    """A rank's stdout or stderr. ``console``: where it is shown (1, 2), None: nowhere. ``kept``: is
+    the end of it wanted for a report?"""
 
     console: int | None
     path: Path | None = None
@@ -54,7 +62,8 @@ class Stream:
     file: IO[bytes] | None = None
 
     def open(self, again: bool = False) -> None:
-        """Make the channel and the file, if they are wanted. ``again``: a restarted rank writes on where its predecessor ended."""
+        """Make the channel and the file, if they are wanted. ``again``: a restarted rank writes on
+        where its predecessor ended."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab" if again else "wb", buffering=0)  # noqa: SIM115 - closed in close()
@@ -66,7 +75,8 @@ class Stream:
             self.ours, self.theirs = _channel(self.console)
 
     def started(self) -> None:
-        """The rank has its end: ours is closed, so that we see when the last of its holders is gone."""
+        """The rank has its end: ours is closed, so that we see when the last of its holders is
+        gone."""
         if self.theirs is not None:
             os.close(self.theirs)
             self.theirs = None
@@ -113,7 +123,8 @@ class Stream:
 
 
 def _channel(console: int | None) -> tuple[int, int]:
-    """(our end, the rank's end): a terminal where the console is one, so that progress bars stay."""
+    """(our end, the rank's end): a terminal where the console is one, so that progress bars
+    stay."""
     if console is not None and sys.platform != "win32" and os.isatty(console):
         with contextlib.suppress(OSError, ImportError):
             import fcntl
@@ -122,13 +133,16 @@ def _channel(console: int | None) -> tuple[int, int]:
 
             ours, theirs = os.openpty()
             tty.setraw(theirs)
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8)))
+            fcntl.ioctl(
+                theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8))
+            )
             return ours, theirs
     return os.pipe()
 
 
 class Pump:
-    """A thread that passes on what the streams bring, whatever the launcher is busy with: torch's agent sleeps and waits."""
+    """A thread that passes on what the streams bring, whatever the launcher is busy with: torch's
+    agent sleeps and waits."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -136,13 +150,20 @@ class Pump:
         self._bell, self._rope = os.pipe()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._open = True
-        self._thread = threading.Thread(target=self._run, name="globaltensor launcher's output", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="globaltensor launcher's output", daemon=True
+        )
 
     def __enter__(self) -> Pump:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._order(self._end)
         self._thread.join(2 * _DRAIN_SECONDS)
         if not self._thread.is_alive():
@@ -153,7 +174,9 @@ class Pump:
     def add(self, stream: Stream) -> None:
         """Pass on what this stream brings, until the rank's end of it is closed."""
         if stream.ours >= 0:
-            self._order(lambda: self._selector.register(stream.ours, selectors.EVENT_READ, stream) and None)
+            self._order(
+                lambda: self._selector.register(stream.ours, selectors.EVENT_READ, stream) and None
+            )
 
     def drop(self, stream: Stream) -> None:
         """Pass on what this stream has brought, and close it."""

@@ -1,6 +1,8 @@
-"""Ranks in an MPI world: mpirun starts a shim for each, which runs the rank for the launcher. So ranks of every backend are watched over alike.
+"""Ranks in an MPI world: mpirun starts a shim for each, which runs the rank for the launcher. So
+ranks of every backend are watched over alike.
 
-mpirun is there for what only it can give: the connection of the ranks to its PMIx (or PMI) server, through variables and sockets that a rank inherits.
+mpirun is there for what only it can give: the connection of the ranks to its PMIx (or PMI) server,
+through variables and sockets that a rank inherits.
 """
 
 from __future__ import annotations
@@ -32,24 +34,48 @@ _SHIM: Final = Path(__file__).with_name("mpirun_shim.py")
 def find_mpirun() -> str:
     """The mpirun beside this Python, or else on the path. Raises WorldError where there is none."""
     beside = [Path(sys.executable).parent / name for name in ("mpirun", "mpiexec")]
-    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None) or shutil.which("mpirun") or shutil.which("mpiexec")
+    found = (
+        next((str(path) for path in beside if os.access(path, os.X_OK)), None)
+        or shutil.which("mpirun")
+        or shutil.which("mpiexec")
+    )
     if found is None:
-        raise WorldError("--backend mpi needs mpirun, neither beside this Python nor on the PATH: pip install 'globaltensor[mpi]', or load an MPI module")
+        raise WorldError(
+            "--backend mpi needs mpirun, neither beside this Python nor on the PATH: pip install "
+            "'globaltensor[mpi]', or load an MPI module"
+        )
     return found
 
 
 def options(program: str) -> list[str]:
-    """What this mpirun needs to be told: start as many as asked, bind none to a core, as without it."""
-    done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
+    """What this mpirun needs to be told: start as many as asked, bind none to a core, as without
+    it."""
+    done = subprocess.run(
+        [program, "--version"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_START_SECONDS,
+    )
     if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
         return []  # Hydra (MPICH, Intel MPI) does so by itself
-    return ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return [
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+    ]
 
 
 def room(folder: str) -> dict[str, str]:
-    """Variables by which Open MPI keeps its own files in this folder. Else their folder is named by mpirun's pid: one that was killed leaves it behind, and
-    the next mpirun of that pid takes the server it tells of to be alive, and says no more than that "the PMIx server's listener thread failed to start"."""
-    return {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}  # of Open MPI 5 and 4
+    """Variables by which Open MPI keeps its own files in this folder. Else their folder is named by
+    mpirun's pid: one that was killed leaves it behind, and the next mpirun of that pid takes the
+    server it tells of to be alive, and says no more than that "the PMIx server's listener thread
+    failed to start"."""
+    return {
+        "PRTE_MCA_prte_tmpdir_base": folder,
+        "OMPI_MCA_orte_tmpdir_base": folder,
+    }  # of Open MPI 5 and 4
 
 
 class Shimmed:
@@ -68,7 +94,9 @@ class Shimmed:
                     told = self._connection.recv(64)
                 except ConnectionError:
                     told = b""
-                self._code = int(told) if told else -9  # a shim that was killed takes its rank with it
+                self._code = (
+                    int(told) if told else -9
+                )  # a shim that was killed takes its rank with it
         return self._code
 
     def close(self) -> None:
@@ -89,9 +117,12 @@ class Mpirun:
         self._said = Stream(None, kept=True)
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Start these ranks, which are all of the world's. Raises WorldError where mpirun cannot."""
+        """Start these ranks, which are all of the world's. Raises WorldError where mpirun
+        cannot."""
         self.close()
-        self._room = tempfile.TemporaryDirectory(prefix="globaltensor_mpi_", ignore_cleanup_errors=True)
+        self._room = tempfile.TemporaryDirectory(
+            prefix="globaltensor_mpi_", ignore_cleanup_errors=True
+        )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.bind(f"{self._room.name}/door")
             door.listen(len(ranks))
@@ -116,12 +147,22 @@ class Mpirun:
         shim = [sys.executable, "-I", "-S", str(_SHIM), f"{folder}/door"]
         command = tethered([self._program, *self._options, "-n", str(n), *shim])
         variables = {**os.environ, **room(folder)}
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said.theirs, stderr=self._said.theirs, env=variables)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._said.theirs,
+            stderr=self._said.theirs,
+            env=variables,
+        )
         self._said.started()
 
     def _hand_over(self, connection: socket.socket, rank: Rank) -> Process:
         reads = os.open(os.devnull, os.O_RDONLY) if stdin() is not None else os.dup(0)
-        streams = [reads, 1 if rank.out.theirs is None else rank.out.theirs, 2 if rank.err.theirs is None else rank.err.theirs]
+        streams = [
+            reads,
+            1 if rank.out.theirs is None else rank.out.theirs,
+            2 if rank.err.theirs is None else rank.err.theirs,
+        ]
         order = json.dumps({"command": list(rank.command), "variables": dict(rank.variables)})
         try:
             socket.send_fds(connection, [b"{"], streams)
@@ -140,14 +181,24 @@ class Mpirun:
     def epitaph(self) -> tuple[int, str]:
         """(exit code for it, how it ended), once it has."""
         code = self._process.returncode if self._process is not None else 1
-        how = f"was ended by {signal_name(-code)} (signal {-code})" if code < 0 else f"ended with exit code {code} before its ranks"
+        how = (
+            f"was ended by {signal_name(-code)} (signal {-code})"
+            if code < 0
+            else f"ended with exit code {code} before its ranks"
+        )
         return 128 - code if code < 0 else code or 1, f"{self._program} {how}"
 
     def _why(self, missing: int, n: int) -> str:
-        how = f"ended with code {self._process.returncode}" if self._process and self.died else f"had not started them after {_START_SECONDS:g} s"
+        how = (
+            f"ended with code {self._process.returncode}"
+            if self._process and self.died
+            else f"had not started them after {_START_SECONDS:g} s"
+        )
         self._pump.settle()
         words = self._said.tail().decode(errors="replace").strip()
-        return f"{self._program} {how}, with {missing} of {n} ranks missing" + (f". It said:\n{words}" if words else "")
+        return f"{self._program} {how}, with {missing} of {n} ranks missing" + (
+            f". It said:\n{words}" if words else ""
+        )
 
     def close(self) -> None:
         """Let shims and mpirun end; kill mpirun where it takes long."""

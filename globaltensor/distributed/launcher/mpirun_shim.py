@@ -1,8 +1,10 @@
-"""What mpirun starts for each rank: gets the rank's command and its stdout and stderr from the launcher, runs it, and tells how it ended.
+"""What mpirun starts for each rank: gets the rank's command and its stdout and stderr from the
+launcher, runs it, and tells how it ended.
 
-Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``). It stands between because mpirun ends a whole job at the
-first failure, within a second, and reports it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this process end only
-when all have.
+Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``).
+It stands between because mpirun ends a whole job at the first failure, within a second, and reports
+it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this
+process end only when all have.
 """
 
 import contextlib
@@ -24,7 +26,9 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 def main(path: str) -> int:
     """Serve one rank -> 0, always: the launcher knows better."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # mpirun's request to end; the launcher makes its own
+    signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # mpirun's request to end; the launcher makes its own
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     launcher.connect(path)
@@ -43,7 +47,8 @@ def main(path: str) -> int:
 
 
 def receive(launcher: socket.socket) -> tuple[bytes, list[int]]:
-    """(what to run, as JSON; stdin, stdout and stderr for it): a line, and the descriptors that came with its start."""
+    """(what to run, as JSON; stdin, stdout and stderr for it): a line, and the descriptors that
+    came with its start."""
     text, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = launcher.recv(1 << 16)
@@ -62,7 +67,8 @@ def begin(order: dict[str, Any], streams: list[int]) -> None:
 
 
 def watch(pid: int, launcher: socket.socket) -> None:
-    """Tell the launcher when the rank ends and how. When the launcher is done, or dead, what is left of a rank that has not ended well is killed."""
+    """Tell the launcher when the rank ends and how. When the launcher is done, or dead, what is
+    left of a rank that has not ended well is killed."""
     alive, code, ended = True, 0, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     while True:
         sources: list[Any] = [launcher, *([ended] if alive and ended is not None else [])]

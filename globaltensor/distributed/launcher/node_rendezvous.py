@@ -1,7 +1,8 @@
 """The launchers of a job, one on each node: how they meet, agree, and learn of each other's end.
 
-Nodes of a fixed number meet at a store that node 0 serves at the job's master port; an elastic number through torch's own rendezvous. While ranks run, each
-launcher shows now and then that it lives, and posts the failure of a rank of its own, so that all nodes end within seconds.
+Nodes of a fixed number meet at a store that node 0 serves at the job's master port; an elastic
+number through torch's own rendezvous. While ranks run, each launcher shows now and then that it
+lives, and posts the failure of a rank of its own, so that all nodes end within seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from datetime import timedelta
 from typing import Final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from ...errors import WorldError
 from .log_streams import say
@@ -26,7 +31,9 @@ from .log_streams import say
 __all__ = ["Interruptible", "NodeMonitor", "StaticRendezvous", "TCPStore", "bound", "serve"]
 
 CONNECT_SECONDS: Final = 45.0  # for node 0 to answer
-_NO_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
+_NO_SHARED_STORE: Final = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
+)
 _TRY_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.05
 _TELL_SECONDS: Final = 10.0  # between words about whom we wait for
@@ -35,7 +42,8 @@ _HEAR_SECONDS: Final = 3.0  # for the other nodes to hear of a failure
 
 
 def bound(port: int = 0, listen: bool = False) -> socket.socket:
-    """A socket that holds this port on all of this machine's addresses; 0: one that is free. Raises WorldError where it is in use."""
+    """A socket that holds this port on all of this machine's addresses; 0: one that is free. Raises
+    WorldError where it is in use."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -48,22 +56,42 @@ def bound(port: int = 0, listen: bool = False) -> socket.socket:
     except OSError as error:
         held.close()
         why = f"is in use or not allowed on this machine ({error.strerror})"
-        raise WorldError(f"--master_port {port} {why}: name another, or none to get a free one") from error
+        raise WorldError(
+            f"--master_port {port} {why}: name another, or none to get a free one"
+        ) from error
     return held
 
 
 def serve(port: int = 0) -> TCPStore:
-    """A store served at this port of this machine; 0: a free one. Raises WorldError where it is in use."""
+    """A store served at this port of this machine; 0: a free one. Raises WorldError where it is in
+    use."""
     held = bound(port, listen=True)
     number = int(held.getsockname()[1])
-    return TCPStore("localhost", number, None, True, timedelta(seconds=_STORE_SECONDS), False, master_listen_fd=held.detach())
+    return TCPStore(
+        "localhost",
+        number,
+        None,
+        True,
+        timedelta(seconds=_STORE_SECONDS),
+        False,
+        master_listen_fd=held.detach(),
+    )
 
 
 class StaticRendezvous(RendezvousHandler):
     """The meeting of a fixed number of nodes. ``check`` is called while it waits, and may raise."""
 
     def __init__(
-        self, addr: str, port: int, rank: int, nodes: int, nproc: int, run_id: str, check: Callable[[], None], connect: float, timeout: float
+        self,
+        addr: str,
+        port: int,
+        rank: int,
+        nodes: int,
+        nproc: int,
+        run_id: str,
+        check: Callable[[], None],
+        connect: float,
+        timeout: float,
     ) -> None:
         self.addr, self.port, self.rank, self.nodes, self.nproc = addr, port, rank, nodes, nproc
         self._run_id, self._check, self._connect, self._timeout = run_id, check, connect, timeout
@@ -97,11 +125,15 @@ class StaticRendezvous(RendezvousHandler):
         """Meet the other nodes, and make sure that all were started alike. Raises WorldError."""
         self._round += 1
         if self._store is None:
-            self._store = PrefixStore("globaltensor/launchers", self._served() if self.rank == 0 else self._reached())
+            self._store = PrefixStore(
+                "globaltensor/launchers", self._served() if self.rank == 0 else self._reached()
+            )
         store = PrefixStore(f"round/{self._round}", self._store)
         if self.nodes > 1:
             self._agree(store)
-        return RendezvousInfo(store, self.rank, self.nodes, RendezvousStoreInfo(self.addr, self.port))
+        return RendezvousInfo(
+            store, self.rank, self.nodes, RendezvousStoreInfo(self.addr, self.port)
+        )
 
     def _served(self) -> Store:
         self.server = serve(self.port)
@@ -111,7 +143,10 @@ class StaticRendezvous(RendezvousHandler):
                 socket.create_connection((self.addr, self.port), _TRY_SECONDS).close()
             except OSError as error:
                 why = f"node 0 does not reach itself at {self.addr}:{self.port} ({_reason(error)})"
-                raise WorldError(f"{why}: --master_addr must be an address of this machine, as other nodes know it") from error
+                raise WorldError(
+                    f"{why}: --master_addr must be an address of this machine, as other nodes "
+                    f"know it"
+                ) from error
         return self.server
 
     def _reached(self) -> Store:
@@ -124,34 +159,63 @@ class StaticRendezvous(RendezvousHandler):
             except OSError as error:
                 waited, why = time.monotonic() - began, _reason(error)
             if waited > self._connect:
-                told_why = f"node {self.rank} cannot reach node 0 at {where}: {why}, for {self._connect:g} s"
-                mend = "is its launcher running, are --master_addr and --master_port its own, and does a firewall stand between?"
-                raise WorldError(f"{told_why}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)")
+                told_why = (
+                    f"node {self.rank} cannot reach node 0 at {where}: {why}, for "
+                    f"{self._connect:g} s"
+                )
+                mend = (
+                    "is its launcher running, are --master_addr and --master_port its own, and "
+                    "does a firewall stand between?"
+                )
+                raise WorldError(
+                    f"{told_why}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)"
+                )
             if waited - told > _TELL_SECONDS:
                 told = waited
                 say(f"node {self.rank} waits for node 0 at {where} ({why})")
             time.sleep(5 * _TICK_SECONDS)
         try:
-            return TCPStore(self.addr, self.port, None, False, timedelta(seconds=_STORE_SECONDS), False)
+            return TCPStore(
+                self.addr, self.port, None, False, timedelta(seconds=_STORE_SECONDS), False
+            )
         except RuntimeError as error:
-            raise WorldError(f"what listens at {where} is no launcher: --master_port must be one that only node 0's launcher uses ({error})") from error
+            raise WorldError(
+                f"what listens at {where} is no launcher: --master_port must be one that only "
+                f"node 0's launcher uses ({error})"
+            ) from error
 
     def _agree(self, store: Store) -> None:
         """Wait until all nodes are here. Each shows its card; node 0's counts."""
-        mine = {"nnodes": self.nodes, "nproc_per_node": self.nproc, "host": socket.gethostname(), "pid": os.getpid(), "run": self._run_id}
+        mine = {
+            "nnodes": self.nodes,
+            "nproc_per_node": self.nproc,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "run": self._run_id,
+        }
         if store.add(f"taken/{self.rank}", 1) > 1:
             first = self._card_of_who_came_first(store)
-            raise WorldError(f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid {first['pid']}) has it; each node has a number of its own")
+            raise WorldError(
+                f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid "
+                f"{first['pid']}) has it; each node has a number of its own"
+            )
         store.set(f"card/{self.rank}", json.dumps(mine))
         until, told = time.monotonic() + self._timeout, time.monotonic()
         for other in range(1, self.nodes) if self.rank == 0 else [0]:
             while not store.check([f"card/{other}"]):
                 self._heed(store)
                 if time.monotonic() > until:
-                    self._give_up(store, f"node {other} of {self.nodes} has not come to {self.addr}:{self.port} within {self._timeout:g} s")
+                    self._give_up(
+                        store,
+                        f"node {other} of {self.nodes} has not come to {self.addr}:{self.port} "
+                        f"within {self._timeout:g} s",
+                    )
                 if time.monotonic() - told > _TELL_SECONDS:
                     told = time.monotonic()
-                    say(f"node {self.rank} waits at {self.addr}:{self.port} for node {other} of {self.nodes}")
+                    say(
+                        f"node {self.rank} waits at {self.addr}:{self.port} for node {other} of "
+                        f"{self.nodes}"
+                    )
                 time.sleep(_TICK_SECONDS)
             self._compare(store, other, json.loads(store.get(f"card/{other}")), mine)
         if self.rank == 0:
@@ -159,7 +223,11 @@ class StaticRendezvous(RendezvousHandler):
         while not store.check(["go"]):
             self._heed(store)
             if time.monotonic() > until:
-                self._give_up(store, f"node 0 at {self.addr}:{self.port} still waits for others after {self._timeout:g} s")
+                self._give_up(
+                    store,
+                    f"node 0 at {self.addr}:{self.port} still waits for others after "
+                    f"{self._timeout:g} s",
+                )
             time.sleep(_TICK_SECONDS)
 
     def _card_of_who_came_first(self, store: Store) -> dict[str, object]:
@@ -172,11 +240,20 @@ class StaticRendezvous(RendezvousHandler):
         found: dict[str, object] = json.loads(store.get(f"card/{self.rank}"))
         return found
 
-    def _compare(self, store: Store, node: int, theirs: dict[str, object], mine: dict[str, object]) -> None:
+    def _compare(
+        self, store: Store, node: int, theirs: dict[str, object], mine: dict[str, object]
+    ) -> None:
         for option in ("nnodes", "nproc_per_node"):
             if theirs[option] != mine[option]:
-                what = f"node {node} ({theirs['host']}) was started with --{option} {theirs[option]}, node {self.rank} ({mine['host']}) with {mine[option]}"
-                self._give_up(store, f"{what}: it must be the same on all nodes (--rdzv_backend c10d allows different --nproc_per_node)")
+                what = (
+                    f"node {node} ({theirs['host']}) was started with --{option} "
+                    f"{theirs[option]}, node {self.rank} ({mine['host']}) with {mine[option]}"
+                )
+                self._give_up(
+                    store,
+                    f"{what}: it must be the same on all nodes (--rdzv_backend c10d allows "
+                    f"different --nproc_per_node)",
+                )
 
     def _give_up(self, store: Store, why: str) -> None:
         store.set("refused", why)
@@ -191,22 +268,32 @@ class StaticRendezvous(RendezvousHandler):
             raise WorldError(why)
 
     def _tell_all(self, store: Store) -> None:
-        """Node 0 serves what the others read, so it stays until those who have come know why, for a few seconds at most."""
+        """Node 0 serves what the others read, so it stays until those who have come know why, for a
+        few seconds at most."""
         if self.rank:
             store.set(f"knows/{self.rank}", "")
             return
         until = time.monotonic() + _TRY_SECONDS
-        while time.monotonic() < until and any(store.check([f"card/{n}"]) and not store.check([f"knows/{n}"]) for n in range(1, self.nodes)):
+        while time.monotonic() < until and any(
+            store.check([f"card/{n}"]) and not store.check([f"knows/{n}"])
+            for n in range(1, self.nodes)
+        ):
             time.sleep(_TICK_SECONDS)
 
 
 class Interruptible(RendezvousHandler):
-    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a signal ends the wait.
+    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a
+    signal ends the wait.
 
-    torch would serve one store for the ranks of all rounds (2.13: a node that joins later waits in vain to be told where); the agent serves one each time.
+    torch would serve one store for the ranks of all rounds (2.13: a node that joins later waits in
+    vain to be told where); the agent serves one each time.
     """
 
-    def __init__(self, inner: RendezvousHandler, interruptible: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        interruptible: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> None:
         self._inner, self._interruptible = inner, interruptible
 
     def get_backend(self) -> str:
@@ -245,14 +332,30 @@ class Interruptible(RendezvousHandler):
 
 
 class NodeMonitor:
-    """What becomes of the other nodes while the ranks run. A thread: the store may take its time to answer.
+    """What becomes of the other nodes while the ranks run. A thread: the store may take its time to
+    answer.
 
-    ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of seconds counts as dead.
-    ``line``: a store that the first node's launcher serves; a connection that ends tells that it is gone.
+    ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of
+    seconds counts as dead. ``line``: a store that the first node's launcher serves; a connection
+    that ends tells that it is gone.
     """
 
-    def __init__(self, store: Store, rank: int, nodes: int, interval: float, attempts: int, line: tuple[str, int]) -> None:
-        self._store, self._rank, self._nodes, self._interval, self._silence = store, rank, nodes, interval, interval * attempts
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        nodes: int,
+        interval: float,
+        attempts: int,
+        line: tuple[str, int],
+    ) -> None:
+        self._store, self._rank, self._nodes, self._interval, self._silence = (
+            store,
+            rank,
+            nodes,
+            interval,
+            interval * attempts,
+        )
         self.where = f"{line[0]}:{line[1]}"
         self._line = socket.create_connection(line, _STORE_SECONDS)
         self._beats: dict[int, tuple[bytes, float]] = {}
@@ -261,15 +364,24 @@ class NodeMonitor:
         self.silent: int | None = None
         self._answered = time.monotonic()
         self._deaf = False
-        self._thread = threading.Thread(target=self._run, name="globaltensor launcher's watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="globaltensor launcher's watch", daemon=True
+        )
         self._thread.start()
 
     def tell(self, what: str, code: int, final: bool) -> str:
-        """Post that this node has failed -> the news of another that had before, or nothing. ``final``: it does not begin again."""
+        """Post that this node has failed -> the news of another that had before, or nothing.
+        ``final``: it does not begin again."""
 
         def post() -> int:
             if self._store.add("failures", 1) == 1:
-                told = {"node": self._rank, "host": socket.gethostname(), "what": what, "code": code, "final": final}
+                told = {
+                    "node": self._rank,
+                    "host": socket.gethostname(),
+                    "what": what,
+                    "code": code,
+                    "final": final,
+                }
                 self._store.set("failure", json.dumps(told))
                 return self._store.add("heard", int(self._rank > 0))
             if self._store.check(["failure"]):
@@ -283,8 +395,12 @@ class NodeMonitor:
     def news(self) -> str:
         """What has become of another node; nothing as long as all is well."""
         silence = time.monotonic() - self._answered
-        if not self._news and self._rank > 0 and silence > self._silence:  # our thread waits for an answer, maybe for ever
-            self._news = f"node 0 has been silent for {silence:.0f} s: its launcher is dead, or its network"
+        if (
+            not self._news and self._rank > 0 and silence > self._silence
+        ):  # our thread waits for an answer, maybe for ever
+            self._news = (
+                f"node 0 has been silent for {silence:.0f} s: its launcher is dead, or its network"
+            )
         return self._news
 
     def done(self) -> None:
@@ -297,18 +413,28 @@ class NodeMonitor:
         return self._count("done") >= self._nodes
 
     def leave(self) -> None:
-        """Wait until all nodes know that all is done: whose launcher serves the store must be the last to go."""
+        """Wait until all nodes know that all is done: whose launcher serves the store must be the
+        last to go."""
         until = time.monotonic() + self._silence
         self._ask(lambda: self._store.add("left", 1))
-        while not self._deaf and self._reachable() and self._count("left") < self._nodes and time.monotonic() < until:
+        while (
+            not self._deaf
+            and self._reachable()
+            and self._count("left") < self._nodes
+            and time.monotonic() < until
+        ):
             time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
-        """End the watch. Whose launcher serves the store gives the others time to read in it why."""
+        """End the watch. Whose launcher serves the store gives the others time to read in it
+        why."""
         self._stop.set()
         until = time.monotonic() + _HEAR_SECONDS
         if self._rank == 0 and self._count("failures"):
-            while self._count("heard") < self._nodes - 1 - (self.silent is not None) and time.monotonic() < until:
+            while (
+                self._count("heard") < self._nodes - 1 - (self.silent is not None)
+                and time.monotonic() < until
+            ):
                 time.sleep(_TICK_SECONDS)
         self._thread.join(_STORE_SECONDS)
         self._line.close()
@@ -317,7 +443,8 @@ class NodeMonitor:
         return self._ask(lambda: self._store.add(key, 0))
 
     def _ask(self, question: Callable[[], int]) -> int:
-        """What the store answers; 0 where it does not. It is not asked again then: torch waits for as long as the system takes a cut cable for a slow one."""
+        """What the store answers; 0 where it does not. It is not asked again then: torch waits for
+        as long as the system takes a cut cable for a slow one."""
         answers: list[int] = []
 
         def ask() -> None:
@@ -332,7 +459,8 @@ class NodeMonitor:
         return answers[0] if answers else 0
 
     def _reachable(self) -> bool:
-        """Is the connection up? Asked before the store is, which writes pages to stderr when its own is not."""
+        """Is the connection up? Asked before the store is, which writes pages to stderr when its
+        own is not."""
         ready, _, _ = select.select([self._line], [], [], 0)
         with contextlib.suppress(OSError):
             return not ready or bool(self._line.recv(1, socket.MSG_PEEK))
@@ -352,7 +480,10 @@ class NodeMonitor:
                     self._beat()
             except (RuntimeError, OSError):
                 if not self._stop.is_set():
-                    self._news = f"the launcher of node 0, which serves the meeting point {self.where}, is gone"
+                    self._news = (
+                        f"the launcher of node 0, which serves the meeting point "
+                        f"{self.where}, is gone"
+                    )
 
     def _hear(self, told: dict[str, object]) -> None:
         if told["node"] != self._rank and not self._news:
@@ -372,7 +503,10 @@ class NodeMonitor:
                 self._beats[node] = (beat, now)
             elif now - known[1] > self._silence:
                 self.silent = node
-                self._news = f"node {node} has been silent for {now - known[1]:.0f} s: its launcher is dead, or its network"
+                self._news = (
+                    f"node {node} has been silent for {now - known[1]:.0f} s: its "
+                    f"launcher is dead, or its network"
+                )
                 self.tell(self._news, 1, True)
 
 

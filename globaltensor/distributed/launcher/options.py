@@ -1,4 +1,5 @@
-"""The launcher's command line: OneFlow's options and torchrun's, each also with dashes, and by torchrun's variables ``PET_<OPTION>``."""
+"""The launcher's command line: OneFlow's options and torchrun's, each also with dashes, and by
+torchrun's variables ``PET_<OPTION>``."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ examples:
   %(prog)s --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr 10.0.0.1 --master_port 29500 train.py      (on 10.0.0.1; --node_rank 1 on the other)
   %(prog)s --nnodes 1:4 --max_restarts 3 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29400 --rdzv_id job7 train.py     (the same on each)
 
-Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_node, as Kubernetes' PyTorch jobs do. More: docs/environment.md"""
+Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_node, as Kubernetes' PyTorch jobs do. More: docs/environment.md"""  # noqa: E501
 
 
 def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.ArgumentParser:
     """The launcher's options, each with its explanation."""
     what = "Start a script on several processes, on this machine and others, and watch over them."
-    out = argparse.ArgumentParser(prog=prog, description=what, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    out = argparse.ArgumentParser(
+        prog=prog,
+        description=what,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
     def group(title: str) -> Any:
         into = out.add_argument_group(title)
@@ -43,52 +50,198 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         return add
 
     add = group("processes and nodes")
-    add("--nnodes", default="1", help="number of nodes (machines), or MIN:MAX for an elastic job; start the launcher on each (default 1)")
-    add("--node_rank", type=int, default=0, help="this node's number, from 0; not with a dynamic rendezvous (default 0)")
-    add("--nproc_per_node", default="1", help="processes on this node; gpu: one for each GPU, cpu: for each core, auto: gpu where there is one (default 1)")
-    add("--master_addr", default="127.0.0.1", help="address of node 0, where the ranks meet (default 127.0.0.1)")
-    add("--master_port", type=int, default=0, help="a free port on node 0; needed with several nodes (default: one that is free)")
-    add("--local_addr", default="", help="address of this node, as the others know it; with a dynamic rendezvous (default: the one towards --rdzv_endpoint)")
-    add("--backend", choices=BACKENDS, default="", help="sets GLOBALTENSOR_BACKEND, what carries the collectives; mpi: through mpirun (default auto)")
+    add(
+        "--nnodes",
+        default="1",
+        help=(
+            "number of nodes (machines), or MIN:MAX for an elastic job; start the launcher on "
+            "each (default 1)"
+        ),
+    )
+    add(
+        "--node_rank",
+        type=int,
+        default=0,
+        help="this node's number, from 0; not with a dynamic rendezvous (default 0)",
+    )
+    add(
+        "--nproc_per_node",
+        default="1",
+        help=(
+            "processes on this node; gpu: one for each GPU, cpu: for each core, auto: gpu where "
+            "there is one (default 1)"
+        ),
+    )
+    add(
+        "--master_addr",
+        default="127.0.0.1",
+        help="address of node 0, where the ranks meet (default 127.0.0.1)",
+    )
+    add(
+        "--master_port",
+        type=int,
+        default=0,
+        help="a free port on node 0; needed with several nodes (default: one that is free)",
+    )
+    add(
+        "--local_addr",
+        default="",
+        help=(
+            "address of this node, as the others know it; with a dynamic rendezvous (default: "
+            "the one towards --rdzv_endpoint)"
+        ),
+    )
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default="",
+        help=(
+            "sets GLOBALTENSOR_BACKEND, what carries the collectives; mpi: through mpirun "
+            "(default auto)"
+        ),
+    )
 
     add = group("failures and rendezvous")
-    add("--max_restarts", type=int, default=0, help="how often all ranks are started again after a failure (default 0)")
-    add("--rdzv_backend", default="", help="static: nodes known by --node_rank; c10d: found at --rdzv_endpoint; ... (default static; MIN:MAX: c10d)")
-    add("--rdzv_endpoint", default="", help="HOST:PORT where nodes meet; with static the same as --master_addr and --master_port")
-    add("--rdzv_id", default="", help="the job's name, the same on all its nodes; jobs of different names may share an endpoint")
+    add(
+        "--max_restarts",
+        type=int,
+        default=0,
+        help="how often all ranks are started again after a failure (default 0)",
+    )
+    add(
+        "--rdzv_backend",
+        default="",
+        help=(
+            "static: nodes known by --node_rank; c10d: found at --rdzv_endpoint; ... (default "
+            "static; MIN:MAX: c10d)"
+        ),
+    )
+    add(
+        "--rdzv_endpoint",
+        default="",
+        help="HOST:PORT where nodes meet; with static the same as --master_addr and --master_port",
+    )
+    add(
+        "--rdzv_id",
+        default="",
+        help=(
+            "the job's name, the same on all its nodes; jobs of different names may share an "
+            "endpoint"
+        ),
+    )
     add(
         "--rdzv_conf",
         default="",
-        help="KEY=VALUE,...: timeout (seconds for all nodes to come), connect_timeout (for node 0 to answer), keep_alive_interval (seconds between signs of "
-        "life of a launcher), keep_alive_max_attempt (how many it may miss), last_call_timeout (for more nodes than MIN), and what the backend knows",
+        help="KEY=VALUE,...: timeout (seconds for all nodes to come), connect_timeout (for node 0 to answer), keep_alive_interval (seconds between signs of "  # noqa: E501
+        "life of a launcher), keep_alive_max_attempt (how many it may miss), last_call_timeout "
+        "(for more nodes than MIN), and what the backend knows",
     )
-    add("--standalone", action=check_env, help="one node that meets nobody, on a free port; --rdzv_* are ignored")
-    add("--monitor_interval", type=float, default=0.1, help="seconds between looks at the ranks (default 0.1)")
-    add("--shutdown_timeout", type=float, default=10.0, help="seconds between the request to end (SIGTERM) and the end (SIGKILL) of ranks (default 10)")
-    add("--start_method", choices=("spawn", "fork", "forkserver"), default="spawn", help="for torchrun's sake: a script is always a program of its own")
-    add("--role", default=ROLE, help=f"a name for the ranks, in ROLE_NAME and before the lines of --tee (default {ROLE})")
+    add(
+        "--standalone",
+        action=check_env,
+        help="one node that meets nobody, on a free port; --rdzv_* are ignored",
+    )
+    add(
+        "--monitor_interval",
+        type=float,
+        default=0.1,
+        help="seconds between looks at the ranks (default 0.1)",
+    )
+    add(
+        "--shutdown_timeout",
+        type=float,
+        default=10.0,
+        help=(
+            "seconds between the request to end (SIGTERM) and the end (SIGKILL) of ranks "
+            "(default 10)"
+        ),
+    )
+    add(
+        "--start_method",
+        choices=("spawn", "fork", "forkserver"),
+        default="spawn",
+        help="for torchrun's sake: a script is always a program of its own",
+    )
+    add(
+        "--role",
+        default=ROLE,
+        help=f"a name for the ranks, in ROLE_NAME and before the lines of --tee (default {ROLE})",
+    )
 
     add = group("the script")
-    add("-m", "--module", action=check_env, help="it is the name of a module, run as `python -m` does")
+    add(
+        "-m",
+        "--module",
+        action=check_env,
+        help="it is the name of a module, run as `python -m` does",
+    )
     add("--no_python", action=check_env, help="it is a program of its own: run it without python")
 
     add = group("output")
-    add("--redirect_stdout_and_stderr", action=check_env, help="write each rank's output to LOGDIR/local_rank_<i>/stdout and stderr instead of the console")
-    add("--logdir", default="log", help="where to, with --redirect_stdout_and_stderr; earlier logs there are overwritten (default log)")
-    add("--log_dir", default="", help="torchrun's: LOG_DIR/<rdzv_id>_<random>/attempt_<n>/<local rank>/stdout.log and stderr.log, for -r and -t")
-    add("-r", "--redirects", default="0", help="what goes to --log_dir only: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank 0:3,1:1")
-    add("-t", "--tee", default="0", help="what goes to files and to the console, with the rank before each line (same values)")
-    add("--local_ranks_filter", default="", help="local ranks whose output is shown on the console, 0,2; files get all")
+    add(
+        "--redirect_stdout_and_stderr",
+        action=check_env,
+        help=(
+            "write each rank's output to LOGDIR/local_rank_<i>/stdout and stderr instead of the "
+            "console"
+        ),
+    )
+    add(
+        "--logdir",
+        default="log",
+        help=(
+            "where to, with --redirect_stdout_and_stderr; earlier logs there are overwritten "
+            "(default log)"
+        ),
+    )
+    add(
+        "--log_dir",
+        default="",
+        help=(
+            "torchrun's: LOG_DIR/<rdzv_id>_<random>/attempt_<n>/<local rank>/stdout.log and "
+            "stderr.log, for -r and -t"
+        ),
+    )
+    add(
+        "-r",
+        "--redirects",
+        default="0",
+        help=(
+            "what goes to --log_dir only: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local "
+            "rank 0:3,1:1"
+        ),
+    )
+    add(
+        "-t",
+        "--tee",
+        default="0",
+        help="what goes to files and to the console, with the rank before each line (same values)",
+    )
+    add(
+        "--local_ranks_filter",
+        default="",
+        help="local ranks whose output is shown on the console, 0,2; files get all",
+    )
 
-    out.add_argument("training_script", help="the script (or module, or program) that every rank runs")
-    out.add_argument("training_script_args", nargs=argparse.REMAINDER, help="all that follows is given to the script")
+    out.add_argument(
+        "training_script", help="the script (or module, or program) that every rank runs"
+    )
+    out.add_argument(
+        "training_script_args",
+        nargs=argparse.REMAINDER,
+        help="all that follows is given to the script",
+    )
     return out
 
 
 def job_of(options: argparse.Namespace) -> Job:
     """The parsed command line as a job. Raises WorldError where it makes no sense."""
     nnodes = _nodes(options.nnodes)
-    backend, endpoint, run = options.rdzv_backend or ("static" if nnodes[0] == nnodes[1] else "c10d"), options.rdzv_endpoint, options.rdzv_id
+    backend, endpoint, run = (
+        options.rdzv_backend or ("static" if nnodes[0] == nnodes[1] else "c10d"),
+        options.rdzv_endpoint,
+        options.rdzv_id,
+    )
     addr, port = options.master_addr, options.master_port
     if options.standalone:
         if nnodes != (1, 1):
@@ -122,13 +275,18 @@ def job_of(options: argparse.Namespace) -> Job:
 def _command(options: argparse.Namespace) -> list[str]:
     script, arguments = options.training_script, options.training_script_args
     if options.no_python and options.module:
-        raise WorldError("--no_python and --module exclude each other: a module needs python to run it")
+        raise WorldError(
+            "--no_python and --module exclude each other: a module needs python to run it"
+        )
     if options.no_python:
         return [script, *arguments]
     if options.module:
         return [sys.executable, "-u", "-m", script, *arguments]
     if not os.path.exists(script):
-        raise WorldError(f"{script} does not exist (looked from {os.getcwd()}): name a script, or a module with -m")
+        raise WorldError(
+            f"{script} does not exist (looked from {os.getcwd()}): name a script, or a module "
+            f"with -m"
+        )
     return [sys.executable, "-u", script, *arguments]
 
 
@@ -144,7 +302,9 @@ def _processes(text: str) -> int:
     try:
         return int(determine_local_world_size(text))
     except ValueError as error:
-        raise WorldError(f"--nproc_per_node {text}: a number, auto, cpu or gpu ({error})") from error
+        raise WorldError(
+            f"--nproc_per_node {text}: a number, auto, cpu or gpu ({error})"
+        ) from error
 
 
 def _endpoint(text: str, port: int) -> tuple[str, int]:
@@ -170,10 +330,20 @@ def _output(options: argparse.Namespace) -> Output:
         try:
             streams[name] = Std.from_str(value)
         except ValueError:
-            raise WorldError(f"--{name} {value}: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank, like 0:3,1:1") from None
+            raise WorldError(
+                f"--{name} {value}: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank, like "
+                f"0:3,1:1"
+            ) from None
     try:
-        shown = frozenset(int(part) for part in options.local_ranks_filter.split(",")) if options.local_ranks_filter else None
+        shown = (
+            frozenset(int(part) for part in options.local_ranks_filter.split(","))
+            if options.local_ranks_filter
+            else None
+        )
     except ValueError:
-        raise WorldError(f"--local_ranks_filter {options.local_ranks_filter}: local ranks with commas between, like 0,2") from None
+        raise WorldError(
+            f"--local_ranks_filter {options.local_ranks_filter}: local ranks with commas between, "
+            f"like 0,2"
+        ) from None
     folder = Path(options.logdir) if options.redirect_stdout_and_stderr else None
     return Output(folder, streams["redirects"], streams["tee"], options.log_dir or None, shown)

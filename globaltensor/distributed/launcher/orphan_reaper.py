@@ -1,8 +1,10 @@
-"""Ends what ranks have started when the launcher is killed. The ranks themselves die with it by their tether; what they have started does not.
+"""Ends what ranks have started when the launcher is killed. The ranks themselves die with it by
+their tether; what they have started does not.
 
-Run as a bare script (``python -I -S distributed/launcher/orphan_reaper.py``), in a session of its own: what kills the launcher's whole group leaves it. It
-reads from the launcher, in lines, process groups to hold (``+1234``) and to let go (``-1234``), and at the end of input, however it comes, kills those it still
-holds.
+Run as a bare script (``python -I -S distributed/launcher/orphan_reaper.py``), in a session of its
+own: what kills the launcher's whole group leaves it. It reads from the launcher, in lines, process
+groups to hold (``+1234``) and to let go (``-1234``), and at the end of input, however it comes,
+kills those it still holds.
 """
 
 import contextlib

@@ -1,7 +1,9 @@
 """The first thing a launched rank runs: ties its life to the launcher's, then becomes the command.
 
-Run as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid> command...``), so that it starts in milliseconds: it imports nothing
-of this package. Not a ``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with threads.
+Run as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid>
+command...``), so that it starts in milliseconds: it imports nothing of this package. Not a
+``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with
+threads.
 """
 
 import contextlib
@@ -13,7 +15,8 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def tie(launcher: int) -> None:
-    """Ask the kernel for SIGKILL when the launcher (this process's parent) dies, however it dies; lead a process group, so that all of it can be ended."""
+    """Ask the kernel for SIGKILL when the launcher (this process's parent) dies, however it dies;
+    lead a process group, so that all of it can be ended."""
     with contextlib.suppress(OSError):  # a group's leader already
         os.setpgid(0, 0)
     if sys.platform == "linux":

@@ -1,4 +1,5 @@
-"""The ranks of one node as processes: start them, tell how they ended, and end them with all that they have started."""
+"""The ranks of one node as processes: start them, tell how they ended, and end them with all that
+they have started."""
 
 from __future__ import annotations
 
@@ -23,11 +24,16 @@ _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
 _TAIL_LINES: Final = 12
 _LAST_LINES: Final = 4  # of a traceback: the message
-_CAUSE_SECONDS: Final = 2.0  # for the rank to end whose failure others have noticed already: an interpreter takes a while to
-_RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before the lines of a traceback
-#: What ranks say that end since another has ended: of those that failed at once, the other is the one to name.
+# for the rank to end whose failure others have noticed already: an interpreter takes a while to
+_CAUSE_SECONDS: Final = 2.0
+_RANK_BEFORE: Final = re.compile(
+    r"^\[rank\d+\]: ?", re.MULTILINE
+)  # what torch puts before the lines of a traceback
+#: What ranks say that end since another has ended: of those that failed at once, the other is the
+#: one to name.
 _ECHO: Final = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own error says why\)|remote process exited|socket closed",
+    r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own "
+    r"error says why\)|remote process exited|socket closed",
     re.IGNORECASE,
 )
 _THROWN: Final = "terminate called"
@@ -49,7 +55,8 @@ class Process(Protocol):
 
 @dataclass
 class Rank:
-    """One rank: what it runs, the variables that it gets besides the launcher's own, where its output goes; once it is started, its process."""
+    """One rank: what it runs, the variables that it gets besides the launcher's own, where its
+    output goes; once it is started, its process."""
 
     rank: int
     local_rank: int
@@ -90,7 +97,11 @@ class Rank:
         while lines and not lines[-1].strip():
             lines.pop()
         heads = [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
-        if len(heads) > 1 and lines[heads[-1]].startswith(_CRASH) and lines[heads[-2]].startswith(_THROWN):
+        if (
+            len(heads) > 1
+            and lines[heads[-1]].startswith(_CRASH)
+            and lines[heads[-2]].startswith(_THROWN)
+        ):
             cause = lines[heads[-2] : heads[-1]]  # why it was aborted, and below where
             return [*cause, *lines[heads[-1] :][-_TAIL_LINES:]]
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
@@ -100,7 +111,9 @@ class Rank:
     @property
     def echoes(self) -> bool:
         """Did it, by its last words, end only because another rank had ended?"""
-        return (self.code or 0) > 0 and bool(_ECHO.search(" ".join(self.last_words()[-_LAST_LINES:])))
+        return (self.code or 0) > 0 and bool(
+            _ECHO.search(" ".join(self.last_words()[-_LAST_LINES:]))
+        )
 
     def epitaph(self) -> str:
         """Which rank it was and how it ended, in one line."""
@@ -110,16 +123,28 @@ class Rank:
             how = f"was ended by {signal_name(-code)} (signal {-code})"
             if -code == signal.SIGKILL:
                 how += ", as the system does when memory runs out"
-        return f"rank {self.rank} (local rank {self.local_rank}, pid {self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
+        return (
+            f"rank {self.rank} (local rank {self.local_rank}, pid "
+            f"{self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
+        )
 
 
 class OrphanReaper:
-    """A process that outlives this one for a moment, and ends what ranks have started where this one can't any more. Leaving the block ends it."""
+    """A process that outlives this one for a moment, and ends what ranks have started where this
+    one can't any more. Leaving the block ends it."""
 
     def __enter__(self) -> OrphanReaper:
         command = [sys.executable, "-I", "-S", str(_KEEPER)]
         null = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, text=True, bufsize=1)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=null,
+            stderr=null,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +168,13 @@ class OrphanReaper:
 class LocalWorkers:
     """This node's ranks, which live and end together. ``start``: how their processes begin."""
 
-    def __init__(self, ranks: Sequence[Rank], pump: Pump, keeper: OrphanReaper, start: Callable[[Sequence[Rank]], None]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        pump: Pump,
+        keeper: OrphanReaper,
+        start: Callable[[Sequence[Rank]], None],
+    ) -> None:
         self.ranks, self._pump, self._keeper, self._start = list(ranks), pump, keeper, start
 
     def start(self, again: bool = False) -> None:
@@ -168,22 +199,35 @@ class LocalWorkers:
 
     @property
     def failed(self) -> list[Rank]:
-        """Those that ended badly of their own; of ranks found dead at the same moment, one ended by a signal did not die of the others' death."""
+        """Those that ended badly of their own; of ranks found dead at the same moment, one ended by
+        a signal did not die of the others' death."""
         failed = [rank for rank in self.ranks if rank.failed]
         if len(failed) > 1:
             self._pump.settle()  # their last words
         return sorted(failed, key=lambda rank: ((rank.code or 0) > 0, rank.echoes, rank.rank))
 
     def failed_by(self, hurry: Callable[[], object]) -> list[Rank]:
-        """``failed``, with the cause among them: who noticed that a rank had gone may be found dead before it, which is waited for, or for ``hurry``."""
+        """``failed``, with the cause among them: who noticed that a rank had gone may be found dead
+        before it, which is waited for, or for ``hurry``."""
         until = time.monotonic() + _CAUSE_SECONDS
         self._pump.settle()
-        while (failed := self.failed)[0].echoes and self.alive and time.monotonic() < until and not hurry():
+        while (
+            (failed := self.failed)[0].echoes
+            and self.alive
+            and time.monotonic() < until
+            and not hurry()
+        ):
             time.sleep(_TICK_SECONDS)
         return failed
 
-    def end(self, number: int = signal.SIGTERM, grace: float = 10.0, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all ranks and whatever they have started: by this signal, and those that live ``grace`` seconds later, or at ``hurry``, by SIGKILL."""
+    def end(
+        self,
+        number: int = signal.SIGTERM,
+        grace: float = 10.0,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """End all ranks and whatever they have started: by this signal, and those that live
+        ``grace`` seconds later, or at ``hurry``, by SIGKILL."""
         until = time.monotonic() + grace
         for rank in self.ranks:
             rank.signal(number)
@@ -191,7 +235,10 @@ class LocalWorkers:
             time.sleep(_TICK_SECONDS)
         deaf = [str(rank.rank) for rank in self.alive]
         if deaf and not hurry():
-            say(f"rank{'s' if len(deaf) > 1 else ''} {', '.join(deaf)} did not end {grace:g} s after {signal_name(number)}: killed")
+            say(
+                f"rank{'s' if len(deaf) > 1 else ''} {', '.join(deaf)} did not end {grace:g} s "
+                f"after {signal_name(number)}: killed"
+            )
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)
         until = time.monotonic() + _KILL_SECONDS
@@ -200,14 +247,21 @@ class LocalWorkers:
         self._pump.settle()
 
     def report(self, failed: Sequence[Rank]) -> str:
-        """What went wrong, in lines: the first of these ranks, its last words, and what became of the others."""
+        """What went wrong, in lines: the first of these ranks, its last words, and what became of
+        the others."""
         first, *others = failed
-        lines = [first.epitaph(), *(f"| {line}" for line in first.last_words()), *(f"so did: {other.epitaph()}" for other in others)]
+        lines = [
+            first.epitaph(),
+            *(f"| {line}" for line in first.last_words()),
+            *(f"so did: {other.epitaph()}" for other in others),
+        ]
         if first.err.path is not None:
             lines.append(f"its output is in {first.err.path.parent}")
         left = len(self.ranks) - len(failed)
         if left:
-            lines.append(f"the other {left} rank{'s' if left > 1 else ''} of this node had to end with it")
+            lines.append(
+                f"the other {left} rank{'s' if left > 1 else ''} of this node had to end with it"
+            )
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -226,7 +280,13 @@ def start_here(ranks: Sequence[Rank]) -> None:
     """Start these ranks as processes of this one."""
     for rank in ranks:
         variables = {**os.environ, **rank.variables}
-        rank.process = subprocess.Popen(tethered(rank.command), env=variables, stdin=stdin(), stdout=rank.out.theirs, stderr=rank.err.theirs)
+        rank.process = subprocess.Popen(
+            tethered(rank.command),
+            env=variables,
+            stdin=stdin(),
+            stdout=rank.out.theirs,
+            stderr=rank.err.theirs,
+        )
 
 
 def tethered(command: Sequence[str]) -> list[str]:
@@ -235,8 +295,11 @@ def tethered(command: Sequence[str]) -> list[str]:
 
 
 def stdin() -> int | None:
-    """What ranks read: not the terminal, since in a group of its own a rank would be stopped for it."""
-    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
+    """What ranks read: not the terminal, since in a group of its own a rank would be stopped for
+    it."""
+    return (
+        subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
+    )
 
 
 def signal_name(number: int) -> str:

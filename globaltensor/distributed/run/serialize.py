@@ -1,7 +1,8 @@
 """Values on their way between processes: pickled, with their tensors beside them in host memory.
 
-What a notebook defines (functions, lambdas, closures, classes of ``__main__``) travels by value, with cloudpickle. Ordinary tensors arrive on the CPU.
-Of a global tensor each rank sends its part; where the parts of all ranks have come, they are put together.
+What a notebook defines (functions, lambdas, closures, classes of ``__main__``) travels by value,
+with cloudpickle. Ordinary tensors arrive on the CPU. Of a global tensor each rank sends its part;
+where the parts of all ranks have come, they are put together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SerializedValue:
-    """A value on its way: ``body`` is its pickle, in which a tensor is an index into ``tensors``."""
+    """A value on its way: ``body`` is its pickle, in which a tensor is an index into
+    ``tensors``."""
 
     body: bytes
     tensors: tuple[_Tensor, ...]
@@ -49,7 +51,8 @@ _wrap: list[Callable[[torch.Tensor, Spec], Any]] = []
 
 
 def register_wrapper(wrap: Callable[[torch.Tensor, Spec], Any]) -> None:
-    """Say how a local tensor and its Spec become a global tensor, whose class stands above this package."""
+    """Say how a local tensor and its Spec become a global tensor, whose class stands above this
+    package."""
     _wrap[:] = [wrap]
 
 
@@ -58,11 +61,18 @@ def _is_global(x: object) -> TypeGuard[torch.Tensor]:
 
 
 def pack(value: object) -> SerializedValue:
-    """Make a value ready to be sent. Raises what pickle raises where something in it cannot be: TypeError, PicklingError, AttributeError ..."""
-    kept: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors live until the end: their ids are keys
+    """Make a value ready to be sent. Raises what pickle raises where something in it cannot be:
+    TypeError, PicklingError, AttributeError ..."""
+    kept: dict[
+        int, tuple[int, torch.Tensor]
+    ] = {}  # the tensors live until the end: their ids are keys
 
     def index(tensor: object) -> int | None:
-        if not isinstance(tensor, torch.Tensor) or not (type(tensor) is torch.Tensor or _is_global(tensor)) or tensor.is_meta:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or not (type(tensor) is torch.Tensor or _is_global(tensor))
+            or tensor.is_meta
+        ):
             return None
         return kept.setdefault(id(tensor), (len(kept), tensor))[0]
 
@@ -112,7 +122,8 @@ def load(path: Path) -> SerializedValue:
 
 
 def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None) -> Any:
-    """The value. ``wholes``: what the global tensors in it have become; without it they are those of a world of one, whose part is the whole."""
+    """The value. ``wholes``: what the global tensors in it have become; without it they are those
+    of a world of one, whose part is the whole."""
     parts = [t.part for t in parcel.global_tensors] if wholes is None else list(wholes)
     these = iter(parts)
     tensors = [_received(t, t.part if t.spec is None else next(these)) for t in parcel.tensors]
@@ -131,9 +142,11 @@ def _received(sent: _Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
-    """The value that each rank has sent, global tensors as ordinary ones with the whole value, which the ranks that sent the same one share.
+    """The value that each rank has sent, global tensors as ordinary ones with the whole value,
+    which the ranks that sent the same one share.
 
-    The k-th global tensor of one rank belongs to the k-th of the others. Raises WorldError where they are not the same.
+    The k-th global tensor of one rank belongs to the k-th of the others. Raises WorldError where
+    they are not the same.
     """
     sent = [parcel.global_tensors for parcel in parcels]
     known: dict[tuple[int, Spec], torch.Tensor] = {}
@@ -151,13 +164,19 @@ def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
 
 
 def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tensor:
-    """What the parts of the ranks of ``spec`` make, found by boxing them to broadcast on simulated ranks."""
+    """What the parts of the ranks of ``spec`` make, found by boxing them to broadcast on simulated
+    ranks."""
     for rank in spec.placement.flat:
         theirs = sent[rank][k].spec if k < len(sent[rank]) else None
         if theirs is not spec:
-            told = f"as number {k} of its global tensors {theirs}" if theirs else f"only {len(sent[rank])} global tensor(s)"
+            told = (
+                f"as number {k} of its global tensors {theirs}"
+                if theirs
+                else f"only {len(sent[rank])} global tensor(s)"
+            )
             raise WorldError(
-                f"some rank returned as number {k} of its global tensors {spec}, but rank {rank}, which holds a part of it, returned {told}: "
+                f"some rank returned as number {k} of its global tensors {spec}, but rank {rank}, "
+                f"which holds a part of it, returned {told}: "
                 "return the same global tensors on all ranks, or x.to_local() for a rank's own part"
             )
     here = spec.replace(placement=Placement("cpu", spec.placement.ranks))

@@ -1,7 +1,9 @@
 """Starting ranks from Python: ``spawn`` is torch's own, ``run`` is made for notebooks.
 
-``run`` starts fresh interpreters, as the launcher does. torch.multiprocessing's processes would run the main module again, get a rank's variables after torch
-is loaded, and outlive a parent that is killed while they wait in a collective; a fork is no way out: CUDA and torch's threads do not survive it.
+``run`` starts fresh interpreters, as the launcher does. torch.multiprocessing's processes would run
+the main module again, get a rank's variables after torch is loaded, and outlive a parent that is
+killed while they wait in a collective; a fork is no way out: CUDA and torch's threads do not
+survive it.
 """
 
 from __future__ import annotations
@@ -49,33 +51,54 @@ sys.path[:] = json.loads((folder / "path.json").read_text())
 from globaltensor.distributed.run.worker import main
 main(folder, {rank}, {parent})
 """
-_STARTED_OTHERWISE: Final = ("TORCHELASTIC_", "ROLE_")  # variables that tell of how this process was started
+_STARTED_OTHERWISE: Final = (
+    "TORCHELASTIC_",
+    "ROLE_",
+)  # variables that tell of how this process was started
 
 T = TypeVar("T")
 
 
-def run(fn: Callable[..., T], *args: Any, nprocs: int = 2, backend: str = "auto", timeout: float | None = None, start_timeout: float = 120.0) -> list[T]:
-    """Call ``fn(*args)`` on ``nprocs`` new processes of this machine, the ranks of one world -> what each returned, in the order of ranks.
+def run(
+    fn: Callable[..., T],
+    *args: Any,
+    nprocs: int = 2,
+    backend: str = "auto",
+    timeout: float | None = None,
+    start_timeout: float = 120.0,
+) -> list[T]:
+    """Call ``fn(*args)`` on ``nprocs`` new processes of this machine, the ranks of one world ->
+    what each returned, in the order of ranks.
 
-    For notebooks and interactive sessions; it blocks until all ranks have returned. Functions defined there, lambdas and closures travel by value, with the
-    globals they use; what ranks change in those stays with them. Arguments and results are copies: ordinary tensors arrive on the CPU (a leaf keeps
-    ``requires_grad``), a global tensor comes back as an ordinary one with the whole value. What ranks print appears in ``sys.stdout`` and ``sys.stderr``.
+    For notebooks and interactive sessions; it blocks until all ranks have returned. Functions
+    defined there, lambdas and closures travel by value, with the globals they use; what ranks
+    change in those stays with them. Arguments and results are copies: ordinary tensors arrive on
+    the CPU (a leaf keeps ``requires_grad``), a global tensor comes back as an ordinary one with the
+    whole value. What ranks print appears in ``sys.stdout`` and ``sys.stderr``.
 
-    ``backend``: as for ``init_process_group``; "mpi" needs mpirun. ``timeout``: seconds for all of it, None for no limit; ``start_timeout``: seconds until
-    every rank has begun with ``fn``.
+    ``backend``: as for ``init_process_group``; "mpi" needs mpirun. ``timeout``: seconds for all of
+    it, None for no limit; ``start_timeout``: seconds until every rank has begun with ``fn``.
 
-    Raises the exception of the first rank that failed, caused by a WorldError with that rank's traceback, or a WorldError alone where it cannot be pickled;
-    WorldError where a rank dies, time runs out, ``fn`` or a result cannot be pickled, or this process is itself one of several ranks. The other ranks
-    have ended by then, as they have after an interrupt.
+    Raises the exception of the first rank that failed, caused by a WorldError with that rank's
+    traceback, or a WorldError alone where it cannot be pickled; WorldError where a rank dies, time
+    runs out, ``fn`` or a result cannot be pickled, or this process is itself one of several ranks.
+    The other ranks have ended by then, as they have after an interrupt.
 
     >>> run(pow, 2, 5, nprocs=1)
     [32]
     """
     _check(nprocs, timeout, start_timeout)
     call = _call(fn, args)
-    from ..launch import reserved_port  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
+    from ..launch import (
+        reserved_port,
+    )  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
 
-    with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port, OrphanReaper() as keeper, Pump() as pump:
+    with (
+        tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name,
+        reserved_port() as port,
+        OrphanReaper() as keeper,
+        Pump() as pump,
+    ):
         folder, chosen = Path(name), select_backend(None if backend == "auto" else backend)
         (folder / "path.json").write_text(json.dumps(sys.path))
         torch.save(call, folder / "call")
@@ -101,49 +124,103 @@ def _check(nprocs: int, timeout: float | None, start_timeout: float) -> None:
         place = detect(os.environ)
         rank, size = (place.rank, place.world_size) if place else (0, 1)
     if size > 1:
-        told = f"globaltensor.run was called on rank {rank} of {size}, but it starts a world of its own"
-        raise WorldError(f"{told}: call the function itself, as every rank does, or call run from a process that is no rank")
+        told = (
+            f"globaltensor.run was called on rank {rank} of {size}, but it starts a world of "
+            f"its own"
+        )
+        raise WorldError(
+            f"{told}: call the function itself, as every rank does, or call run from a process "
+            f"that is no rank"
+        )
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
-    sources = {name: found[2] for name, found in list(linecache.cache.items()) if len(found) == 4 and not os.path.exists(name)}
+    sources = {
+        name: found[2]
+        for name, found in list(linecache.cache.items())
+        if len(found) == 4 and not os.path.exists(name)
+    }
     try:
         return RemoteCall(pack((fn, args)), list(sys.argv), sources)
     except Exception as error:
-        told = f"globaltensor.run cannot send {getattr(fn, '__name__', fn)} and its arguments to the ranks: {type(error).__name__}: {error}"
-        mend = "make what cannot be pickled (locks, open files, process groups, generators) inside the function"
+        told = (
+            f"globaltensor.run cannot send {getattr(fn, '__name__', fn)} and its arguments to "
+            f"the ranks: {type(error).__name__}: {error}"
+        )
+        mend = (
+            "make what cannot be pickled (locks, open files, process groups, generators) "
+            "inside the function"
+        )
         if importlib.util.find_spec("cloudpickle") is None:
-            mend = "functions of a notebook, lambdas and closures need cloudpickle (pip install cloudpickle)"
+            mend = (
+                "functions of a notebook, lambdas and closures need cloudpickle (pip install "
+                "cloudpickle)"
+            )
         raise WorldError(f"{told}; {mend}") from error
 
 
 @dataclass
 class _Shown(Stream):
-    """What a rank writes, shown where this process's ``print`` goes: in a notebook that is no file descriptor."""
+    """What a rank writes, shown where this process's ``print`` goes: in a notebook that is no file
+    descriptor."""
 
     where: TextIO | None = None
 
     def _show(self, text: bytes) -> None:
         if text and self.where is not None:
-            with contextlib.suppress(OSError, ValueError):  # nobody may be listening: no reason to end the ranks
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # nobody may be listening: no reason to end the ranks
                 self.where.write(text.decode(errors="replace"))
                 self.where.flush()
 
 
 def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
     parent = "None" if "mpi" in backend_names(backend) else os.getpid()
-    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent=parent), str(folder)]
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
-    defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8"}  # a rank that crashes in native code shows where
+    command = [
+        os.fsdecode(get_executable()),
+        "-u",
+        "-c",
+        _PROGRAM.format(rank=rank, parent=parent),
+        str(folder),
+    ]
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_PORT": port,
+    }
+    defaults = {
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONIOENCODING": "utf-8",
+    }  # a rank that crashes in native code shows where
     if n > 1:
-        defaults["OMP_NUM_THREADS"] = "1"  # as many threads as cores in each of n processes would fight for the cores
+        defaults["OMP_NUM_THREADS"] = (
+            "1"  # as many threads as cores in each of n processes would fight for the cores
+        )
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     variables |= {name: "" for name in os.environ if name.startswith(_STARTED_OTHERWISE)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", VARIABLE: backend, **{name: str(value) for name, value in told.items()}}
-    return Rank(rank, rank, command, variables, _Shown(None, kept=True, where=sys.stdout), _Shown(None, kept=True, where=sys.stderr))
+    variables |= {
+        "MASTER_ADDR": "127.0.0.1",
+        VARIABLE: backend,
+        **{name: str(value) for name, value in told.items()},
+    }
+    return Rank(
+        rank,
+        rank,
+        command,
+        variables,
+        _Shown(None, kept=True, where=sys.stdout),
+        _Shown(None, kept=True, where=sys.stderr),
+    )
 
 
-def _starter(backend: str, pump: Pump, stack: contextlib.ExitStack) -> Callable[[Sequence[Rank]], None]:
+def _starter(
+    backend: str, pump: Pump, stack: contextlib.ExitStack
+) -> Callable[[Sequence[Rank]], None]:
     """How the ranks' processes begin: through mpirun where they shall form an MPI world."""
     if "mpi" not in backend_names(backend):
         return _start
@@ -156,12 +233,17 @@ def _start(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         variables = {**os.environ, **rank.variables}
         # Not this process's stdin: it may be where the program, or the user, is read from.
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": rank.out.theirs, "stderr": rank.err.theirs}
+        streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": rank.out.theirs,
+            "stderr": rank.err.theirs,
+        }
         rank.process = subprocess.Popen(tethered(rank.command), env=variables, **streams)
 
 
 class RunningCall:
-    """A call under way. Its folder tells which ranks have begun, returned or failed (distributed/run/worker.py)."""
+    """A call under way. Its folder tells which ranks have begun, returned or failed
+    (distributed/run/worker.py)."""
 
     def __init__(self, team: LocalWorkers, folder: Path) -> None:
         self.team, self.folder, self.n = team, folder, len(team.ranks)
@@ -175,8 +257,13 @@ class RunningCall:
                 self._raise()
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:
-                self._late([rank for rank in self.team.ranks if not self._has("result", rank)], f"had not returned after {timeout:g} s (timeout)")
-            if waited > start_timeout and (missing := [rank for rank in self.team.ranks if not self._has("here", rank)]):
+                self._late(
+                    [rank for rank in self.team.ranks if not self._has("result", rank)],
+                    f"had not returned after {timeout:g} s (timeout)",
+                )
+            if waited > start_timeout and (
+                missing := [rank for rank in self.team.ranks if not self._has("here", rank)]
+            ):
                 self._late(missing, f"had not begun after {start_timeout:g} s (start_timeout)")
             time.sleep(_TICK_SECONDS)
         until = time.monotonic() + GRACE_SECONDS
@@ -184,14 +271,17 @@ class RunningCall:
             time.sleep(_TICK_SECONDS)
 
     def _has(self, what: str, rank: Rank) -> bool:
-        return os.access(self.folder / f"{what}.{rank.rank}", os.F_OK)  # not by an error caught inside, in which an interrupt would be shown
+        return os.access(
+            self.folder / f"{what}.{rank.rank}", os.F_OK
+        )  # not by an error caught inside, in which an interrupt would be shown
 
     def _failed(self, rank: Rank) -> bool:
         ended = rank.code is not None  # first: it answers before it ends
         return self._has("failure", rank) or (ended and not self._has("result", rank))
 
     def _raise(self) -> None:
-        """Raise the error of the rank that failed first. One that died without a word did not fail because the others did."""
+        """Raise the error of the rank that failed first. One that died without a word did not fail
+        because the others did."""
         failures = [(self._failure(rank), rank) for rank in self.team.ranks if self._failed(rank)]
         failure, rank = min(failures, key=lambda found: found[0].at if found[0] else 0.0)
         if failure is None:
@@ -220,7 +310,13 @@ class RunningCall:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
-        lines = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank.rank) for rank in ranks)} of {self.n} {how}, and the run was ended"]
+        lines = [
+            (
+                f"rank{'s' if len(ranks) > 1 else ''} "
+                f"{', '.join(str(rank.rank) for rank in ranks)} "
+                f"of {self.n} {how}, and the run was ended"
+            )
+        ]
         for rank in ranks:
             with contextlib.suppress(OSError):
                 where = (self.folder / f"stack.{rank.rank}").read_text().rstrip()

@@ -1,7 +1,9 @@
-"""What a process that ``run`` has started does: read what to call, call it, leave the answer in the folder of the call.
+"""What a process that ``run`` has started does: read what to call, call it, leave the answer in the
+folder of the call.
 
-The folder holds ``path.json`` (where to import from), ``call`` (function and arguments), and by rank ``here.0`` (it is about to call), ``result.0`` or
-``failure.0``, and ``stack.0`` (where it was when it was asked with SIGUSR1).
+The folder holds ``path.json`` (where to import from), ``call`` (function and arguments), and by
+rank ``here.0`` (it is about to call), ``result.0`` or ``failure.0``, and ``stack.0`` (where it was
+when it was asked with SIGUSR1).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _LOOK_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """What every rank calls. ``sources``: the text of files that are none, like a notebook's cells, for tracebacks."""
+    """What every rank calls. ``sources``: the text of files that are none, like a notebook's cells,
+    for tracebacks."""
 
     what: SerializedValue
     arguments: Sequence[str]
@@ -44,7 +47,8 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: when (seconds since 1970), its traceback, and the exception where it could be pickled."""
+    """How a rank failed: when (seconds since 1970), its traceback, and the exception where it could
+    be pickled."""
 
     at: float
     traceback: str
@@ -52,7 +56,8 @@ class Failure:
 
 
 def main(folder: Path, rank: int, parent: int | None) -> None:
-    """Run one rank of a call; ``parent``: who called, where that is this process's parent. Ends the process with code 1 where it fails."""
+    """Run one rank of a call; ``parent``: who called, where that is this process's parent. Ends the
+    process with code 1 where it fails."""
     end_with(parent or os.getppid())
     _tell_where_when_asked(folder / f"stack.{rank}")
     try:
@@ -61,7 +66,9 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
         if isinstance(here, ProcessWorld):
             here.check_end()
     except BaseException as error:  # whatever it is, who called run is told
-        _write(Failure(time.time(), _traceback(error), _sendable(error)), folder / f"failure.{rank}")
+        _write(
+            Failure(time.time(), _traceback(error), _sendable(error)), folder / f"failure.{rank}"
+        )
         # No farewell: what is left of the world may wait for ever for ranks that wait for this one.
         _flush()
         os._exit(1)
@@ -83,8 +90,13 @@ def _answer(folder: Path, rank: int) -> SerializedValue:
     try:
         return pack(result)
     except Exception as error:
-        told = f"rank {rank} cannot send back what {getattr(fn, '__name__', fn)} returned, a {type(result).__name__}: {error}"
-        raise WorldError(f"{told}; return numbers, text, tensors, or lists and dicts of them") from error
+        told = (
+            f"rank {rank} cannot send back what {getattr(fn, '__name__', fn)} returned, a "
+            f"{type(result).__name__}: {error}"
+        )
+        raise WorldError(
+            f"{told}; return numbers, text, tensors, or lists and dicts of them"
+        ) from error
 
 
 def _write(failure: Failure, path: Path) -> None:
@@ -102,7 +114,8 @@ def _traceback(error: BaseException) -> str:
 
 
 def _sendable(error: BaseException) -> SerializedValue | None:
-    """The exception, where it is one that can be raised elsewhere and comes out of its pickle as it went in."""
+    """The exception, where it is one that can be raised elsewhere and comes out of its pickle as it
+    went in."""
     if not isinstance(error, Exception):
         return None
     with contextlib.suppress(Exception):
@@ -125,8 +138,8 @@ def _tell_where_when_asked(path: Path) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process and all it has started when its parent dies. Linux does so at once (distributed/launcher/parent_death.py), but for this process alone,
-    and others not at all.
+    """End this process and all it has started when its parent dies. Linux does so at once
+    (distributed/launcher/parent_death.py), but for this process alone, and others not at all.
     """
 
     def watch() -> None:

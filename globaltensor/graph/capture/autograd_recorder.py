@@ -1,4 +1,5 @@
-"""Backward passes in build(), and gradients that it reads afterwards: to clip them, to scale them, to add to the loss."""
+"""Backward passes in build(), and gradients that it reads afterwards: to clip them, to scale them,
+to add to the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ __all__ = ["Differentiated", "Reached"]
 
 
 class Reached(TorchFunctionMode):
-    """Looks on while a custom Function runs, for leaves that it uses without having been given them: its backward may fill their gradients."""
+    """Looks on while a custom Function runs, for leaves that it uses without having been given
+    them: its backward may fill their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ class Reached(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` while this looks on. Where it seeds the generator, as it will in each step, that counts for nothing now."""
+        """``function`` while this looks on. Where it seeds the generator, as it will in each step,
+        that counts for nothing now."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             generator = torch.default_generator
@@ -66,8 +69,10 @@ class Differentiated(Recorder):
         super().__init__(fake)
         self.rank = rank
         self._spent: set[int] = set()  # losses that backward() has been called of
-        self._grads: dict[int, Any] = {}  # of a local part's stand-in: the gradient, as a global tensor; () where nobody has read it
-        self._apart: dict[int, torch.Tensor] = {}  # parameters that custom Functions reach for: no graph leads to them, but gradients may
+        # of a local part's stand-in: the gradient, as a global tensor; () where nobody has read it
+        self._grads: dict[int, Any] = {}
+        # parameters that custom Functions reach for: no graph leads to them, but gradients may
+        self._apart: dict[int, torch.Tensor] = {}
         self.read = False  # whether gradients are read in build()
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.derived: dict[Any, Any] = {
@@ -90,7 +95,9 @@ class Differentiated(Recorder):
     def modes(self) -> None: ...
 
     @abstractmethod
-    def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor: ...
+    def made(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]
+    ) -> torch.Tensor: ...
 
     def reaches(self, leaves: Mapping[int, torch.Tensor]) -> None:
         """A custom Function that has run uses these, which it was not given."""
@@ -99,17 +106,34 @@ class Differentiated(Recorder):
             self.of(local)
             self._apart[id(local)] = local
 
-    def _backward(self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any) -> None:
+    def _backward(
+        self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any
+    ) -> None:
         if create_graph or into is not None:
-            raise GraphError("inside build(), backward() takes neither create_graph=True nor inputs=: gradients go to the parameters, for the optimizers")
+            raise GraphError(
+                "inside build(), backward() takes neither create_graph=True nor inputs=: "
+                "gradients go to the parameters, for the optimizers"
+            )
         self.modes()
         if self.scale is None:
             self.scale = self.placeholder("scale", 1.0)
         if not retain_graph and any(id(t) in self._spent for t in locals_):
-            raise GraphError(f"build() calls backward() twice from one loss: say retain_graph=True the first time, or add the losses\n  {line()}")
+            raise GraphError(
+                f"build() calls backward() twice from one loss: say retain_graph=True the first "
+                f"time, or add the losses\n  {line()}"
+            )
         self._spent.update(map(id, locals_))
-        self.node(backward, (self.arg(list(locals_)), self.arg(list(seeds)), self.scale), {"retain_graph": bool(retain_graph)}, None, effect=True)
-        for leaf in [*leaves([self.standing(t) for t in locals_]), *map(self.standing, self._apart.values())]:
+        self.node(
+            backward,
+            (self.arg(list(locals_)), self.arg(list(seeds)), self.scale),
+            {"retain_graph": bool(retain_graph)},
+            None,
+            effect=True,
+        )
+        for leaf in [
+            *leaves([self.standing(t) for t in locals_]),
+            *map(self.standing, self._apart.values()),
+        ]:
             if leaf.grad is None:
                 with self.fake:
                     leaf.grad = torch.empty_like(leaf, requires_grad=False)
@@ -118,7 +142,8 @@ class Differentiated(Recorder):
                 self._grads[id(leaf)] = ()
 
     def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
-        """A leaf's gradient, as the backward pass before has left it; None where that does not get to it."""
+        """A leaf's gradient, as the backward pass before has left it; None where that does not get
+        to it."""
         local = self.standing(x._local)
         found = self._grads.get(id(local))
         if found is None or isinstance(found, GlobalTensor):
@@ -129,12 +154,25 @@ class Differentiated(Recorder):
             out = self.made(local.shape, local.dtype, local.device, [])
             self.node(getattr, (self.of(local), "grad"), {}, out, effect=True)
             with self:
-                found = self._grads[id(local)] = GlobalTensor.wrap(out, x._spec.dual()).to_global(sbp=x.sbp)
+                found = self._grads[id(local)] = GlobalTensor.wrap(out, x._spec.dual()).to_global(
+                    sbp=x.sbp
+                )
             return found
         shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
         self.modes()
-        out = self.made(shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,), x._spec.dtype, local.device, [])
-        self.node(ProgramCall(lambda _: get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
+        out = self.made(
+            shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,),
+            x._spec.dtype,
+            local.device,
+            [],
+        )
+        self.node(
+            ProgramCall(lambda _: get_grad(x)._local, "gradient"),
+            (self.of(local),),
+            {},
+            out,
+            effect=True,
+        )
         found = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
         return found
 
@@ -144,42 +182,105 @@ class Differentiated(Recorder):
         self.read = True
         self.modes()
         spec = None if value is None else materialize(value)._spec
-        step = ProgramCall(lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
-        self.node(step, (self.of(x._local), None if value is None else self.of(value._local)), {}, None, effect=True)
+        step = ProgramCall(
+            lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)),
+            "set_gradient",
+        )
+        self.node(
+            step,
+            (self.of(x._local), None if value is None else self.of(value._local)),
+            {},
+            None,
+            effect=True,
+        )
         self._grads[id(self.standing(x._local))] = value
 
     def _some_grads(
-        self, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, *args: Any, **options: Any
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        *args: Any,
+        **options: Any,
     ) -> Any:
-        outs, wanted, seeds = (list(v) if isinstance(v, (tuple, list)) else [v] for v in self.standing((outputs, inputs, grad_outputs)))
-        unused, zeros = options.get("allow_unused") or options.get("materialize_grads"), options.get("materialize_grads")
+        outs, wanted, seeds = (
+            list(v) if isinstance(v, (tuple, list)) else [v]
+            for v in self.standing((outputs, inputs, grad_outputs))
+        )
+        unused, zeros = (
+            options.get("allow_unused") or options.get("materialize_grads"),
+            options.get("materialize_grads"),
+        )
         found: list[Any] = []
         if not torch.is_grad_enabled() and not any(o.requires_grad for o in outs):
             raise GraphError(
-                "build() asks for gradients of what was computed without them: a graph without an optimizer runs as under torch.no_grad(); compute it under "
-                f"torch.enable_grad(), from x.detach().requires_grad_() where x is an input\n  {line()}"
+                "build() asks for gradients of what was computed without them: a graph without an "
+                "optimizer runs as under torch.no_grad(); compute it under "
+                f"torch.enable_grad(), from x.detach().requires_grad_() where x is an input\n  "
+                f"{line()}"
             )
         for t, here in zip(wanted, reached(outs, wanted), strict=True):
             if not here and not unused:
-                raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is desired.")
+                raise RuntimeError(
+                    "One of the differentiated Tensors appears to not have been used in the "
+                    "graph. Set allow_unused=True if this is desired."
+                )
             linked = [*outs, *[s for s in seeds if s is not None]] if create_graph else []
             found.append(self.made(t.shape, t.dtype, t.device, linked) if here or zeros else None)
         self.modes()
-        given = (outs, wanted, None if grad_outputs is None else seeds, retain_graph, create_graph, *args)
-        self.node(torch.autograd.grad, self.arg(given), self.arg(options), tuple(found), effect=True)
+        given = (
+            outs,
+            wanted,
+            None if grad_outputs is None else seeds,
+            retain_graph,
+            create_graph,
+            *args,
+        )
+        self.node(
+            torch.autograd.grad, self.arg(given), self.arg(options), tuple(found), effect=True
+        )
         return tuple(found)
 
     def _retained(self, *args: Any) -> None:
-        raise GraphError(f"inside build(), retain_grad() keeps nothing: torch.autograd.grad gives the gradient of a tensor that is no parameter\n  {line()}")
+        raise GraphError(
+            f"inside build(), retain_grad() keeps nothing: torch.autograd.grad gives the gradient "
+            f"of a tensor that is no parameter\n  {line()}"
+        )
 
-    def _plain_backward(self, tensors: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None, **_: Any) -> None:
+    def _plain_backward(
+        self,
+        tensors: Any,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+        **_: Any,
+    ) -> None:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if gradient is None and any(t.numel() != 1 for t in tensors):
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         if not any(self.standing(t).requires_grad for t in tensors):
-            how = "" if torch.is_grad_enabled() else ": a graph computes without gradients until it has an optimizer (add_optimizer)"
-            raise GraphError(f"build() calls backward() of a tensor that does not require grad{how}\n  {line()}")
-        seeds = [None] * len(tensors) if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+            how = (
+                ""
+                if torch.is_grad_enabled()
+                else (
+                    ": a graph computes without gradients until it has an optimizer (add_optimizer)"
+                )
+            )
+            raise GraphError(
+                f"build() calls backward() of a tensor that does not require grad{how}\n  {line()}"
+            )
+        seeds = (
+            [None] * len(tensors)
+            if gradient is None
+            else [gradient]
+            if isinstance(gradient, torch.Tensor)
+            else list(gradient)
+        )
         with self:
-            seeds = [torch.ones_like(t) if s is None else s for t, s in zip(tensors, seeds, strict=True)]
+            seeds = [
+                torch.ones_like(t) if s is None else s for t, s in zip(tensors, seeds, strict=True)
+            ]
         self._backward(tensors, seeds, retain_graph, create_graph, inputs)

@@ -1,4 +1,5 @@
-"""Batch norms whose running statistics are the mean over all batches (``momentum=None``): torch reads how many there were, which a program counts instead."""
+"""Batch norms whose running statistics are the mean over all batches (``momentum=None``): torch
+reads how many there were, which a program counts instead."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def averaged(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
 
 def _counts(norm: BatchNorm) -> bool:
     own = "forward" in vars(norm) or type(norm).forward is not BatchNorm.forward
-    return norm.momentum is None and norm.training and norm.track_running_stats and norm.num_batches_tracked is not None and not own
+    return (
+        norm.momentum is None
+        and norm.training
+        and norm.track_running_stats
+        and norm.num_batches_tracked is not None
+        and not own
+    )
 
 
 def _forward(norm: BatchNorm, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Capture: run `build` once on stand-ins without memory -> the logical graph, and this rank's program."""
+"""Capture: run `build` once on stand-ins without memory -> the logical graph, and this rank's
+program."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ __all__ = ["CaptureResult", "Result", "capture"]
 
 @dataclass
 class Result:
-    """A tensor that build() returned: what it is (None: plain), and the program's node that gives it."""
+    """A tensor that build() returned: what it is (None: plain), and the program's node that gives
+    it."""
 
     spec: Spec | None
     scalar: bool
@@ -46,30 +48,44 @@ class CaptureResult:
     logical: fx.Graph
     program: fx.Graph
     constants: dict[str, Any]
-    states: list[torch.Tensor]  # real tensors that the program reads, in the order of its inputs; the call's inputs come before them
+    # real tensors that the program reads, in the order of its inputs; the call's inputs come before
+    # them
+    states: list[torch.Tensor]
     inputs: int
     structure: Any  # build's result, tensors replaced by Result
     scaled: bool  # whether there is a backward pass
     read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
     logical_constants: dict[str, Any]  # what the logical graph's get_attr nodes name
-    slots: list[tuple[Any, Any]]  # (dict or list, key) of attributes whose tensors the program reads or writes into
+    slots: list[
+        tuple[Any, Any]
+    ]  # (dict or list, key) of attributes whose tensors the program reads or writes into
 
 
 def capture(
-    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[LogicalRecorder], Any],
+    build: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    named: Mapping[str, torch.Tensor],
+    hooks: Callable[[LogicalRecorder], Any],
     imagined: bool = False,
 ) -> CaptureResult:
-    """``args`` and ``kwargs``: the call's inputs; ``imagined``: those are meta tensors that stand for tensors on the cpu.
-    ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
-    which modules say when they run. Raises GraphError where the code depends on data."""
+    """``args`` and ``kwargs``: the call's inputs; ``imagined``: those are meta tensors that stand
+    for tensors on the cpu. ``named``: parameters and buffers by path. ``hooks(recorder)`` is a
+    context in which modules say when they run. Raises GraphError where the code depends on data."""
     real = world()
     fake = torch_private.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
-        local = LocalRecorder(fake, dry, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
+        local = LocalRecorder(
+            fake,
+            dry,
+            {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()},
+        )
         logical = LogicalRecorder(fake, local, {id(t): path for path, t in named.items()})
-        stand_ins = [_stand_in(t, fake, imagined) for t in object_tensors(kwargs, object_tensors(args, []))]
+        stand_ins = [
+            _stand_in(t, fake, imagined) for t in object_tensors(kwargs, object_tensors(args, []))
+        ]
         these = iter(stand_ins)
         args, kwargs = replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
         for i, s in enumerate(stand_ins):
@@ -86,17 +102,27 @@ def capture(
         except torch_private.data_dependence() as error:
             raise GraphError(_depends(error)) from None
         outs = object_tensors(out, [])
-        results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
+        results = [
+            Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs
+        ]
         for node in local.graph.nodes:
             if node.target is backward:
-                node.meta["watched"] = reducer().watchers.begun > 0  # whether build() may look at gradients on their way
+                node.meta["watched"] = (
+                    reducer().watchers.begun > 0
+                )  # whether build() may look at gradients on their way
         local.end()
         local.unseeded()
         settled = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))
     return CaptureResult(
-        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced_in_objects(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
+        logical.graph,
+        local.graph,
+        local.constants,
+        local.states,
+        len(stand_ins),
+        replaced_in_objects(out, iter(results)),
+        local.scale is not None,  # type: ignore[arg-type]
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
         logical.constants,
@@ -106,7 +132,8 @@ def capture(
 
 @contextlib.contextmanager
 def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
-    """Afterwards tensors from outside hold what they held before. Raises GraphError where build() has made one of another dtype, sbp or placement."""
+    """Afterwards tensors from outside hold what they held before. Raises GraphError where build()
+    has made one of another dtype, sbp or placement."""
     done = False
     try:
         yield
@@ -115,8 +142,10 @@ def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
         lost = logical.given_back()
         if lost and done:
             raise GraphError(
-                f"build() makes {lost[0]} another tensor (of another dtype, sbp or placement, or swapped): it runs once, on stand-ins, and the graph goes on "
-                "with the tensor as it was. Do that before the graph is called (module.to(dtype), to_global); what is written into a tensor as it lies counts"
+                f"build() makes {lost[0]} another tensor (of another dtype, sbp or placement, or "
+                f"swapped): it runs once, on stand-ins, and the graph goes on "
+                "with the tensor as it was. Do that before the graph is called (module.to(dtype), "
+                "to_global); what is written into a tensor as it lies counts"
             )
 
 
@@ -124,7 +153,11 @@ def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
 def _as(dry: Any, real: Any) -> Iterator[None]:
     """In this thread the world is ``dry``."""
     set_world(dry)
-    before, torch_private.recording.on, torch_private.recording.looks = torch_private.recording.looks, True, True
+    before, torch_private.recording.on, torch_private.recording.looks = (
+        torch_private.recording.looks,
+        True,
+        True,
+    )
     try:
         yield
     finally:
@@ -139,7 +172,9 @@ def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     real = materialize(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
     if imagined:
         with fake:
-            stand_in = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype).requires_grad_(t.requires_grad)
+            stand_in = torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype
+            ).requires_grad_(t.requires_grad)
     else:
         stand_in = fake.from_tensor(real).requires_grad_(t.requires_grad)
     return GlobalTensor.wrap(stand_in, t._spec) if isinstance(t, GlobalTensor) else stand_in  # type: ignore[no-any-return]
@@ -148,8 +183,14 @@ def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
 def _depends(error: BaseException) -> str:
     """Which line of the user's asks for a value."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename)]
-    at = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "inside torch"
+    at = (
+        f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+        if frames
+        else "inside torch"
+    )
     return (
-        f"build() asks for the value of a tensor, or for a shape that depends on values, which no static graph knows:\n  {at}\n"
-        "write the choice as an op (torch.where, a mask), take the value from the graph's outputs, or run this part without a graph"
+        f"build() asks for the value of a tensor, or for a shape that depends on values, which no "
+        f"static graph knows:\n  {at}\n"
+        "write the choice as an op (torch.where, a mask), take the value from the graph's "
+        "outputs, or run this part without a graph"
     )

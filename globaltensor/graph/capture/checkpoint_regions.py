@@ -1,6 +1,8 @@
-"""Calls of ``torch.utils.checkpoint`` in a model's own code (Hugging Face's ``gradient_checkpointing_enable()``): while a graph records, they mark a region.
+"""Calls of ``torch.utils.checkpoint`` in a model's own code (Hugging Face's
+``gradient_checkpointing_enable()``): while a graph records, they mark a region.
 
-Recorded straight through, a checkpoint would leave no trace in the program: what it saves memory by happens below the calls that are recorded.
+Recorded straight through, a checkpoint would leave no trace in the program: what it saves memory by
+happens below the calls that are recorded.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from ..._base import torch_private
 
 __all__ = ["marked"]
 
-_recording: ContextVar[tuple[Any, Iterator[int]] | None] = ContextVar("globaltensor_recording", default=None)
+_recording: ContextVar[tuple[Any, Iterator[int]] | None] = ContextVar(
+    "globaltensor_recording", default=None
+)
 
 
 @contextlib.contextmanager
 def marked(recorder: Any) -> Iterator[None]:
-    """Inside, in this thread, a checkpoint (reentrant or not) is a region of ``recorder`` and does nothing else. One inside a region belongs to that."""
-    token = _recording.set((recorder, itertools.count(-1, -1)))  # modules' regions are numbered upwards from 0
+    """Inside, in this thread, a checkpoint (reentrant or not) is a region of ``recorder`` and does
+    nothing else. One inside a region belongs to that."""
+    token = _recording.set(
+        (recorder, itertools.count(-1, -1))
+    )  # modules' regions are numbered upwards from 0
     try:
         yield
     finally:

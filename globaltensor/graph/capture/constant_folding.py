@@ -1,4 +1,5 @@
-"""Values that follow from the code alone: a mask made of ``torch.ones`` and ``triu`` is no data, so build() may ask whether it is causal."""
+"""Values that follow from the code alone: a mask made of ``torch.ones`` and ``triu`` is no data, so
+build() may ask whether it is causal."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ class NotConstant(Exception):
     """A value depends on an input, a state, a random number or another rank."""
 
 
-def evaluated(graph: fx.Graph, constants: dict[str, Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``func`` on the values of the nodes that stand among its arguments, run with memory, now. Raises NotConstant where they are not constant."""
+def evaluated(
+    graph: fx.Graph, constants: dict[str, Any], func: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """``func`` on the values of the nodes that stand among its arguments, run with memory, now.
+    Raises NotConstant where they are not constant."""
     wanted = [n for n in nodes_in([args, kwargs]) if isinstance(n, fx.Node)]
     needed = _needed(graph, wanted)
     with torch_private.real_tensors(), torch.no_grad():
@@ -41,14 +45,18 @@ def nodes_in(value: Any) -> list[Any]:
 def _run(node: fx.Node, values: dict[fx.Node, Any], constants: dict[str, Any]) -> Any:
     if node.op == "get_attr":
         return constants[node.target]  # type: ignore[index]
-    args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+    args, kwargs = (
+        fx.map_arg(node.args, values.__getitem__),
+        fx.map_arg(node.kwargs, values.__getitem__),
+    )
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)  # type: ignore[arg-type]
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that ``wanted`` come from, those that write into their memory too. Raises NotConstant."""
+    """The nodes that ``wanted`` come from, those that write into their memory too. Raises
+    NotConstant."""
     writers = [(n, _written(n)) for n in graph.nodes if n.meta.get("writes")]
     found: set[fx.Node] = set()
     memories: set[int] = set()
@@ -57,11 +65,17 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
         node = todo.pop()
         if node in found:
             continue
-        if node.op == "placeholder" or isinstance(node.target, ProgramCall) or node.meta.get("random"):
+        if (
+            node.op == "placeholder"
+            or isinstance(node.target, ProgramCall)
+            or node.meta.get("random")
+        ):
             raise NotConstant
         found.add(node)
         todo += node.all_input_nodes
-        new = {torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])} - memories
+        new = {
+            torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])
+        } - memories
         memories |= new
         todo += [w for w, into in writers if into & new]
     return found
@@ -69,5 +83,7 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _written(node: fx.Node) -> set[int]:
     """The memories that a node writes into."""
-    given = [t for n in nodes_in([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])]
+    given = [
+        t for n in nodes_in([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])
+    ]
     return {torch_private.storage_key(given[i]) for i in node.meta["writes"] if i < len(given)}

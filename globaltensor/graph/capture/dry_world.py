@@ -1,4 +1,5 @@
-"""The world while a graph is captured: ranks, placements and shapes are as they are, but no tensor is sent."""
+"""The world while a graph is captured: ranks, placements and shapes are as they are, but no tensor
+is sent."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ INSIDE: Final = "in build()"
 
 
 class Untraceable(Exception):
-    """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept whole."""
+    """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept
+    whole."""
 
 
 class DryComm(Communicator):
-    """A communicator that sends nothing: what a step would receive has the right shape, and that is all that is asked of it."""
+    """A communicator that sends nothing: what a step would receive has the right shape, and that is
+    all that is asked of it."""
 
     world: DryWorld
 
@@ -38,17 +41,22 @@ class DryComm(Communicator):
             self._swap({}, {}, torch.device("cpu"))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """What ranks tell each other about shapes they do tell, while they capture: all run build() at the same time."""
+        """What ranks tell each other about shapes they do tell, while they capture: all run build()
+        at the same time."""
         if len(self.ranks) != self.world.size:
             raise GraphError(
-                "inside build() some ranks cannot tell each other what they hold (to_global of a local tensor exchanges shapes: pass check_meta=False, or make "
+                "inside build() some ranks cannot tell each other what they hold (to_global of a "
+                "local tensor exchanges shapes: pass check_meta=False, or make "
                 "the tensor global before the call)"
             )
         with torch_private.real_tensors():
             told = self.world.real.comm(self.ranks).all_gather_object((INSIDE, value))
         away = [r for r, (what, _) in enumerate(told) if what != INSIDE]
         if away:
-            raise Left(f"rank {away[0]} has left build(), where this rank asks what the others hold: {told[away[0]][1]}")
+            raise Left(
+                f"rank {away[0]} has left build(), where this rank asks what the others hold: "
+                f"{told[away[0]][1]}"
+            )
         return [v for _, v in told]
 
 

@@ -1,4 +1,5 @@
-"""Modules under capture: they say when they run, bring what they are given to the placement of their stage, and mark what is to be recomputed."""
+"""Modules under capture: they say when they run, bring what they are given to the placement of
+their stage, and mark what is to be recomputed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ from .side_effects import restoring_modules
 __all__ = ["block_of", "lying", "stages_of", "watched"]
 
 
-def block_of(module: torch.nn.Module, blocks: Mapping[int, ModuleSettings]) -> ModuleSettings | None:
-    """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut`, or a plan, has given it."""
+def block_of(
+    module: torch.nn.Module, blocks: Mapping[int, ModuleSettings]
+) -> ModuleSettings | None:
+    """The settings of a module: the graph's own, and for what those leave open the stage that
+    `flow.pipeline.cut`, or a plan, has given it."""
     own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
     if own is None or cut is None or own.stage_id is not None:
         return own or cut
@@ -40,9 +44,13 @@ def _cut_off(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def watched(
-    modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings], logical: LogicalRecorder, own: dict[str, Any] | None = None
+    modules: Mapping[str, torch.nn.Module],
+    blocks: Mapping[int, ModuleSettings],
+    logical: LogicalRecorder,
+    own: dict[str, Any] | None = None,
 ) -> Iterator[None]:
-    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs. ``own``: the attributes of the graph."""
+    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that
+    runs. ``own``: the attributes of the graph."""
     watcher = _Watcher(logical)
     logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
     try:
@@ -74,7 +82,9 @@ class _Watcher:
     def around(self, path: str, block: ModuleSettings | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             logical, given = self.logical, object_tensors(kwargs, object_tensors(args, []))
-            self.before.append((logical.path, logical.stage, logical.region, self.here, len(self.borrowed)))
+            self.before.append(
+                (logical.path, logical.stage, logical.region, self.here, len(self.borrowed))
+            )
             logical.path = [path]
             if block is not None:
                 if block.activation_checkpointing and logical.region is None:
@@ -92,15 +102,20 @@ class _Watcher:
             return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            self.logical.path, self.logical.stage, self.logical.region, self.here, held = self.before.pop()
+            self.logical.path, self.logical.stage, self.logical.region, self.here, held = (
+                self.before.pop()
+            )
             self.logical.here = self.here
             self.give_back(held)
 
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
 
-    def turn(self, module: torch.nn.Module, block: ModuleSettings, given: list[torch.Tensor]) -> tuple[int | None, Placement | None]:
-        """Where a module runs: in its stage; in a model that was cut, when it is called once more with what comes from a later stage, there, as an op would."""
+    def turn(
+        self, module: torch.nn.Module, block: ModuleSettings, given: list[torch.Tensor]
+    ) -> tuple[int | None, Placement | None]:
+        """Where a module runs: in its stage; in a model that was cut, when it is called once more
+        with what comes from a later stage, there, as an op would."""
         stage, where = block.stage_id, block.placement
         if stage is None or where is None:
             return stage, where
@@ -109,7 +124,16 @@ class _Watcher:
         self.ran.add(id(module))
         if again and self.logical.joins:
             nodes = [self.logical.known.get(id(t)) for t in given]
-            stage = max([stage, *(s for node in nodes if node is not None and (s := node.meta.get("reached")) in self.places)])
+            stage = max(
+                [
+                    stage,
+                    *(
+                        s
+                        for node in nodes
+                        if node is not None and (s := node.meta.get("reached")) in self.places
+                    ),
+                ]
+            )
         return stage, self.places[stage]
 
     def brought(self, t: torch.Tensor) -> torch.Tensor:
@@ -119,7 +143,8 @@ class _Watcher:
         return self.logical.brought(t, self.here)
 
     def borrow(self, module: torch.nn.Module) -> None:
-        """A weight that lies in another stage (tied to one there) is brought here for the module's run."""
+        """A weight that lies in another stage (tied to one there) is brought here for the module's
+        run."""
         for held in (module._parameters, module._buffers):
             for name, t in held.items():
                 if isinstance(t, GlobalTensor) and t._spec.shown.placement is not self.here:
@@ -132,11 +157,19 @@ class _Watcher:
             (module._parameters if name in module._parameters else module._buffers)[name] = t
 
 
-def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings], logical: fx.Graph) -> list[Placement]:
-    """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises GraphError where stages are not numbered from 0, where one has
-    two placements, and where a weight that only one stage uses lies elsewhere."""
+def stages_of(
+    name: str,
+    modules: Mapping[str, torch.nn.Module],
+    blocks: Mapping[int, ModuleSettings],
+    logical: fx.Graph,
+) -> list[Placement]:
+    """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises
+    GraphError where stages are not numbered from 0, where one has two placements, and where a
+    weight that only one stage uses lies elsewhere."""
     found: dict[int, Placement] = {}
-    users: dict[int, set[int | None]] = {}  # id of a weight -> the stages of the modules that hold it
+    users: dict[
+        int, set[int | None]
+    ] = {}  # id of a weight -> the stages of the modules that hold it
     astray: list[tuple[str, GlobalTensor, int, Placement]] = []
     for path, part, block in _staged(modules, blocks):
         stage = None if block is None else block.stage_id
@@ -144,18 +177,29 @@ def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping
             users.setdefault(id(t), set()).add(stage)
         if block is None or stage is None:
             continue
-        where = block.placement or found.get(stage) or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+        where = (
+            block.placement
+            or found.get(stage)
+            or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+        )
         if where is None:
-            raise GraphError(f"{name}: {path} is in stage {stage}, but has no global parameters: say where it lies, set_stage(..., placement)")
+            raise GraphError(
+                f"{name}: {path} is in stage {stage}, but has no global parameters: say where it "
+                f"lies, set_stage(..., placement)"
+            )
         if found.setdefault(stage, where) is not where:
-            raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with {path}, on {where!r}: a stage has one placement")
+            raise GraphError(
+                f"{name}: stage {stage} lies on {found[stage]!r} and, with {path}, on {where!r}: "
+                f"a stage has one placement"
+            )
         for own, t in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(t, GlobalTensor) and t.placement is not where:
                 astray.append((f"{path}.{own}", t, stage, where))
     for path, t, stage, where in astray:
         if len(users[id(t)]) == 1:
             raise GraphError(
-                f"{name}: {path} lies on {t.placement!r}, but its stage {stage} on {where!r}, and no other stage uses it: bring it there with to_global "
+                f"{name}: {path} lies on {t.placement!r}, but its stage {stage} on {where!r}, and "
+                f"no other stage uses it: bring it there with to_global "
                 "(flow.pipeline.cut does so)"
             )
     for node in logical.nodes:
@@ -163,28 +207,43 @@ def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping
         if stage is not None:
             here = node.meta["val"].placement
             if found.setdefault(stage, here) is not here:
-                raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with the tensor {node.name}, on {here!r}: a stage has one placement")
+                raise GraphError(
+                    f"{name}: stage {stage} lies on {found[stage]!r} and, with the tensor "
+                    f"{node.name}, on {here!r}: a stage has one placement"
+                )
     if sorted(found) != list(range(len(found))):
         missing = min(set(range(len(found))) - set(found))
-        raise GraphError(f"{name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}: set_stage({missing}, ...) is missing")
+        raise GraphError(
+            f"{name}: pipeline stages are numbered from 0 without gaps, but there are "
+            f"{sorted(found)}: set_stage({missing}, ...) is missing"
+        )
     return [found[k] for k in range(len(found))]
 
 
-def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]) -> list[Placement]:
+def lying(
+    modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
+) -> list[Placement]:
     """Where stages lie by the settings of the modules alone, that of stage 0 first."""
     found: dict[int, Placement] = {}
     for _, part, block in _staged(modules, blocks):
         if block is not None and block.stage_id is not None and block.stage_id not in found:
-            where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+            where = block.placement or next(
+                (p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None
+            )
             if where is not None:
                 found[block.stage_id] = where
     return [found[k] for k in sorted(found)]
 
 
-def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
-    """Path, module, and the settings by which it is in a stage: its own, or those of what holds it."""
+def _staged(
+    modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
+) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
+    """Path, module, and the settings by which it is in a stage: its own, or those of what holds
+    it."""
 
-    def down(path: str, module: torch.nn.Module, block: ModuleSettings | None) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
+    def down(
+        path: str, module: torch.nn.Module, block: ModuleSettings | None
+    ) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
         own = block_of(module, blocks)
         block = own if own is not None and own.stage_id is not None else block
         yield path, module, block

@@ -1,7 +1,9 @@
-"""What holds of a drawn number before it is drawn: one of `torch.rand` lies in [0, 1), so ``torch.rand([]) < 0.0`` is no choice that depends on data.
+"""What holds of a drawn number before it is drawn: one of `torch.rand` lies in [0, 1), so
+``torch.rand([]) < 0.0`` is no choice that depends on data.
 
-Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019; adapters). ``torch.rand(1) > 0.0`` is the same question: that it
-is false where just 0 is drawn, once in 2**24 or rarer, is how it is written and not what it asks, so it counts as true."""
+Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019;
+adapters). ``torch.rand(1) > 0.0`` is the same question: that it is false where just 0 is drawn,
+once in 2**24 or rarer, is how it is written and not what it asks, so it counts as true."""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ __all__ = ["decided", "drawn"]
 
 _BELOW: Final = frozenset({"lt", "le"})
 _MIRRORED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-_OPERATORS: Final[dict[Any, str]] = {getattr(operator, name): name for name in _MIRRORED} | {getattr(torch, name): name for name in _MIRRORED}
+_OPERATORS: Final[dict[Any, str]] = {getattr(operator, name): name for name in _MIRRORED} | {
+    getattr(torch, name): name for name in _MIRRORED
+}
 
 
 def decided(node: fx.Node | None) -> bool | None:
-    """The truth of a comparison of one uniform number with a number, where it is the same whatever is drawn; None where it is not, and of other nodes."""
+    """The truth of a comparison of one uniform number with a number, where it is the same whatever
+    is drawn; None where it is not, and of other nodes."""
     name = None if node is None else _OPERATORS.get(node.target, node.target)
     if node is None or name not in _MIRRORED or len(node.args) != 2 or node.kwargs:
         return None
@@ -56,4 +61,9 @@ def _fine(node: fx.Node) -> bool:
 
 
 def _uniform(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is torch.rand and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].numel() == 1
+    return (
+        isinstance(node, fx.Node)
+        and node.target is torch.rand
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and node.meta["val"].numel() == 1
+    )

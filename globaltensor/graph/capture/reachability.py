@@ -11,7 +11,8 @@ __all__ = ["leaves", "reached"]
 
 
 def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Tensor]]:
-    """(the functions that a backward pass from ``starts`` runs, the leaves that it gets to, by id)"""
+    """(the functions that a backward pass from ``starts`` runs, the leaves that it gets to, by
+    id)"""
     seen: set[Any] = set()
     found = {id(t): t for t in starts if t.requires_grad and t.grad_fn is None}
     todo = [t.grad_fn for t in starts if t.grad_fn is not None]

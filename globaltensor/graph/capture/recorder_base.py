@@ -40,15 +40,38 @@ _SPELLED: Final = {
     "__gt__": operator.gt,
     "__ge__": operator.ge,
 }
-#: Operators that torch writes in Python under other names: ``x ** 2`` calls a function named ``pow`` that no module has.
-_OPERATORS: Final = {f: n for n, f in vars(torch.Tensor).items() if n.startswith("__") and callable(f) and getattr(f, "__name__", n) != n}
-_BASIC = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
+#: Operators that torch writes in Python under other names: ``x ** 2`` calls a function named
+#: ``pow`` that no module has.
+_OPERATORS: Final = {
+    f: n
+    for n, f in vars(torch.Tensor).items()
+    if n.startswith("__") and callable(f) and getattr(f, "__name__", n) != n
+}
+_BASIC = (
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(Ellipsis),
+)
 #: Of what may be a subclass of Python's own: how its value is had.
-_PLAIN: Final[dict[type, Callable[[Any], Any]]] = {int: int, float: float, complex: complex, str: str.__str__}
+_PLAIN: Final[dict[type, Callable[[Any], Any]]] = {
+    int: int,
+    float: float,
+    complex: complex,
+    str: str.__str__,
+}
 
 
 class Recorder(TorchFunctionMode, ABC):
-    """Writes calls into ``graph``. A tensor is known by its identity; what is not known yet is a state: it becomes an input of the graph."""
+    """Writes calls into ``graph``. A tensor is known by its identity; what is not known yet is a
+    state: it becomes an input of the graph."""
 
     def __init__(self, fake: Any) -> None:
         super().__init__()
@@ -71,7 +94,11 @@ class Recorder(TorchFunctionMode, ABC):
         numbered = itertools.chain([name], (f"{name}__{i}" for i in itertools.count(1)))
         name = next(n for n in numbered if n not in self.names_taken)
         self.names_taken.add(name)
-        with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+        with (
+            self.graph.inserting_after(self._last)
+            if self._last is not None
+            else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        ):
             node = self._last = self.graph.placeholder(name)
         node.meta["val"] = value
         self.learn(value, node)
@@ -82,19 +109,35 @@ class Recorder(TorchFunctionMode, ABC):
             self.known[id(value)] = node
             self.alive.append(value)
             return
-        for i, v in enumerate(value) if isinstance(value, (tuple, list)) else value.items() if isinstance(value, dict) else ():
+        for i, v in (
+            enumerate(value)
+            if isinstance(value, (tuple, list))
+            else value.items()
+            if isinstance(value, dict)
+            else ()
+        ):
             if tensors_in(v, []):
                 part = self.graph.call_function(operator.getitem, (node, i))
                 part.meta.update(node.meta, val=v, effect=False, calls=0)
                 self.learn(v, part)
 
-    def node(self, target: Any, args: Any, kwargs: Any, value: Any, effect: bool = False, calls: int = 1) -> fx.Node:
+    def node(
+        self, target: Any, args: Any, kwargs: Any, value: Any, effect: bool = False, calls: int = 1
+    ) -> fx.Node:
         """One more call. ``value`` is what it gives (fake)."""
         if isinstance(target, str):
             made = self.graph.call_method(target, args, kwargs)
         else:
             made = self.graph.call_function(target, args, kwargs)
-        made.meta.update(val=value, effect=effect, calls=calls, module=".".join(self.path), stage=self.stage, region=self.region, call=self.call)
+        made.meta.update(
+            val=value,
+            effect=effect,
+            calls=calls,
+            module=".".join(self.path),
+            stage=self.stage,
+            region=self.region,
+            call=self.call,
+        )
         self.learn(value, made)
         return made
 
@@ -105,17 +148,28 @@ class Recorder(TorchFunctionMode, ABC):
         if isinstance(a, torch.Size):
             return tuple(a)
         if isinstance(a, (tuple, list)):
-            return type(a)([self.arg(v) for v in a]) if type(a) in (tuple, list) else tuple(self.arg(v) for v in a)
+            return (
+                type(a)([self.arg(v) for v in a])
+                if type(a) in (tuple, list)
+                else tuple(self.arg(v) for v in a)
+            )
         if isinstance(a, dict):
             return {k: self.arg(v) for k, v in a.items()}
         if isinstance(a, slice):
             return slice(self.arg(a.start), self.arg(a.stop), self.arg(a.step))
         if isinstance(a, _BASIC):
-            for kind, plain in _PLAIN.items():  # programs are printed: NumPy's numbers and members of enumerations are no names there
+            # programs are printed: NumPy's numbers and members of enumerations are no names there
+            for (
+                kind,
+                plain,
+            ) in _PLAIN.items():
                 if isinstance(a, kind) and type(a) not in _BASIC:
                     return plain(a)
             return a
-        name = next((n for n, v in self.constants.items() if v is a), None) or f"constant_{len(self.constants)}"
+        name = (
+            next((n for n, v in self.constants.items() if v is a), None)
+            or f"constant_{len(self.constants)}"
+        )
         self.constants[name] = a
         return self.graph.get_attr(name)
 
@@ -129,11 +183,15 @@ class Recorder(TorchFunctionMode, ABC):
 
 def specs_of(args: Any, kwargs: Any) -> list[Spec | None]:
     """How the tensors of a call lie, in order; of a plain one None."""
-    return [t._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(kwargs, tensors_in(args, []))]
+    return [
+        t._spec if isinstance(t, GlobalTensor) else None
+        for t in tensors_in(kwargs, tensors_in(args, []))
+    ]
 
 
 def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """(target, args) of a torch function, as a reader would write the call: ``x.view(3)`` rather than ``torch.Tensor.view(x, 3)``."""
+    """(target, args) of a torch function, as a reader would write the call: ``x.view(3)`` rather
+    than ``torch.Tensor.view(x, 3)``."""
     name = getattr(func, "__name__", "")
     owner = getattr(func, "__self__", None)
     if name == "__get__" and isinstance(owner, types.GetSetDescriptorType):
@@ -142,12 +200,21 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return setattr, (args[0], owner.__name__, args[1])
     if name in ("__get__", "__set__") and isinstance(owner, property):
         field = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
-        return (getattr, (args[0], field)) if name == "__get__" else (setattr, (args[0], field, args[1]))
+        return (
+            (getattr, (args[0], field))
+            if name == "__get__"
+            else (setattr, (args[0], field, args[1]))
+        )
     name = _OPERATORS.get(func, name)
     if name and getattr(torch.Tensor, name, None) is func:
         return _SPELLED.get(name, name), args
     if isinstance(func, types.BuiltinFunctionType) and getattr(torch, name, func) is not func:
-        return ProgramCall(func), args  # a kernel: by its name torch has the Python function that calls it, with arguments of its own
+        # a kernel: by its name torch has the Python function that calls it, with arguments of its
+        # own
+        return (
+            ProgramCall(func),
+            args,
+        )
     return func, args
 
 
@@ -171,7 +238,9 @@ def line() -> str:
 
 class Made(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: Any, dtype: Any, device: Any, *from_: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, shape: Any, dtype: Any, device: Any, *from_: torch.Tensor
+    ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod
@@ -180,4 +249,7 @@ class Made(torch.autograd.Function):
 
 
 def casting() -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]

@@ -1,8 +1,10 @@
-"""Recording: what `build` does on fake tensors becomes an fx graph. No kernel runs, and no memory is taken.
+"""Recording: what `build` does on fake tensors becomes an fx graph. No kernel runs, and no memory
+is taken.
 
-Two modes look on. `LogicalRecorder` sees each call that the user's code makes, with global shapes: the logical graph, the same on every rank. `LocalRecorder`,
-pushed while such a call runs, sees what it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that communicate. That is
-the program.
+Two modes look on. `LogicalRecorder` sees each call that the user's code makes, with global shapes:
+the logical graph, the same on every rank. `LocalRecorder`, pushed while such a call runs, sees what
+it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that
+communicate. That is the program.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from ...sharding.placement import Placement
 from ...sharding.spec import Spec, layout_for
 from ..errors import GraphError
 from ..module_settings import stage_of_tensor
-from ..program.nodes import BoxingCall, GatherCall, ProgramCall, RandomCall, autocast, set_grad_enabled
+from ..program.nodes import (
+    BoxingCall,
+    GatherCall,
+    ProgramCall,
+    RandomCall,
+    autocast,
+    set_grad_enabled,
+)
 from .autograd_recorder import Differentiated, Reached
 from .constant_folding import NotConstant, evaluated, nodes_in
 from .dry_world import DryWorld, Untraceable
@@ -44,17 +53,38 @@ from .recorder_base import Made, Recorder, casting, line, specs_of, spelled
 __all__ = ["LocalRecorder", "LogicalRecorder"]
 
 _HOOKS: Final = ("register_hook", "register_post_accumulate_grad_hook")
-_RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential", "cauchy", "geometric")
+_RANDOM: Final = (
+    "drop",
+    "rand",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "poisson",
+    "uniform",
+    "exponential",
+    "cauchy",
+    "geometric",
+)
 
 
 #: Functions that hand out values, and those that make a tensor from values.
-_READING: Final = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.to_dlpack})
+_READING: Final = frozenset(
+    {
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.to_dlpack,
+    }
+)
 _MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
 
 
 _BY_CHANCE: Final = (
-    "build() chooses by a random number what it does, but a static graph does the same at each step:\n  {}\n"
-    "set the probability to 0 (layerdrop, module_dropout), let a mask choose (x + (torch.rand([]) >= p) * (layer(x) - x)), or run this model without a graph"
+    "build() chooses by a random number what it does, but a static graph does the same at each "
+    "step:\n  {}\n"
+    "set the probability to 0 (layerdrop, module_dropout), let a mask choose (x + (torch.rand([]) "
+    ">= p) * (layer(x) - x)), or run this model without a graph"
 )
 
 
@@ -70,9 +100,15 @@ class LocalRecorder(Differentiated):
         self._grad, self._cast = torch.is_grad_enabled(), casting()
         self.start = self._grad, self._cast
         here = world()
-        self._seed = None if isinstance(getattr(here, "real", here), SimulatedWorld) else torch.default_generator.initial_seed()
+        self._seed = (
+            None
+            if isinstance(getattr(here, "real", here), SimulatedWorld)
+            else torch.default_generator.initial_seed()
+        )
         self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
-        self.as_run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function  # what draws, as it is run to see what it gives
+        self.as_run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: (
+            function
+        )  # what draws, as it is run to see what it gives
         self.special: dict[Any, Callable[..., Any]] = {
             box: self._box,
             overridable.apply: self._apply,
@@ -94,7 +130,8 @@ class LocalRecorder(Differentiated):
         if func in overridable.SEEN:
             with self:
                 return func.__wrapped__(*args, **kwargs)
-        # torch leaves out the types of ``stand_in == global``, and of operands in a list (``torch.einsum("i, i", [x, y])``).
+        # torch leaves out the types of ``stand_in == global``, and of operands in a list
+        # (``torch.einsum("i, i", [x, y])``).
         if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
             with self:
                 return dispatch(GlobalTensor, func, types, args, kwargs)
@@ -114,7 +151,13 @@ class LocalRecorder(Differentiated):
             return found
         if isinstance(a, (tuple, list)) and tensors_in(a, []):
             parts = [self.standing(v) for v in a]
-            return type(a)(parts) if type(a) in (tuple, list) else type(a)(*parts) if isinstance(getattr(a, "_fields", None), tuple) else tuple(parts)
+            return (
+                type(a)(parts)
+                if type(a) in (tuple, list)
+                else type(a)(*parts)
+                if isinstance(getattr(a, "_fields", None), tuple)
+                else tuple(parts)
+            )
         if isinstance(a, dict):
             return {k: self.standing(v) for k, v in a.items()}
         return a
@@ -166,14 +209,21 @@ class LocalRecorder(Differentiated):
         if self._cast != self.start[1]:
             self.node(autocast, tuple(self.start[1]), {}, None, effect=True, calls=0)
 
-    def record(self, func: Any, args: Any, kwargs: Any, target: Any = None, effect: bool = False) -> Any:
+    def record(
+        self, func: Any, args: Any, kwargs: Any, target: Any = None, effect: bool = False
+    ) -> Any:
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
         given = tensors_in(kwargs, tensors_in(args, []))
         before = [0 if t.is_inference() else t._version for t in given]
         met = self.world.met
         reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
         try:
-            if reading or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
+            if reading or (
+                func in _MAKING
+                and args
+                and isinstance(args[0], (tuple, list))
+                and tensors_in(args[0], [])
+            ):
                 raise torch_private.data_dependence()[0](func)
             out = func(*args, **kwargs)
         except torch_private.data_dependence() as error:
@@ -188,9 +238,16 @@ class LocalRecorder(Differentiated):
                     raise GraphError(_BY_CHANCE.format(line())) from None
                 raise error from None
         if torch_private.innermost_transform() is not None:
-            raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
+            raise GraphError(
+                "build() uses a transform of torch.func (vmap, grad): write the batch as a dim, "
+                "or wrap this part in globaltensor.local_map"
+            )
         name = getattr(func, "__name__", "")
-        written = tuple(i for i, (t, v) in enumerate(zip(given, before, strict=True)) if not t.is_inference() and t._version != v)
+        written = tuple(
+            i
+            for i, (t, v) in enumerate(zip(given, before, strict=True))
+            if not t.is_inference() and t._version != v
+        )
         written = written or ((0,) if name == "__set__" else ())
         effect = effect or bool(written) or name in _HOOKS or any(word in name for word in _RANDOM)
         self.read = self.read or getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
@@ -205,24 +262,40 @@ class LocalRecorder(Differentiated):
         made.meta["random"] = any(word in name for word in _RANDOM)
         if made.meta["random"]:
             self.unseeded()
-        # x += 1 gives the tensor itself: what the user goes on with, or keeps in a module, is no stand-in
+        # x += 1 gives the tensor itself: what the user goes on with, or keeps in a module, is no
+        # stand-in
         outs = tensors_in(out, [])
-        return replaced(out, iter([self._reals.get(id(t), t) for t in outs])) if any(id(t) in self._reals for t in outs) else out
+        return (
+            replaced(out, iter([self._reals.get(id(t), t) for t in outs]))
+            if any(id(t) in self._reals for t in outs)
+            else out
+        )
 
     def unseeded(self) -> None:
-        """Raises GraphError where build() has set the generator, which a program does not do. Simulated ranks share one, so there it cannot be told."""
+        """Raises GraphError where build() has set the generator, which a program does not do.
+        Simulated ranks share one, so there it cannot be told."""
         if self._seed is not None and torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
-                "build() seeds torch's generator: it runs once, so only its first step would. Seed before the graph is called, or draw with a generator of "
+                "build() seeds torch's generator: it runs once, so only its first step would. "
+                "Seed before the graph is called, or draw with a generator of "
                 f"your own (generator=torch.Generator().manual_seed(...))\n  {line()}"
             )
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a function that wants values, of tensors that follow from the code alone. Raises NotConstant."""
+        """The result of a function that wants values, of tensors that follow from the code alone.
+        Raises NotConstant."""
         out = evaluated(self.graph, self.constants, func, self.arg(args), self.arg(kwargs))
         return replaced(out, iter([self.fake.from_tensor(t) for t in tensors_in(out, [])]))
 
-    def _box(self, local: torch.Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True) -> torch.Tensor:
+    def _box(
+        self,
+        local: torch.Tensor,
+        src: Spec,
+        dst: Spec,
+        grad: Spec | None = None,
+        why: str = "",
+        alias: bool = True,
+    ) -> torch.Tensor:
         local = self.standing(local)
         if src is dst and grad is None:
             return local
@@ -239,9 +312,15 @@ class LocalRecorder(Differentiated):
     def fake_device(self, dst: Spec, local: torch.Tensor) -> torch.device:
         if self.rank not in dst.placement._coordinates:
             return world().outside(dst.placement.type)
-        return local.device if local.device.type == dst.placement.type else torch.device(dst.placement.type)
+        return (
+            local.device
+            if local.device.type == dst.placement.type
+            else torch.device(dst.placement.type)
+        )
 
-    def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor:
+    def made(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]
+    ) -> torch.Tensor:
         """A fresh fake tensor that autograd takes for a result of ``from_``."""
         real = dtype.is_floating_point or dtype.is_complex
         with self.fake:
@@ -250,17 +329,30 @@ class LocalRecorder(Differentiated):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
-        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)  # first: ``x.to(dtype)`` may be x, known by another node afterwards
-        mark, known, modes = next(iter(reversed(self.graph.nodes)), None), dict(self.known), (self._grad, self._cast)
+        """What a rule runs on the locals: looked into, unless it communicates or asks for
+        values."""
+        args, kwargs = (
+            self.standing(tuple(args)),
+            self.standing(kwargs),
+        )  # first: ``x.to(dtype)`` may be x, known by another node afterwards
+        mark, known, modes = (
+            next(iter(reversed(self.graph.nodes)), None),
+            dict(self.known),
+            (self._grad, self._cast),
+        )
         try:
             with self:
                 return function(*args, **kwargs)
         except (Untraceable, *torch_private.data_dependence()):
             self._forget(mark)
             self._grad, self._cast = modes
-            self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
-        with torch_private.real_among_fake(self.fake):  # those that a rule has made beforehand: places, weights
+            self.known = {
+                **{i: node for i, node in self.known.items() if node.op == "placeholder"},
+                **known,
+            }
+        with torch_private.real_among_fake(
+            self.fake
+        ):  # those that a rule has made beforehand: places, weights
             return self.record(function, args, kwargs, ProgramCall(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
@@ -271,11 +363,15 @@ class LocalRecorder(Differentiated):
                 self.graph.erase_node(node)
 
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: Any, coordinate: Any) -> Any:
-        return self.record(self.as_run(function), args, kwargs, RandomCall(function, tuple(coordinate)), True)
+        return self.record(
+            self.as_run(function), args, kwargs, RandomCall(function, tuple(coordinate)), True
+        )
 
     def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
         inside = self.rank in spec.placement._coordinates
-        device = torch.device(spec.placement.type) if inside else world().outside(spec.placement.type)
+        device = (
+            torch.device(spec.placement.type) if inside else world().outside(spec.placement.type)
+        )
         out = self.made(spec.local_shape(self.rank) if inside else (0,), spec.dtype, device, [])
         if any(isinstance(a, torch.Tensor) for a in (*fill.args, *fill.kwargs.values())):
             with self:
@@ -290,18 +386,30 @@ class LocalRecorder(Differentiated):
         reached = Reached()
         if not any(isinstance(t, GlobalTensor) for t in given):
             with torch_private.real_among_fake(self.fake):
-                out = self.record(reached.around(function.apply), args, kwargs, ProgramCall(function.apply, function.__name__))
+                out = self.record(
+                    reached.around(function.apply),
+                    args,
+                    kwargs,
+                    ProgramCall(function.apply, function.__name__),
+                )
             self.reaches(reached.leaves)
             return out
         with self:
             locals_ = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in given]
-        step = autograd_function.LocalFunction(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
+        step = autograd_function.LocalFunction(
+            function, args, kwargs
+        )  # its backward is for global tensors too: the program runs it whole
         with torch_private.real_among_fake(self.fake):
-            parts, written = self.record(reached.around(step), locals_, {}, ProgramCall(step, function.__name__), True)
+            parts, written = self.record(
+                reached.around(step), locals_, {}, ProgramCall(step, function.__name__), True
+            )
         self.reaches(reached.leaves)
         for i, part in zip(step.written, written, strict=True):
             given[i]._local = part
-        wrapped = [given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o) for o, part in zip(step.outs, parts, strict=True)]
+        wrapped = [
+            given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o)
+            for o, part in zip(step.outs, parts, strict=True)
+        ]
         return replaced(step.result, iter(wrapped))
 
     def _gathered(self, leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
@@ -316,12 +424,17 @@ class LocalRecorder(Differentiated):
 
 
 def _asked_whether_causal(frame: Any) -> bool:
-    """Whether a truth is asked for by torch's look at a mask, itself or by way of the method of a global tensor."""
-    return torch_private.CAUSAL_CHECK is not None and torch_private.CAUSAL_CHECK in (frame.f_code, frame.f_back and frame.f_back.f_code)
+    """Whether a truth is asked for by torch's look at a mask, itself or by way of the method of a
+    global tensor."""
+    return torch_private.CAUSAL_CHECK is not None and torch_private.CAUSAL_CHECK in (
+        frame.f_code,
+        frame.f_back and frame.f_back.f_code,
+    )
 
 
 class LogicalRecorder(Recorder):
-    """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what becomes of it."""
+    """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what
+    becomes of it."""
 
     def __init__(self, fake: Any, local: LocalRecorder, names: Mapping[int, str]) -> None:
         super().__init__(fake)
@@ -330,15 +443,27 @@ class LogicalRecorder(Recorder):
         self.count = 0
         self.joins = False  # whether an op that mixes stages takes place in the latest of them
         self.here: Placement | None = None  # of the stage whose module runs
-        self.moved: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # what several need is brought to a stage once
+        self.moved: dict[
+            tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # what several need is brought to a stage once
         self.applied: Any = None  # the plan to follow (graph/sharding_plan.py), if any
-        self.slots: list[tuple[Any, Any]] = []  # (dict or list, key) of attributes whose tensors the program uses
-        self.real: dict[int, tuple[Any, ...]] = {}  # global tensors from outside, and what they hold
+        self.slots: list[
+            tuple[Any, Any]
+        ] = []  # (dict or list, key) of attributes whose tensors the program uses
+        self.real: dict[
+            int, tuple[Any, ...]
+        ] = {}  # global tensors from outside, and what they hold
 
     def remember(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What tensors from outside hold, before build() does anything to them. (A moved view, asked what it holds, may bring itself up to date: an op.)"""
+        """What tensors from outside hold, before build() does anything to them. (A moved view,
+        asked what it holds, may bring itself up to date: an op.)"""
         for t in tensors:
-            if isinstance(t, GlobalTensor) and not isinstance(t, RemoteView) and id(t) not in self.real and not torch_private.is_fake(t._local):
+            if (
+                isinstance(t, GlobalTensor)
+                and not isinstance(t, RemoteView)
+                and id(t) not in self.real
+                and not torch_private.is_fake(t._local)
+            ):
                 self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
 
     def given_back(self) -> list[str]:
@@ -352,7 +477,10 @@ class LogicalRecorder(Recorder):
         kwargs = recover_dropped_args(func, kwargs or {})
         if func is stage_of_tensor:
             return self._staged(*args)
-        if func is torch.Tensor.__bool__ and (told := decided(self.known.get(id(args[0])))) is not None:
+        if (
+            func is torch.Tensor.__bool__
+            and (told := decided(self.known.get(id(args[0])))) is not None
+        ):
             return told
         if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
             return False  # no shorter way is taken; the mask itself masks all the same
@@ -373,7 +501,12 @@ class LogicalRecorder(Recorder):
         if self._beneath(args) or self._beneath(kwargs):
             return out
         name = getattr(func, "__name__", "")
-        written = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("out") is not None or kwargs.get("inplace") is True
+        written = (
+            (name.endswith("_") and not name.endswith("__"))
+            or name in _WRITERS
+            or kwargs.get("out") is not None
+            or kwargs.get("inplace") is True
+        )
         if not written and not tensors_in(out, []):
             return out
         if func in overridable.SEEN:
@@ -381,12 +514,25 @@ class LogicalRecorder(Recorder):
         else:
             target, args = spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
-        reached = [s for s in (self.stage, *(a.meta.get("reached") for a in node.all_input_nodes if self.stage is None)) if s is not None]
+        reached = [
+            s
+            for s in (
+                self.stage,
+                *(a.meta.get("reached") for a in node.all_input_nodes if self.stage is None),
+            )
+            if s is not None
+        ]
         node.meta["reached"] = max(reached, default=None)  # the latest stage that it follows from
         node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()), func=func)
         given = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
         if any(came) or given:  # for the plan: how operands came and were taken, what moved
-            node.meta.update(came=came, took=took, boxes=tuple(self.local.boxed[first:]), called=name_of(func), given=given)
+            node.meta.update(
+                came=came,
+                took=took,
+                boxes=tuple(self.local.boxed[first:]),
+                called=name_of(func),
+                given=given,
+            )
             if self.applied is not None:
                 self.applied.after(node, func, *taken)
         return out
@@ -395,30 +541,45 @@ class LogicalRecorder(Recorder):
         """The tensor on another placement, with its sbp as it is where that has as many axes."""
         key = (id(t), where)
         if key not in self.moved:
-            self.moved[key] = (t, t.to_global(placement=where, sbp=layout_for(where, t.sbp)))  # kept, so that the id stays its own
+            self.moved[key] = (
+                t,
+                t.to_global(placement=where, sbp=layout_for(where, t.sbp)),
+            )  # kept, so that the id stays its own
         return self.moved[key][1]  # type: ignore[return-value]
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands of an op that mixes stages, on the placement of the stage that runs, or else of the latest of them. One that writes into another stage
-        is left to fail."""
+        """The operands of an op that mixes stages, on the placement of the stage that runs, or else
+        of the latest of them. One that writes into another stage is left to fail."""
         given = tensors_in(kwargs, tensors_in(args, []))
         placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
         if len(placements) < 2 or getattr(func, "__name__", "") == "backward":
             return args, kwargs
-        latest = max((t for t in given if isinstance(t, GlobalTensor)), key=lambda t: _or_first(self.of(t).meta.get("reached")))
+        latest = max(
+            (t for t in given if isinstance(t, GlobalTensor)),
+            key=lambda t: _or_first(self.of(t).meta.get("reached")),
+        )
         where = self.here or latest._spec.placement
         if writes(func) and not lies_at(given[0], where):
             return args, kwargs
         with self:
-            these = [self.brought(t, where) if isinstance(t, GlobalTensor) and t._spec.placement is not where else t for t in given]
+            these = [
+                self.brought(t, where)
+                if isinstance(t, GlobalTensor) and t._spec.placement is not where
+                else t
+                for t in given
+            ]
         return replaced(args, found := iter(these)), replaced(kwargs, found)
 
     def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
-        """From here on ``t`` lies on ``placement``, and what is computed from it belongs to the stage."""
+        """From here on ``t`` lies on ``placement``, and what is computed from it belongs to the
+        stage."""
         node = self.of(t)
         if placement is not None and t._spec.placement is not placement:
             if not torch_private.is_fake(t._local):
-                raise GraphError(f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter to {placement!r} with to_global, before the call")
+                raise GraphError(
+                    f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter "
+                    f"to {placement!r} with to_global, before the call"
+                )
             with self:
                 moved: Any = t.to_global(placement=placement, sbp=layout_for(placement, t.sbp))
             node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # what it was
@@ -428,7 +589,8 @@ class LogicalRecorder(Recorder):
             node.meta["starts"] = stage_id
 
     def values(self, out: Any) -> None:
-        """Number what a call gives: the same numbers on every rank, where names of local nodes may differ."""
+        """Number what a call gives: the same numbers on every rank, where names of local nodes may
+        differ."""
         for t in tensors_in(out, []):
             if isinstance(t, GlobalTensor):
                 node = self.local.known.get(id(materialize(t)._local))
@@ -437,9 +599,14 @@ class LogicalRecorder(Recorder):
                     node.meta.update(value=self.count, spec=t._spec)
 
     def _beneath(self, given: Any) -> bool:
-        """Whether a call is on local parts of global tensors: part of what some function of ours does."""
+        """Whether a call is on local parts of global tensors: part of what some function of ours
+        does."""
         tensors = tensors_in(given, [])
-        return any(id(t) in self.local.known and id(t) not in self.known for t in tensors if not isinstance(t, GlobalTensor))
+        return any(
+            id(t) in self.local.known and id(t) not in self.known
+            for t in tensors
+            if not isinstance(t, GlobalTensor)
+        )
 
     def state(self, t: torch.Tensor) -> fx.Node:
         name = self.names.get(id(t)) or f"constant_{len(self.states)}"
@@ -453,4 +620,6 @@ def _or_first(stage: int | None) -> int:
     return -1 if stage is None else stage
 
 
-_WRITERS: Final = frozenset({"__setitem__", "__set__", "backward", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+_WRITERS: Final = frozenset(
+    {"__setitem__", "__set__", "backward", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+)

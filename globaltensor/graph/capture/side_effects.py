@@ -1,4 +1,5 @@
-"""What build() leaves behind in modules. It runs once, on stand-ins: these must not stay, and what a program has to do at each step must be in it."""
+"""What build() leaves behind in modules. It runs once, on stand-ins: these must not stay, and what
+a program has to do at each step must be in it."""
 
 from __future__ import annotations
 
@@ -26,17 +27,28 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
-def restoring_modules(modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: LogicalRecorder) -> Iterator[None]:
-    """Inside, build() runs. Afterwards modules hold what they held before, and the graph, whose attributes are ``own``; a buffer, or a tensor that is an
-    attribute or in a list or dict there, gets its values at each step where it was given a new tensor.
+def restoring_modules(
+    modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: LogicalRecorder
+) -> Iterator[None]:
+    """Inside, build() runs. Afterwards modules hold what they held before, and the graph, whose
+    attributes are ``own``; a buffer, or a tensor that is an attribute or in a list or dict there,
+    gets its values at each step where it was given a new tensor.
 
-    Raises GraphError where a module has gained or lost a parameter or buffer, or where numbers were drawn that a program would repeat for ever.
+    Raises GraphError where a module has gained or lost a parameter or buffer, or where numbers were
+    drawn that a program would repeat for ever.
     """
-    parts = {f"{name}.{path}".rstrip("."): part for name, module in modules.items() for path, part in module.named_modules()}
-    hooked = [path for path, part in parts.items() if part._backward_hooks or part._backward_pre_hooks]
+    parts = {
+        f"{name}.{path}".rstrip("."): part
+        for name, module in modules.items()
+        for path, part in module.named_modules()
+    }
+    hooked = [
+        path for path, part in parts.items() if part._backward_hooks or part._backward_pre_hooks
+    ]
     if hooked and torch.is_grad_enabled():
         raise GraphError(
-            f"{hooked[0]} has backward hooks, which run on the autograd graph of build()'s one run: hook a tensor in forward instead "
+            f"{hooked[0]} has backward hooks, which run on the autograd graph of build()'s one "
+            f"run: hook a tensor in forward instead "
             "(x.register_hook(...)), or a parameter"
         )
     before = {path: (dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
@@ -50,19 +62,37 @@ def restoring_modules(modules: Mapping[str, torch.nn.Module], own: dict[str, Any
         done = True
     finally:
         changed = [(path, part, *before[path]) for path, part in parts.items()]
-        writes = [w for path, part, parameters, buffers in changed for w in _restored(path, part, parameters, buffers, done)]
-        moved = {id(t) for place in places.values() for k in place.changed() for t in tensors_in(place.then.get(k), [])}
-        writes += [w for place in places.values() for w in place.restored(places, moved, logical if done else None)]
+        writes = [
+            w
+            for path, part, parameters, buffers in changed
+            for w in _restored(path, part, parameters, buffers, done)
+        ]
+        moved = {
+            id(t)
+            for place in places.values()
+            for k in place.changed()
+            for t in tensors_in(place.then.get(k), [])
+        }
+        writes += [
+            w
+            for place in places.values()
+            for w in place.restored(places, moved, logical if done else None)
+        ]
         if done:
-            logical.slots += [(place.held, k) for place in places.values() for k in place.read(logical)]
+            logical.slots += [
+                (place.held, k) for place in places.values() for k in place.read(logical)
+            ]
     if random.getstate() != drawn[0] or _numpy_state() != drawn[1]:
         raise GraphError(
-            "build() draws numbers from Python's or NumPy's generator: it runs once, so each step would use the same number again. Draw with torch "
+            "build() draws numbers from Python's or NumPy's generator: it runs once, so each step "
+            "would use the same number again. Draw with torch "
             "(torch.rand, torch.randint), or hand the number to the graph as a tensor"
         )
     with torch.no_grad():
         memory = {logical.local.memory(held) for held, _ in writes}
-        values = [value.clone() if logical.local.memory(value) in memory else value for _, value in writes]  # each as before any is written
+        values = [
+            value.clone() if logical.local.memory(value) in memory else value for _, value in writes
+        ]  # each as before any is written
         for (held, _), value in zip(writes, values, strict=True):
             held.copy_(value)
 
@@ -74,27 +104,47 @@ def _numpy_state() -> tuple[Any, ...]:
 
 def _fits(old: Any, new: Any) -> bool:
     tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-    return tensors and old.shape == new.shape and isinstance(old, GlobalTensor) >= isinstance(new, GlobalTensor)
+    return (
+        tensors
+        and old.shape == new.shape
+        and isinstance(old, GlobalTensor) >= isinstance(new, GlobalTensor)
+    )
 
 
 class _Place:
-    """A dict, list or object of a module or of the graph in which build() may leave a tensor, and what it holds before."""
+    """A dict, list or object of a module or of the graph in which build() may leave a tensor, and
+    what it holds before."""
 
     def __init__(self, path: str, held: Any) -> None:
         self.path, self.held = path, held
         self.then: dict[Any, Any] = {k: v for k, v in _items(held) if k not in _OWN}
 
     def changed(self) -> dict[Any, Any]:
-        return {k: v for k, v in _items(self.held) if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])}
+        return {
+            k: v
+            for k, v in _items(self.held)
+            if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])
+        }
 
     def read(self, logical: LogicalRecorder) -> list[Any]:
         """Where tensors lie that the program has as inputs of its own."""
-        return [k for k, v in self.then.items() if any(id(t) in logical.known for t in tensors_in(v, []))]
+        return [
+            k
+            for k, v in self.then.items()
+            if any(id(t) in logical.known for t in tensors_in(v, []))
+        ]
 
-    def restored(self, places: Mapping[int, _Place], moved: set[int], logical: LogicalRecorder | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from elsewhere -> (tensor, what it is to be) for tensors that were
-        given new ones. Tells of the others."""
-        given = {k: v for k, v in self.changed().items() if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))}
+    def restored(
+        self, places: Mapping[int, _Place], moved: set[int], logical: LogicalRecorder | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from
+        elsewhere -> (tensor, what it is to be) for tensors that were given new ones. Tells of the
+        others."""
+        given = {
+            k: v
+            for k, v in self.changed().items()
+            if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))
+        }
         for k in given if isinstance(self.held, dict) else ():
             if k in self.then:
                 self.held[k] = self.then[k]
@@ -109,12 +159,15 @@ class _Place:
             pairs = list(zip(olds, news, strict=True)) if len(olds) == len(news) else []
             if pairs and not any(_follows(logical, new, moved) for _, new in pairs):
                 continue
-            if pairs and all(_fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs):
+            if pairs and all(
+                _fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs
+            ):
                 writes += pairs
                 logical.slots.append((self.held, k))  # type: ignore[union-attr]
             else:
                 warnings.warn(
-                    f"{_named(self.path, self.held, k)} is given a tensor inside build(), which runs once, on tensors without values: it is as it was before. "
+                    f"{_named(self.path, self.held, k)} is given a tensor inside build(), which "
+                    f"runs once, on tensors without values: it is as it was before. "
                     "Return the tensor from build() instead, or keep it in a buffer",
                     stacklevel=2,
                 )
@@ -126,7 +179,8 @@ def _items(held: Any) -> list[tuple[Any, Any]]:
 
 
 def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
-    """The lists, dicts and objects of the user's classes in a nest of them; modules are none of them."""
+    """The lists, dicts and objects of the user's classes in a nest of them; modules are none of
+    them."""
     todo = deque([(path, value)])
     while todo:
         path, value = todo.popleft()
@@ -137,7 +191,9 @@ def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
             places[id(held)] = _Place(path, held)
         elif not isinstance(held, tuple):
             continue
-        todo += [(_named(path, held, k), v) for k, v in _items(held) if k not in _OWN and _may_hold(v)]
+        todo += [
+            (_named(path, held, k), v) for k, v in _items(held) if k not in _OWN and _may_hold(v)
+        ]
 
 
 def _named(path: str, held: Any, k: Any) -> str:
@@ -149,7 +205,11 @@ def _may_hold(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    if not hasattr(value, "__dict__") or isinstance(value, (type, torch.Tensor, torch.nn.Module, dict, list, tuple, deque)) or "_modules" in vars(value):
+    if (
+        not hasattr(value, "__dict__")
+        or isinstance(value, (type, torch.Tensor, torch.nn.Module, dict, list, tuple, deque))
+        or "_modules" in vars(value)
+    ):
         return False
     return of_user(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<")
 
@@ -159,13 +219,20 @@ def _stands_in(t: torch.Tensor) -> bool:
 
 
 def _alone(old: torch.Tensor, places: Mapping[int, _Place]) -> bool:
-    """Whether no other name of a module or the graph is the same tensor: writing into it would change that one too."""
-    named = (v for place in places.values() for v in place.then.values() if isinstance(v, (torch.Tensor, tuple)))
+    """Whether no other name of a module or the graph is the same tensor: writing into it would
+    change that one too."""
+    named = (
+        v
+        for place in places.values()
+        for v in place.then.values()
+        if isinstance(v, (torch.Tensor, tuple))
+    )
     return sum(t is old for v in named for t in tensors_in(v, [])) == 1
 
 
 def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
-    """Whether the new tensor is or follows from an input of the call or one of ``moved``, not from the code alone (a table that is made again)."""
+    """Whether the new tensor is or follows from an input of the call or one of ``moved``, not from
+    the code alone (a table that is made again)."""
     states = {logical.known[i] for i in moved if i in logical.known}
     todo, seen = [logical.known.get(id(new))], set()
     while todo:
@@ -178,11 +245,21 @@ def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
     return False
 
 
-def _restored(path: str, part: torch.nn.Module, parameters: Any, buffers: Any, done: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put a module back as it was -> (buffer, what it is to be) for those that were given new tensors."""
+def _restored(
+    path: str, part: torch.nn.Module, parameters: Any, buffers: Any, done: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a module back as it was -> (buffer, what it is to be) for those that were given new
+    tensors."""
     writes = []
-    for kind, now, then in (("parameter", part._parameters, parameters), ("buffer", part._buffers, buffers)):
-        renewed = {n for n in now.keys() | then.keys() if now.get(n) is not then.get(n) or (n in now) != (n in then)}
+    for kind, now, then in (
+        ("parameter", part._parameters, parameters),
+        ("buffer", part._buffers, buffers),
+    ):
+        renewed = {
+            n
+            for n in now.keys() | then.keys()
+            if now.get(n) is not then.get(n) or (n in now) != (n in then)
+        }
         given = {n: now.get(n) for n in renewed}
         now.clear()
         now.update(then)
@@ -190,8 +267,10 @@ def _restored(path: str, part: torch.nn.Module, parameters: Any, buffers: Any, d
             old, new = then.get(name), given[name]
             if kind == "parameter" or not _fits(old, new):
                 raise GraphError(
-                    f"build() gives {path}.{name} another {kind}: a graph's modules keep their parameters and buffers. Write into the buffer "
-                    f"({name}.copy_(value), of one shape), or keep the value as an input and an output of the graph"
+                    f"build() gives {path}.{name} another {kind}: a graph's modules keep their "
+                    f"parameters and buffers. Write into the buffer "
+                    f"({name}.copy_(value), of one shape), or keep the value as an input and an "
+                    f"output of the graph"
                 )
             writes.append((old, new))
     torch_private.refresh_weights(part)

@@ -1,4 +1,5 @@
-"""The captured graph on one device: what `build` means, without ranks. Its results are what a program's must be."""
+"""The captured graph on one device: what `build` means, without ranks. Its results are what a
+program's must be."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ SAME = ("to_global", "global_to_global")
 
 
 def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -> fx.GraphModule:
-    """The logical graph as a module of plain tensors: its arguments are the tensors among build()'s inputs, in order, its result the tuple of those it
-    returned. Parameters and buffers are attributes under their own names, copies of the whole values. ``start``: whether gradients and autocast are on before
-    it runs. Collective. Raises GraphError for what has no meaning on one device."""
+    """The logical graph as a module of plain tensors: its arguments are the tensors among build()'s
+    inputs, in order, its result the tuple of those it returned. Parameters and buffers are
+    attributes under their own names, copies of the whole values. ``start``: whether gradients and
+    autocast are on before it runs. Collective. Raises GraphError for what has no meaning on one
+    device."""
     root: dict[str, Any] = dict(constants)
     copies: dict[int, torch.Tensor] = {}
     graph = fx.Graph()
@@ -49,9 +52,18 @@ def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     found = copies.get(id(t))
     if found is None:
         if torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t):
-            raise GraphError("a tensor inside build() was made where the graph could not see it: it has no counterpart on one device")
-        value = gather_global_value(t).clone() if isinstance(t, GlobalTensor) else t.detach().clone()
-        found = copies[id(t)] = torch.nn.Parameter(value, t.requires_grad) if isinstance(t, torch.nn.Parameter) else value.requires_grad_(t.requires_grad)
+            raise GraphError(
+                "a tensor inside build() was made where the graph could not see it: it has no "
+                "counterpart on one device"
+            )
+        value = (
+            gather_global_value(t).clone() if isinstance(t, GlobalTensor) else t.detach().clone()
+        )
+        found = copies[id(t)] = (
+            torch.nn.Parameter(value, t.requires_grad)
+            if isinstance(t, torch.nn.Parameter)
+            else value.requires_grad_(t.requires_grad)
+        )
     return found
 
 
@@ -71,8 +83,15 @@ def _translated(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> Any
         spec = node.args[0].meta["val"]._spec  # type: ignore[union-attr]
         if all(e.is_broadcast for e in spec.layout):
             return made[node.args[0]]  # type: ignore[index]
-        raise GraphError(f"to_local() of {spec!r} is this rank's part: it has no counterpart on one device\n  {where}")
+        raise GraphError(
+            f"to_local() of {spec!r} is this rank's part: it has no counterpart on one device\n  "
+            f"{where}"
+        )
     if target in overridable.ALONE:
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("placement", "sbp")}
-        return graph.call_function(overridable.ALONE[target], fx.map_arg(node.args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
+        return graph.call_function(
+            overridable.ALONE[target],
+            fx.map_arg(node.args, made.__getitem__),
+            fx.map_arg(kwargs, made.__getitem__),
+        )
     return graph.node_copy(node, made.__getitem__)

@@ -1,4 +1,5 @@
-"""What passes ask of a program: who reads and writes which memory, where gradients are on, how far a node may move."""
+"""What passes ask of a program: who reads and writes which memory, where gradients are on, how far
+a node may move."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from ...sharding.spec import Spec
 from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
 from .subgraph import mutated_operands, operands
 
-__all__ = ["AliasSets", "costs", "differentiable", "is_border", "is_boxing", "modes", "mutated_operands", "operands", "plain", "replace"]
+__all__ = [
+    "AliasSets",
+    "costs",
+    "differentiable",
+    "is_border",
+    "is_boxing",
+    "modes",
+    "mutated_operands",
+    "operands",
+    "plain",
+    "replace",
+]
 
 
 def is_boxing(node: fx.Node) -> bool:
@@ -22,8 +34,12 @@ def is_boxing(node: fx.Node) -> bool:
 
 
 def plain(*specs: Spec) -> bool:
-    """Whether boxing is linear there: no partial maxima, minima, norms, and nothing that is stored otherwise than shown."""
-    return all(s.shown is s and all(e.kind != "partial" or e.reduce == "sum" for e in s.layout) for s in specs)
+    """Whether boxing is linear there: no partial maxima, minima, norms, and nothing that is stored
+    otherwise than shown."""
+    return all(
+        s.shown is s and all(e.kind != "partial" or e.reduce == "sum" for e in s.layout)
+        for s in specs
+    )
 
 
 def differentiable(node: fx.Node) -> bool:
@@ -34,21 +50,29 @@ def differentiable(node: fx.Node) -> bool:
 def costs(routes: Sequence[tuple[Spec, Spec]], both: bool) -> float:
     """Seconds of boxings; of their gradients too where ``both``."""
     there = sum(plan_boxing(a, b).seconds for a, b in routes)
-    return there + (sum(plan_boxing(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0)
+    return there + (
+        sum(plan_boxing(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0
+    )
 
 
 def is_border(node: fx.Node) -> bool:
     """What nothing moves across: the mode of what follows changes, or a backward pass runs."""
-    return node.target in (set_grad_enabled, autocast, backward) or node.op in ("placeholder", "output")
+    return node.target in (set_grad_enabled, autocast, backward) or node.op in (
+        "placeholder",
+        "output",
+    )
 
 
 def modes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """A number for each node, the same where nothing lies between two that changes what they would do: a mode, a backward pass, another stage or region."""
+    """A number for each node, the same where nothing lies between two that changes what they would
+    do: a mode, a backward pass, another stage or region."""
     found, number = {}, 0
     last: Any = None
     for node in graph.nodes:
         where = node.meta.get("stage"), node.meta.get("region")
-        if (is_border(node) and node.op != "placeholder") or (last is not None and node.op not in ("placeholder", "get_attr") and where != last):
+        if (is_border(node) and node.op != "placeholder") or (
+            last is not None and node.op not in ("placeholder", "get_attr") and where != last
+        ):
             number += 1
         if node.op not in ("placeholder", "get_attr"):
             last = where
@@ -57,7 +81,8 @@ def modes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 class AliasSets:
-    """Which nodes may share memory: those whose stand-ins do; with ``views`` also what boxing may have left where it was."""
+    """Which nodes may share memory: those whose stand-ins do; with ``views`` also what boxing may
+    have left where it was."""
 
     def __init__(self, graph: fx.Graph, views: bool = True) -> None:
         self._parent: dict[Any, Any] = {}

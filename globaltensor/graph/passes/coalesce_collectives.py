@@ -1,4 +1,5 @@
-"""Boxings of one kind, among the same ranks and of one dtype, none of which waits for another, go as one collective; so do their gradients."""
+"""Boxings of one kind, among the same ranks and of one dtype, none of which waits for another, go
+as one collective; so do their gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +17,32 @@ __all__ = ["coalesce_collectives"]
 
 
 def coalesce_collectives(graph: fx.Graph) -> None:
-    """A boxing waits for the next of its kind until somebody wants its result, or writes into what it takes; those that meet so are joined where that pays."""
+    """A boxing waits for the next of its kind until somebody wants its result, or writes into what
+    it takes; those that meet so are joined where that pays."""
     memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     waiting: dict[Any, list[fx.Node]] = {}
     groups: list[list[fx.Node]] = []
     for node in graph.nodes:
         needs, changed = set(node.all_input_nodes), memory.writes(node)
         for key, group in list(waiting.items()):
-            if key[-1] != mode[node] or needs.intersection(group) or any(memory.of(n.args[0]) in changed for n in group):
+            if (
+                key[-1] != mode[node]
+                or needs.intersection(group)
+                or any(memory.of(n.args[0]) in changed for n in group)
+            ):
                 groups.append(waiting.pop(key))
         if is_boxing(node) and node.target.grad is None and own.fixed(node):
             move = move_of(node.target.src, node.target.dst)
             if move is not None and _pays(move):
                 src = node.target.src
-                key = (move.kind, src.placement, move.axes, src.dtype, differentiable(node), mode[node])
+                key = (
+                    move.kind,
+                    src.placement,
+                    move.axes,
+                    src.dtype,
+                    differentiable(node),
+                    mode[node],
+                )
                 waiting.setdefault(key, []).append(node)
     for group in [*groups, *waiting.values()]:
         if len(group) > 1:
@@ -37,8 +50,12 @@ def coalesce_collectives(graph: fx.Graph) -> None:
 
 
 def _pays(move: Move) -> bool:
-    """Whether a collective's latency costs more than to copy this into a common buffer and out of it."""
-    cluster, ranks = current_cluster(), move.src.placement.fiber(move.src.placement.flat[0], move.axes)
+    """Whether a collective's latency costs more than to copy this into a common buffer and out of
+    it."""
+    cluster, ranks = (
+        current_cluster(),
+        move.src.placement.fiber(move.src.placement.flat[0], move.axes),
+    )
     nbytes = move.src.dtype.itemsize * max(move.src.local_numel(), move.dst.local_numel())
     return cluster.seconds(move.kind, 0, ranks) > 2 * cluster.seconds("copy", 2 * nbytes, 1)
 
@@ -46,7 +63,10 @@ def _pays(move: Move) -> bool:
 def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
     last = group[-1]
     with graph.inserting_after(last):
-        joint = graph.call_function(CoalescedCollective([(n.target.src, n.target.dst, n.target.why) for n in group]), tuple(n.args[0] for n in group))
+        joint = graph.call_function(
+            CoalescedCollective([(n.target.src, n.target.dst, n.target.why) for n in group]),
+            tuple(n.args[0] for n in group),
+        )
     joint.meta.update(last.meta, val=tuple(n.meta["val"] for n in group), calls=1)
     del joint.meta["box"]
     after = joint

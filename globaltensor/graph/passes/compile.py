@@ -1,8 +1,10 @@
-"""Compilation: the parts of a program that are torch calls and nothing else, each handed to ``torch.compile``.
+"""Compilation: the parts of a program that are torch calls and nothing else, each handed to
+``torch.compile``.
 
-Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and changes of states: they stay as they are, so a compiler
-meets no code that it would have to break off at, and collectives are issued as without it. Where there are many layers that are alike, a few are compiled
-once, and called with the parameters of the next few.
+Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and
+changes of states: they stay as they are, so a compiler meets no code that it would have to break
+off at, and collectives are issued as without it. Where there are many layers that are alike, a few
+are compiled once, and called with the parameters of the next few.
 """
 
 from __future__ import annotations
@@ -24,9 +26,19 @@ __all__ = ["Compiled", "compile_parts"]
 
 _EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
 _LEAST_CALLS = 2  # with fewer there is nothing to fuse
-_LAYER_CALLS = 6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
-_TOGETHER_CALLS = 200  # each call of a compiled function costs 0.2 ms with its backward, so it serves several layers, as far as compiling stays quick
-_VIEWS = frozenset("view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand expand_as getitem select narrow t movedim".split())
+_LAYER_CALLS = (
+    6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
+)
+# each call of a compiled function costs 0.2 ms with its backward, so it serves several layers, as
+# far as compiling stays quick
+_TOGETHER_CALLS = 200
+_VIEWS = frozenset(
+    (
+        "view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand "
+        "expand_as "
+        "getitem select narrow t movedim"
+    ).split()
+)
 
 
 class Compiler:
@@ -44,7 +56,9 @@ class Compiler:
             self.failed = True
             said = str(error).strip().splitlines() or [""]
             warnings.warn(
-                f"enable_compile: {self.backend} cannot compile a part of the program, which runs as it is: {type(error).__name__}: {said[0]}", stacklevel=4
+                f"enable_compile: {self.backend} cannot compile a part of the program, which runs "
+                f"as it is: {type(error).__name__}: {said[0]}",
+                stacklevel=4,
             )
 
 
@@ -77,11 +91,14 @@ class Compiled(torch.nn.Module):
 
 
 def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: Any) -> None:
-    """Replace pure parts of the graph, and of what it recomputes, by calls of modules ``compiled_<n>``, put into ``constants``."""
+    """Replace pure parts of the graph, and of what it recomputes, by calls of modules
+    ``compiled_<n>``, put into ``constants``."""
     _compile(graph, constants, Compiler(backend), {})
 
 
-def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, known: dict[Any, str]) -> None:
+def _compile(
+    graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, known: dict[Any, str]
+) -> None:
     for node in [n for n in graph.nodes if n.op == "call_module"]:
         inner = constants[node.target]
         if isinstance(inner, Recomputed):
@@ -104,18 +121,25 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, kno
 
 
 def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Runs of consecutive nodes that are functions of tensors. They may write to memory that they have made themselves."""
+    """Runs of consecutive nodes that are functions of tensors. They may write to memory that they
+    have made themselves."""
     run: dict[fx.Node, None] = {}
     made: set[int] = set()
 
     def admitted(node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method") or isinstance(node.target, ProgramCall) or node.target in _EAGER:
+        if (
+            node.op not in ("call_function", "call_method")
+            or isinstance(node.target, ProgramCall)
+            or node.target in _EAGER
+        ):
             return False
         if node.meta.get("effect") and not node.meta.get("writes"):
             return False  # random numbers are drawn as without a compiler
         if not all(storages(target) <= made for target in mutated_operands(node)):
             return False
-        return all(n in run or isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+        return all(
+            n in run or isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
+        )
 
     constants_first(graph)
     for node in list(graph.nodes):
@@ -123,7 +147,9 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             continue
         if admitted(node):
             run[node] = None
-            made |= storages(node) - {key for n in node.all_input_nodes if n not in run for key in storages(n)}
+            made |= storages(node) - {
+                key for n in node.all_input_nodes if n not in run for key in storages(n)
+            }
         elif run:
             yield list(run)
             run, made = {}, set()
@@ -133,10 +159,17 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
     """Runs, those of several layers cut between them where that makes parts that are alike."""
     alike = Counter(_key(Subgraph(run)) for run in runs)
     cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Subgraph(run))] == 1}
-    repeated = Counter(_key(Subgraph(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
+    repeated = Counter(
+        _key(Subgraph(piece))
+        for pieces in cut.values()
+        for piece in pieces
+        if sum(map(_computes, piece)) >= _LAYER_CALLS
+    )
     for i, run in enumerate(runs):
         rest: list[fx.Node] = []
-        for key, streak in itertools.groupby(cut.get(i, [run]), lambda piece: _key(Subgraph(piece))):
+        for key, streak in itertools.groupby(
+            cut.get(i, [run]), lambda piece: _key(Subgraph(piece))
+        ):
             pieces = list(streak)
             size = _together(len(pieces), sum(map(_computes, pieces[0])))
             if repeated[key] < 2 or repeated[key] == len(pieces) == size:
@@ -152,7 +185,8 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
 
 
 def _together(layers: int, calls: int) -> int:
-    """How many of so many layers, of so many calls each, are compiled as one: those that divide them evenly before some more that do not.
+    """How many of so many layers, of so many calls each, are compiled as one: those that divide
+    them evenly before some more that do not.
 
     >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
     (4, 8, 7, 1)
@@ -164,7 +198,10 @@ def _together(layers: int, calls: int) -> int:
 
 def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """A run, cut where it goes from one layer to another: an entry of a list of modules."""
-    return [list(nodes) for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))]
+    return [
+        list(nodes)
+        for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))
+    ]
 
 
 def _layer(path: str) -> str:
@@ -180,11 +217,23 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _key(part: Subgraph) -> Any:
-    """The same for parts that one compiled function can serve: the same calls on tensors that lie alike."""
+    """The same for parts that one compiled function can serve: the same calls on tensors that lie
+    alike."""
     number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}
     number |= {node: f"n{i}" for i, node in enumerate(part.nodes)}
-    calls = tuple((node.op, node.target, repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))) for node in part.nodes)
-    return calls, tuple(_lies(node) for node in part.needs), tuple(number[node] for node in part.gives)
+    calls = tuple(
+        (
+            node.op,
+            node.target,
+            repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n]))),
+        )
+        for node in part.nodes
+    )
+    return (
+        calls,
+        tuple(_lies(node) for node in part.needs),
+        tuple(number[node] for node in part.gives),
+    )
 
 
 class _Name(str):

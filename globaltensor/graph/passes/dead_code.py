@@ -1,4 +1,5 @@
-"""Nodes whose results nobody uses. What other ranks take part in, who may want it, stays: a boxing between placements, a step that talks to them by itself."""
+"""Nodes whose results nobody uses. What other ranks take part in, who may want it, stays: a boxing
+between placements, a step that talks to them by itself."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def remove_idle(graph: fx.Graph) -> None:
-    """As remove_dead, but every boxing stays: where one rank has no use for a result (the row it writes is not its own), another may."""
+    """As remove_dead, but every boxing stays: where one rank has no use for a result (the row it
+    writes is not its own), another may."""
     for node in reversed(list(graph.nodes)):
         if _idle(node) and "box" not in node.meta:
             graph.erase_node(node)
 
 
 def _idle(node: fx.Node) -> bool:
-    return not (node.users or node.op in ("placeholder", "output") or node.meta.get("effect") or node.meta.get("meets"))
+    return not (
+        node.users
+        or node.op in ("placeholder", "output")
+        or node.meta.get("effect")
+        or node.meta.get("meets")
+    )

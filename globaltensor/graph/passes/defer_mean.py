@@ -1,5 +1,5 @@
-"""The count that a mean loss divides by, awaited after the backward pass: in a program as in eager mode (_ops/rules/deferred_mean.py), it rides with the
-gradients.
+"""The count that a mean loss divides by, awaited after the backward pass: in a program as in eager
+mode (_ops/rules/deferred_mean.py), it rides with the gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from torch import fx
 
 from ..._ops.rules.loss import weight_of_kept
 from ...distributed.world import world
-from ..program.nodes import BoxingCall, ProgramCall, RandomCall, autocast, backward, count_of, counted, set_grad_enabled
+from ..program.nodes import (
+    BoxingCall,
+    ProgramCall,
+    RandomCall,
+    autocast,
+    backward,
+    count_of,
+    counted,
+    set_grad_enabled,
+)
 from .alias_analysis import AliasSets, is_boxing
 from .overlap import ancestors
 
@@ -22,25 +31,54 @@ _ALIKE = (torch.ones_like, torch.zeros_like)
 
 
 def defer_mean_count(graph: fx.Graph) -> None:
-    """Let backward start from the sum of the losses, owing the count; the loss itself is divided afterwards. Where nobody may see gradients before they are
-    summed over the ranks, and nothing but the program's result is made of the loss."""
+    """Let backward start from the sum of the losses, owing the count; the loss itself is divided
+    afterwards. Where nobody may see gradients before they are summed over the ranks, and nothing
+    but the program's result is made of the loss."""
     passes = [n for n in graph.nodes if n.target is backward]
-    if len(passes) != 1 or passes[0].meta.get("watched", True) or any(_looks(n) for n in graph.nodes):
+    if (
+        len(passes) != 1
+        or passes[0].meta.get("watched", True)
+        or any(_looks(n) for n in graph.nodes)
+    ):
         return
     back = passes[0]
     (losses, seeds), own = back.args[:2], AliasSets(graph, views=False)
-    if len(losses) != 1 or back.kwargs.get("retain_graph") or losses[0].target not in _DIVISIONS or len(losses[0].args) != 2 or losses[0].kwargs:
+    if (
+        len(losses) != 1
+        or back.kwargs.get("retain_graph")
+        or losses[0].target not in _DIVISIONS
+        or len(losses[0].args) != 2
+        or losses[0].kwargs
+    ):
         return
     loss, seed = losses[0], seeds[0]
     total, box = loss.args
-    if not isinstance(box, fx.Node) or not is_boxing(box) or set(box.users) != {loss} or seed.target not in _ALIKE or seed.args != (loss,) or seed.kwargs:
+    if (
+        not isinstance(box, fx.Node)
+        or not is_boxing(box)
+        or set(box.users) != {loss}
+        or seed.target not in _ALIKE
+        or seed.args != (loss,)
+        or seed.kwargs
+    ):
         return
-    part, (most, weight), everyone = box.args[0], _counts(box.args[0]), len(box.target.src.placement.flat) == world().size
-    if not (most and everyone) or weight is not None or not own.fixed(loss, box, part, seed) or total.meta["val"].dtype != loss.meta["val"].dtype:
+    part, (most, weight), everyone = (
+        box.args[0],
+        _counts(box.args[0]),
+        len(box.target.src.placement.flat) == world().size,
+    )
+    if (
+        not (most and everyone)
+        or weight is not None
+        or not own.fixed(loss, box, part, seed)
+        or total.meta["val"].dtype != loss.meta["val"].dtype
+    ):
         return
     places = {node: i for i, node in enumerate(graph.nodes)}
     between = [n for n in graph.nodes if places[loss] < places[n] < places[back]]
-    if any(n.target in (set_grad_enabled, autocast) for n in between) or any(places[u] < places[back] for u in loss.users if u is not seed):
+    if any(n.target in (set_grad_enabled, autocast) for n in between) or any(
+        places[u] < places[back] for u in loss.users if u is not seed
+    ):
         return
     with graph.inserting_after(part):
         count = graph.call_function(ProgramCall(counted(box.target.src, most), "count"), (part,))
@@ -59,9 +97,15 @@ def defer_mean_count(graph: fx.Graph) -> None:
 
 
 def _hoist(graph: fx.Graph, count: fx.Node) -> None:
-    """Count when the program begins, where that hangs on its inputs alone: if gradients of several passes are added up, the count starts there."""
+    """Count when the program begins, where that hangs on its inputs alone: if gradients of several
+    passes are added up, the count starts there."""
     chain, given = ancestors(count), [n for n in graph.nodes if n.op == "placeholder"]
-    if chain is None or not given or not AliasSets(graph).fixed(*chain) or any(n.meta.get("region") is not None or n.target is autocast for n in graph.nodes):
+    if (
+        chain is None
+        or not given
+        or not AliasSets(graph).fixed(*chain)
+        or any(n.meta.get("region") is not None or n.target is autocast for n in graph.nodes)
+    ):
         return
     last = given[-1]
     for node in (*[n for n in chain if n.op != "placeholder"], count):
@@ -70,7 +114,8 @@ def _hoist(graph: fx.Graph, count: fx.Node) -> None:
 
 
 def _counts(node: fx.Node) -> tuple[int, object]:
-    """(how many targets there are on all ranks, their weights), where ``node`` counts those that are not ignored; else (0, None)."""
+    """(how many targets there are on all ranks, their weights), where ``node`` counts those that
+    are not ignored; else (0, None)."""
     if node.target is not weight_of_kept or len(node.args) < 4:
         return 0, None
     return node.args[3], node.args[1]  # type: ignore[return-value]
@@ -81,4 +126,7 @@ def _looks(node: fx.Node) -> bool:
     if isinstance(node.target, ProgramCall):
         return not isinstance(node.target, (BoxingCall, RandomCall))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in ("register_hook", "register_post_accumulate_grad_hook") or node.target is torch.autograd.grad
+    return (
+        name in ("register_hook", "register_post_accumulate_grad_hook")
+        or node.target is torch.autograd.grad
+    )

@@ -1,7 +1,9 @@
-"""Sums of what is boxed alike are boxed once: ``all_reduce(a) + all_reduce(b)`` is ``all_reduce(a + b)``, for boxing is linear.
+"""Sums of what is boxed alike are boxed once: ``all_reduce(a) + all_reduce(b)`` is ``all_reduce(a +
+b)``, for boxing is linear.
 
-Linear functions of one tensor may stand between a boxing and the sum: negation, a number times or through it, a cast to a wider type, a change of shape
-where no dim is split. They are then computed before the boxing.
+Linear functions of one tensor may stand between a boxing and the sum: negation, a number times or
+through it, a cast to a wider type, a change of shape where no dim is split. They are then computed
+before the boxing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _FACTORS = (operator.mul, torch.mul, "mul", operator.truediv, torch.div, "div", 
 _OFFSETS = (operator.add, torch.add, "add", operator.sub, torch.sub, "sub")
 _CASTS = ("to", "float", "double", "type_as")
 _SHAPES = (
-    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "contiguous", "clone", "t", torch.reshape, torch.flatten,
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze",
+    "contiguous", "clone", "t", torch.reshape, torch.flatten,
     torch.transpose, torch.permute, torch.squeeze, torch.unsqueeze, torch.clone,
 )  # fmt: skip
 
@@ -36,15 +39,30 @@ def fold_all_reduces(graph: fx.Graph) -> None:
     """Fold each sum of two, in order, so that a sum of many folds too."""
     memory, mode = AliasSets(graph), modes(graph)
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method") or node.target not in _SUMS or set(node.kwargs) - {"alpha"} or len(node.args) != 2:
+        if (
+            node.op not in ("call_function", "call_method")
+            or node.target not in _SUMS
+            or set(node.kwargs) - {"alpha"}
+            or len(node.args) != 2
+        ):
             continue
         x, y = node.args
-        if not isinstance(x, fx.Node) or not isinstance(y, fx.Node) or x is y or not memory.fixed(node):
+        if (
+            not isinstance(x, fx.Node)
+            or not isinstance(y, fx.Node)
+            or x is y
+            or not memory.fixed(node)
+        ):
             continue
         chains = _chain(x, memory), _chain(y, memory)
         if chains[0] is None or chains[1] is None:
             continue
-        if all(mode.get(n, mode[node]) == mode[node] for box, path in chains if box for n in (box, *path)):  # type: ignore[misc]
+        if all(
+            mode.get(n, mode[node]) == mode[node]
+            for box, path in chains
+            if box
+            for n in (box, *path)
+        ):  # type: ignore[misc]
             _fold(graph, node, *chains)  # type: ignore[arg-type]
 
 
@@ -57,7 +75,11 @@ def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
         if is_boxing(node):
             known = plain(node.target.src, node.target.dst) and node.target.grad is None
             whole = not any(e.is_split for e in (*node.target.src.layout, *node.target.dst.layout))
-            good = known and node.target.src.placement is node.target.dst.placement and (whole or all(_pointwise(n) for n in path))
+            good = (
+                known
+                and node.target.src.placement is node.target.dst.placement
+                and (whole or all(_pointwise(n) for n in path))
+            )
             return (node, path[::-1]) if good and memory.fixed(node.args[0]) else None
         if node.meta.get("effect") or not (_pointwise(node) or _moves(node)):
             return None
@@ -67,10 +89,19 @@ def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
 
 def _pointwise(node: fx.Node) -> bool:
     """Negation, a number times or through; of a tensor that keeps its type."""
-    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+    if (
+        node.op not in ("call_function", "call_method")
+        or not node.args
+        or not isinstance(node.args[0], fx.Node)
+    ):
         return False
     val, given = node.meta.get("val"), node.args[0].meta.get("val")
-    if not isinstance(val, torch.Tensor) or not isinstance(given, torch.Tensor) or val.dtype is not given.dtype or node.kwargs:
+    if (
+        not isinstance(val, torch.Tensor)
+        or not isinstance(given, torch.Tensor)
+        or val.dtype is not given.dtype
+        or node.kwargs
+    ):
         return False
     if node.target in _NEGATIONS:
         return len(node.args) == 1
@@ -79,16 +110,31 @@ def _pointwise(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """A change of shape, or a cast to a type that holds as much: linear where every part is of the shape of the whole."""
-    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+    """A change of shape, or a cast to a type that holds as much: linear where every part is of the
+    shape of the whole."""
+    if (
+        node.op not in ("call_function", "call_method")
+        or not node.args
+        or not isinstance(node.args[0], fx.Node)
+    ):
         return False
     val, given = node.meta.get("val"), node.args[0].meta.get("val")
-    if not isinstance(val, torch.Tensor) or not isinstance(given, torch.Tensor) or any(isinstance(a, fx.Node) for a in node.args[1:]):
+    if (
+        not isinstance(val, torch.Tensor)
+        or not isinstance(given, torch.Tensor)
+        or any(isinstance(a, fx.Node) for a in node.args[1:])
+    ):
         return False
     if node.target in _SHAPES:
         return val.dtype is given.dtype and val.numel() == given.numel()
-    wider = given.is_floating_point() and val.is_floating_point() and torch.promote_types(val.dtype, given.dtype) is val.dtype
-    return node.target in _CASTS and wider and val.device == given.device and val.shape == given.shape
+    wider = (
+        given.is_floating_point()
+        and val.is_floating_point()
+        and torch.promote_types(val.dtype, given.dtype) is val.dtype
+    )
+    return (
+        node.target in _CASTS and wider and val.device == given.device and val.shape == given.shape
+    )
 
 
 def _after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
@@ -104,20 +150,34 @@ def _after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
 def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
     (a, path_a), (b, path_b) = first, second
     src, dst = _after(a.target.src, a, path_a), _after(a.target.dst, a, path_a)
-    if src is not _after(b.target.src, b, path_b) or dst is not _after(b.target.dst, b, path_b) or node.meta["val"].dtype is not dst.dtype:
+    if (
+        src is not _after(b.target.src, b, path_b)
+        or dst is not _after(b.target.dst, b, path_b)
+        or node.meta["val"].dtype is not dst.dtype
+    ):
         return
     both = differentiable(node)
     cluster, size = current_cluster(), src.dtype.itemsize
-    more = sum(cluster.seconds("copy", size * (src.local_numel() - dst.local_numel()), 1) * (1 + len(p)) for p in (path_a, path_b))
+    more = sum(
+        cluster.seconds("copy", size * (src.local_numel() - dst.local_numel()), 1) * (1 + len(p))
+        for p in (path_a, path_b)
+    )
     now = costs([(a.target.src, a.target.dst), (b.target.src, b.target.dst)], both)
-    if not now or costs([(src, dst)], both) + max(0.0, more if src.local_numel() > dst.local_numel() else 0.0) >= now:
+    if (
+        not now
+        or costs([(src, dst)], both)
+        + max(0.0, more if src.local_numel() > dst.local_numel() else 0.0)
+        >= now
+    ):
         return
     with graph.inserting_before(node):
         x, y = (_unboxed(graph, box, path) for box, path in (first, second))
         whole = dst.local_numel() == src.local_numel()
         total = graph.create_node(node.op, node.target, (x, y), node.kwargs)
         total.meta.update(node.meta, val=node.meta["val"] if whole else x.meta["val"])
-        boxed = graph.call_function(BoxingCall(src, dst, None, a.target.why, a.target.alias and b.target.alias), (total,))
+        boxed = graph.call_function(
+            BoxingCall(src, dst, None, a.target.why, a.target.alias and b.target.alias), (total,)
+        )
         boxed.meta.update(node.meta, box=(src, dst), calls=1)
     node.replace_all_uses_with(boxed)
     for gone in (node, *reversed(path_a), *reversed(path_b), a, b):
@@ -130,7 +190,12 @@ def _unboxed(graph: fx.Graph, box: fx.Node, path: list[fx.Node]) -> fx.Node:
     same = box.args[0].meta["val"].shape == box.meta["val"].shape
     for node in path:
         # What was boxed is contiguous, what was not may lie otherwise.
-        new = graph.create_node(node.op, "reshape" if node.target == "view" else node.target, (at, *node.args[1:]), dict(node.kwargs))
+        new = graph.create_node(
+            node.op,
+            "reshape" if node.target == "view" else node.target,
+            (at, *node.args[1:]),
+            dict(node.kwargs),
+        )
         new.meta.update(node.meta, val=node.meta["val"] if same else at.meta["val"])
         at = new
     return at  # type: ignore[no-any-return]

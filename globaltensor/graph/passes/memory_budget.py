@@ -1,12 +1,16 @@
-"""A memory limit: which parts of a program to recompute so that what autograd keeps for backward fits, at the least cost.
+"""A memory limit: which parts of a program to recompute so that what autograd keeps for backward
+fits, at the least cost.
 
-What each call keeps is not guessed: the calls are run once more on stand-ins without memory, under hooks that see what autograd saves. The forward pass is cut
-where little is alive (between the layers of a transformer: one tensor), and a dynamic program chooses which segments between cuts to recompute (Chen et al.
-2016, "Training deep nets with sublinear memory cost"; the chain model is that of Beaumont et al. 2021, "Efficient combination of rematerialization and
-offloading", whose rotor also recomputes inside recomputed segments, which is not done here).
+What each call keeps is not guessed: the calls are run once more on stand-ins without memory, under
+hooks that see what autograd saves. The forward pass is cut where little is alive (between the
+layers of a transformer: one tensor), and a dynamic program chooses which segments between cuts to
+recompute (Chen et al. 2016, "Training deep nets with sublinear memory cost"; the chain model is
+that of Beaumont et al. 2021, "Efficient combination of rematerialization and offloading", whose
+rotor also recomputes inside recomputed segments, which is not done here).
 
-Assumed: the peak is what is kept when backward starts plus the largest segment that is recomputed; a segment's inputs are all kept; parameters and the call's
-inputs are free. Within that the choice is the best one, up to rounding: bytes are counted in 2048ths of the limit.
+Assumed: the peak is what is kept when backward starts plus the largest segment that is recomputed;
+a segment's inputs are all kept; parameters and the call's inputs are free. Within that the choice
+is the best one, up to rounding: bytes are counted in 2048ths of the limit.
 """
 
 from __future__ import annotations
@@ -27,12 +31,22 @@ from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ..errors import GraphError
-from ..program.nodes import BoxingCall, GatherCall, ProgramCall, RandomCall, autocast, backward, set_grad_enabled
+from ..program.nodes import (
+    BoxingCall,
+    GatherCall,
+    ProgramCall,
+    RandomCall,
+    autocast,
+    backward,
+    set_grad_enabled,
+)
 from .subgraph import operands
 
 __all__ = ["Call", "choose_recompute", "kept_bytes", "segments"]
 
-_FLOPS_PER_BYTE = 50.0  # of a machine that plans are made for: its arithmetic over its memory's bandwidth
+_FLOPS_PER_BYTE = (
+    50.0  # of a machine that plans are made for: its arithmetic over its memory's bandwidth
+)
 _LAUNCH = 5e-6  # seconds that a call costs at least
 _BINS = 2048  # into which the limit is divided
 _MOST_CUTS = 64
@@ -40,23 +54,27 @@ _MOST_PEAKS = 48  # sizes of the largest recomputed segment that are tried
 
 
 class Call(NamedTuple):
-    """Consecutive nodes that go together: a call of the user's, or a region. Bytes are those of the rank that has most."""
+    """Consecutive nodes that go together: a call of the user's, or a region. Bytes are those of the
+    rank that has most."""
 
     number: int  # of the user's call that it begins with
     stage: int
     saved: int  # what is kept of its results, and beside them
     seconds: float  # to compute it once more
     fixed: bool  # a region of the user's: recomputed anyway
-    crossing: int = 0  # what is alive behind it and made since: the inputs of a segment that begins there
+    crossing: int = (
+        0  # what is alive behind it and made since: the inputs of a segment that begins there
+    )
     later: int = 0  # of that, what autograd keeps for calls behind it
     unsaved: int = 0  # of that, what nobody keeps
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------- what is kept
 
 
 class SavedActivations:
-    """What autograd keeps of each call: keys of memory, and bytes of memory that only the call knows."""
+    """What autograd keeps of each call: keys of memory, and bytes of memory that only the call
+    knows."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         self.constants = constants
@@ -69,12 +87,28 @@ class SavedActivations:
             for t in object_tensors(node.meta.get("val"), []):
                 self.sizes.setdefault(torch_private.storage_key(t), t.untyped_storage().nbytes())
             if node.op == "placeholder":
-                self.free |= {torch_private.storage_key(t) for t in object_tensors(node.meta.get("val"), [])}
+                self.free |= {
+                    torch_private.storage_key(t) for t in object_tensors(node.meta.get("val"), [])
+                }
         counter = FlopCounterMode(display=False)
-        mode = next((t.fake_mode for n in graph.nodes for t in object_tensors(n.meta.get("val"), []) if torch_private.is_fake(t)), None)
+        mode = next(
+            (
+                t.fake_mode
+                for n in graph.nodes
+                for t in object_tensors(n.meta.get("val"), [])
+                if torch_private.is_fake(t)
+            ),
+            None,
+        )
         if mode is None:
             return
-        flops, before = 0, [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+        flops, before = (
+            0,
+            [
+                (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k))
+                for k in ("cpu", "cuda")
+            ],
+        )
         try:
             with torch.enable_grad(), mode, counter:
                 for node in graph.nodes:
@@ -98,7 +132,12 @@ class SavedActivations:
             pass  # linear: its gradient needs no value
         elif isinstance(node.target, ProgramCall) and not isinstance(node.target, RandomCall):
             if torch.is_grad_enabled():  # not looked into: what goes in and what comes out
-                shared = {torch_private.storage_key(t) for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []) if t.is_floating_point()}
+                shared = {
+                    torch_private.storage_key(t)
+                    for n in [*operands(node), node]
+                    for t in object_tensors(n.meta.get("val"), [])
+                    if t.is_floating_point()
+                }
         elif not node.meta.get("writes") and torch.is_grad_enabled():
             shared, own = self._run(node, function)
         self.shared[node], self.own[node] = shared - self.free, sum(own.values())
@@ -110,30 +149,46 @@ class SavedActivations:
             saved.append(t)
             return t
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.constants[n.target] if n.op == "get_attr" else n.meta.get("val"))
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs),
+            lambda n: self.constants[n.target] if n.op == "get_attr" else n.meta.get("val"),
+        )
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = getattr(args[0], function)(*args[1:], **kwargs) if node.op == "call_method" else function(*args, **kwargs)
+            out = (
+                getattr(args[0], function)(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else function(*args, **kwargs)
+            )
         again = zip(object_tensors(out, []), object_tensors(node.meta.get("val"), []), strict=False)
         same = {torch_private.storage_key(a): torch_private.storage_key(b) for a, b in again}
         keys = [(same.get(key := torch_private.storage_key(t), key), t) for t in saved]
-        return {k for k, _ in keys if k in self.sizes}, {k: t.untyped_storage().nbytes() for k, t in keys if k not in self.sizes}
+        return {k for k, _ in keys if k in self.sizes}, {
+            k: t.untyped_storage().nbytes() for k, t in keys if k not in self.sizes
+        }
 
     def _time(self, node: fx.Node, flops: int) -> float:
         """By the roofline: arithmetic or memory, whichever takes longer."""
         cluster = current_cluster()
         if isinstance(node.target, (BoxingCall, GatherCall)):
             return plan_boxing(*node.meta["box"]).seconds
-        moved = sum(t.numel() * t.element_size() for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []))
+        moved = sum(
+            t.numel() * t.element_size()
+            for n in [*operands(node), node]
+            for t in object_tensors(n.meta.get("val"), [])
+        )
         return _LAUNCH + max(moved, flops / _FLOPS_PER_BYTE) / cluster.memory_bandwidth
 
 
 def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
-    """What autograd keeps for backward when the program runs as it is, parameters and the call's inputs aside."""
+    """What autograd keeps for backward when the program runs as it is, parameters and the call's
+    inputs aside."""
     kept = SavedActivations(graph, constants)
-    return sum(kept.own.values()) + sum(kept.sizes[k] for k in set().union(*kept.shared.values(), set()))
+    return sum(kept.own.values()) + sum(
+        kept.sizes[k] for k in set().union(*kept.shared.values(), set())
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the forward pass as a chain
+# ---------------------------------------------------------------------- the forward pass as a chain
 
 
 def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -165,7 +220,9 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
         for t in object_tensors(node.meta.get("val"), []):
             made.setdefault(torch_private.storage_key(t), i)
         for n in node.all_input_nodes:
-            used.update((torch_private.storage_key(t), i) for t in object_tensors(n.meta.get("val"), []))
+            used.update(
+                (torch_private.storage_key(t), i) for t in object_tensors(n.meta.get("val"), [])
+            )
         saver.update((key, i) for key in kept.shared.get(node, ()))
     n = len(calls)
     saved = [sum(kept.own.get(node, 0) for node in call) for call in calls]
@@ -184,7 +241,8 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
             unsaved[i] += size if key not in saver else 0
     return [
         Call(
-            call[0].meta.get("call", i), call[0].meta.get("stage") or 0, saved[i], sum(kept.seconds.get(node, 0.0) for node in call),
+            call[0].meta.get("call", i), call[0].meta.get("stage") or 0, saved[i],
+            sum(kept.seconds.get(node, 0.0) for node in call),
             call[0].meta.get("region") is not None, crossing[i], later[i], unsaved[i],
         )
         for i, call in enumerate(calls)
@@ -205,12 +263,13 @@ def _agreed(mine: list[Call]) -> list[Call]:
     return sorted(merged.values(), key=lambda c: c.number)
 
 
-# ---------------------------------------------------------------------------------------------------------------- choosing
+# ----------------------------------------------------------------------------------------- choosing
 
 
 def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
-    """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes (of one micro-batch, on any rank; each stage for itself).
-    Collective. Raises GraphError where that cannot be, saying what can."""
+    """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes
+    (of one micro-batch, on any rank; each stage for itself). Collective. Raises GraphError where
+    that cannot be, saying what can."""
     if not any(node.target is backward for node in graph.nodes):
         return
     chain = _agreed(_chain(graph, constants))
@@ -218,18 +277,24 @@ def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) 
     chosen: list[tuple[int, int, int, int]] = []
     for stage in sorted({c.stage for c in chain}):
         calls = [c for c in chain if c.stage == stage]
-        chosen += [(stage, calls[i].number, calls[j - 1].number, next(numbers)) for i, j in segments(calls, limit)]
+        chosen += [
+            (stage, calls[i].number, calls[j - 1].number, next(numbers))
+            for i, j in segments(calls, limit)
+        ]
     for nodes in _calls(graph):
         number, stage = nodes[0].meta.get("call", -1), nodes[0].meta.get("stage") or 0
-        region = next((r for s, first, last, r in chosen if s == stage and first <= number <= last), None)
+        region = next(
+            (r for s, first, last, r in chosen if s == stage and first <= number <= last), None
+        )
         if region is not None and nodes[0].meta.get("region") is None:
             for node in nodes:
                 node.meta["region"] = region
 
 
 def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
-    """Which runs of calls, as [i, j), to recompute: the cheapest choice whose kept bytes and largest recomputed segment are within ``limit`` together.
-    Regions that are recomputed anyway are not among them. Raises GraphError where there is none."""
+    """Which runs of calls, as [i, j), to recompute: the cheapest choice whose kept bytes and
+    largest recomputed segment are within ``limit`` together. Regions that are recomputed anyway are
+    not among them. Raises GraphError where there is none."""
     if not any(c.fixed for c in calls) and sum(c.saved for c in calls) <= limit:
         return []
     chain = _Segments(calls)
@@ -237,22 +302,37 @@ def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
     least = min((chain.least(w) + w, w) for w in peaks)
     if least[0] > limit:
         raise GraphError(
-            f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be kept: recomputing all it can, autograd keeps {show_bytes(int(least[0]))} "
-            f"({int(least[0])} bytes) at the peak; make the batch smaller (set_gradient_accumulation_steps), or allow that much"
+            f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be kept: recomputing "
+            f"all it can, autograd keeps {show_bytes(int(least[0]))} "
+            f"({int(least[0])} bytes) at the peak; make the batch smaller "
+            f"(set_gradient_accumulation_steps), or allow that much"
         )
     fitting = [w for w in peaks if w <= limit and chain.least(w) + w <= limit]
-    tried = {fitting[round(i * (len(fitting) - 1) / max(1, _MOST_PEAKS - 1))] for i in range(_MOST_PEAKS)} | {least[1]}
-    found = min((best for w in sorted(tried) if (best := chain.cheapest(w, limit)) is not None), key=lambda best: best[0], default=None)
-    chosen = found[1] if found is not None else chain.tightest(least[1])  # only rounding was in the way
+    tried = {
+        fitting[round(i * (len(fitting) - 1) / max(1, _MOST_PEAKS - 1))] for i in range(_MOST_PEAKS)
+    } | {least[1]}
+    found = min(
+        (best for w in sorted(tried) if (best := chain.cheapest(w, limit)) is not None),
+        key=lambda best: best[0],
+        default=None,
+    )
+    chosen = (
+        found[1] if found is not None else chain.tightest(least[1])
+    )  # only rounding was in the way
     return [(chain.cuts[i], chain.cuts[j]) for i, j in chosen if not calls[chain.cuts[i]].fixed]
 
 
 class _Segments:
-    """The chain cut where little crosses. Segment [i, j) goes from cut i to cut j: recomputed it costs ``seconds[i][j]`` and needs ``work[i][j]`` bytes."""
+    """The chain cut where little crosses. Segment [i, j) goes from cut i to cut j: recomputed it
+    costs ``seconds[i][j]`` and needs ``work[i][j]`` bytes."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         n = len(calls)
-        must = {i for i in range(1, n) if calls[i].fixed != calls[i - 1].fixed or (calls[i].fixed and calls[i - 1].fixed)}
+        must = {
+            i
+            for i in range(1, n)
+            if calls[i].fixed != calls[i - 1].fixed or (calls[i].fixed and calls[i - 1].fixed)
+        }
         ranked = sorted(c.crossing for c in calls[:-1])
         bound = ranked[min(len(ranked) - 1, max(16, len(ranked) // 8))] if ranked else 0
         free = [i for i in range(1, n) if calls[i - 1].crossing <= bound and i not in must]
@@ -267,7 +347,9 @@ class _Segments:
         spent = np.concatenate([[0.0], np.cumsum([c.seconds for c in calls])])
         self.saved = [int(total[c]) for c in self.cuts]  # up to each cut
         self.fixed = [calls[c].fixed for c in self.cuts[:-1]]
-        self.known: dict[float, tuple[float, list[tuple[int, int]]]] = {}  # by the largest segment allowed
+        self.known: dict[
+            float, tuple[float, list[tuple[int, int]]]
+        ] = {}  # by the largest segment allowed
         self.work = [[math.inf] * m for _ in range(m)]
         self.seconds = [[0.0] * m for _ in range(m)]
         for i in range(m - 1):
@@ -275,7 +357,9 @@ class _Segments:
                 if j > i + 1 and any(self.fixed[i:j]):
                     break
                 self.work[i][j] = int(total[self.cuts[j]] - total[self.cuts[i]])
-                self.seconds[i][j] = 0.0 if self.fixed[i] else float(spent[self.cuts[j]] - spent[self.cuts[i]])
+                self.seconds[i][j] = (
+                    0.0 if self.fixed[i] else float(spent[self.cuts[j]] - spent[self.cuts[i]])
+                )
 
     def _enter(self, i: int, before: int, recomputed: int) -> int:
         """Bytes kept at cut i, between a segment that is recomputed or not (1, 0) and the next."""
@@ -287,14 +371,18 @@ class _Segments:
         """(i, recomputed, what was before, bytes, seconds) of the segments that end at cut j."""
         out = []
         if not self.fixed[j - 1]:
-            out = [(j - 1, 0, t, self.saved[j] - self.saved[j - 1] + self._enter(j - 1, t, 0), 0.0) for t in (0, 1)]
+            out = [
+                (j - 1, 0, t, self.saved[j] - self.saved[j - 1] + self._enter(j - 1, t, 0), 0.0)
+                for t in (0, 1)
+            ]
         for i in range(j - 1, -1, -1):
             if self.work[i][j] <= peak or (self.fixed[i] and self.work[i][j] < math.inf):
                 out += [(i, 1, t, self._enter(i, t, 1), self.seconds[i][j]) for t in (0, 1)]
         return out
 
     def _scalar(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
-        """The least bytes kept where no recomputed segment needs more than ``peak``, and what is recomputed then."""
+        """The least bytes kept where no recomputed segment needs more than ``peak``, and what is
+        recomputed then."""
         if peak in self.known:
             return self.known[peak]
         m = len(self.cuts)
@@ -326,7 +414,8 @@ class _Segments:
         return self._scalar(peak)[1]
 
     def cheapest(self, peak: float, limit: int) -> tuple[float, list[tuple[int, int]]] | None:
-        """(seconds, what is recomputed) of the cheapest choice that keeps at most ``limit - peak`` bytes. None where there is none."""
+        """(seconds, what is recomputed) of the cheapest choice that keeps at most ``limit - peak``
+        bytes. None where there is none."""
         m, size = len(self.cuts), max(1.0, (limit - peak) / _BINS)
         bins = int((limit - peak) / size)
         best = np.full((m, 2, bins + 1), np.inf)
@@ -336,7 +425,9 @@ class _Segments:
             for i, t, before, _, seconds in self._ways(j, peak):
                 # Kept segments follow one another: their sum is rounded, not each of them.
                 entered = self._enter(i, before, t)
-                shift = math.ceil(entered / size) + (0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size))
+                shift = math.ceil(entered / size) + (
+                    0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size)
+                )
                 if shift > bins:
                     continue
                 new = best[i, before, : bins + 1 - shift] + seconds

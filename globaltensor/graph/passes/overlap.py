@@ -1,7 +1,9 @@
-"""Collectives begun early and awaited late: what lies between the two runs meanwhile, in the forward pass and in the backward pass.
+"""Collectives begun early and awaited late: what lies between the two runs meanwhile, in the
+forward pass and in the backward pass.
 
-A collective begins as soon as its operand is there and the collective before it has begun, so that their order stays; it is awaited where its result is first
-wanted. What is small and hangs on inputs alone, as the number of targets that count, begins when the program does.
+A collective begins as soon as its operand is there and the collective before it has begun, so that
+their order stays; it is awaited where its result is first wanted. What is small and hangs on inputs
+alone, as the number of targets that count, begins when the program does.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ __all__ = ["ancestors", "overlap_collectives"]
 
 SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
 _VIEWS = frozenset(
-    "view view_as reshape flatten unflatten transpose permute squeeze unsqueeze expand expand_as detach size dim t unbind split chunk narrow select".split()
+    (
+        "view view_as reshape flatten unflatten transpose permute squeeze unsqueeze expand "
+        "expand_as "
+        "detach size dim t unbind split chunk narrow select"
+    ).split()
 )
-
 
 
 def overlap_collectives(graph: fx.Graph) -> None:
@@ -38,17 +43,26 @@ def _splittable(node: fx.Node) -> bool:
     """Whether this is one move that can be begun, and not just been."""
     if isinstance(node.target, CoalescedCollective):
         return all(part.target is operator.getitem for part in node.users)
-    return is_boxing(node) and node.target.grad is None and move_of(node.target.src, node.target.dst) is not None
+    return (
+        is_boxing(node)
+        and node.target.grad is None
+        and move_of(node.target.src, node.target.dst) is not None
+    )
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    return list(node.users) if isinstance(node.target, CoalescedCollective) and node.users else [node]
+    return (
+        list(node.users) if isinstance(node.target, CoalescedCollective) and node.users else [node]
+    )
 
 
 def _issues(node: fx.Node) -> bool:
     """Whether ranks meet there: what must keep its order."""
-    return isinstance(node.target, (BoxingCall, GatherCall, CoalescedCollective, StartCollective)) or (
-        isinstance(node.target, ProgramCall) and not isinstance(node.target, (RandomCall, WaitCollective))
+    return isinstance(
+        node.target, (BoxingCall, GatherCall, CoalescedCollective, StartCollective)
+    ) or (
+        isinstance(node.target, ProgramCall)
+        and not isinstance(node.target, (RandomCall, WaitCollective))
     )
 
 
@@ -56,7 +70,9 @@ def _works(node: fx.Node) -> bool:
     """Whether a node computes something, rather than look at it otherwise."""
     if (
         node.op not in ("call_function", "call_method")
-        or isinstance(node.target, (BoxingCall, StartCollective, WaitCollective, CoalescedCollective))
+        or isinstance(
+            node.target, (BoxingCall, StartCollective, WaitCollective, CoalescedCollective)
+        )
         or node.target in (operator.getitem, getattr)
     ):
         return False
@@ -66,10 +82,19 @@ def _works(node: fx.Node) -> bool:
 
 def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Put the start of a boxing after one node, and the wait before another."""
-    joint = node.target if isinstance(node.target, CoalescedCollective) else CoalescedCollective([(node.target.src, node.target.dst, node.target.why)])
+    joint = (
+        node.target
+        if isinstance(node.target, CoalescedCollective)
+        else CoalescedCollective([(node.target.src, node.target.dst, node.target.why)])
+    )
     with graph.inserting_after(start):
         begun = graph.call_function(StartCollective(joint), node.args)
-    begun.meta.update({k: v for k, v in node.meta.items() if k in ("module", "stage", "region")}, val=None, effect=False, calls=1)
+    begun.meta.update(
+        {k: v for k, v in node.meta.items() if k in ("module", "stage", "region")},
+        val=None,
+        effect=False,
+        calls=1,
+    )
     with graph.inserting_before(wait):
         ended = graph.call_function(WaitCollective(joint), (begun,))
     ended.meta.update(node.meta, calls=0)
@@ -103,22 +128,34 @@ def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node
 
 
 def _hoist(graph: fx.Graph) -> None:
-    """Begin what is small, and to which only plain functions of inputs lead, when the program begins."""
+    """Begin what is small, and to which only plain functions of inputs lead, when the program
+    begins."""
     nodes = list(graph.nodes)
     memory, own = AliasSets(graph), AliasSets(graph, views=False)
     given = [n for n in nodes if n.op == "placeholder"]
-    found = [n for n in nodes if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None]
+    found = [
+        n
+        for n in nodes
+        if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None
+    ]
     if not given or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
         return  # the stages of a pipeline begin on their own
     last, placed, casts = given[-1], set(given), any(n.target is autocast for n in nodes)
     for node in found:
         wanted = {user for part in _results(node) for user in part.users}
         chain = ancestors(node)
-        if chain is None or not wanted or not memory.fixed(*chain) or not own.fixed(*_results(node)):
+        if (
+            chain is None
+            or not wanted
+            or not memory.fixed(*chain)
+            or not own.fixed(*_results(node))
+        ):
             continue
         if any(_nbytes(n) > SMALL for n in (*node.all_input_nodes, *_results(node))):
             continue
-        if any(n.meta.get("region") is not None for n in chain) or (casts and any(_floats(n) for n in (*chain, node))):
+        if any(n.meta.get("region") is not None for n in chain) or (
+            casts and any(_floats(n) for n in (*chain, node))
+        ):
             continue
         for n in chain:
             if n not in placed:
@@ -126,14 +163,18 @@ def _hoist(graph: fx.Graph) -> None:
                 last = n
                 placed.add(n)
         wait = next(n for n in graph.nodes if n in wanted)
-        while wait.meta.get("region") is not None and wait.prev.meta.get("region") == wait.meta["region"]:
+        while (
+            wait.meta.get("region") is not None
+            and wait.prev.meta.get("region") == wait.meta["region"]
+        ):
             wait = wait.prev
         last, _ = _cut(graph, node, last, wait)
         placed.add(last)
 
 
 def ancestors(node: fx.Node) -> list[fx.Node] | None:
-    """What leads to a node, in order; None where something of it has an effect, meets other ranks, has a gradient, or may not be run earlier."""
+    """What leads to a node, in order; None where something of it has an effect, meets other ranks,
+    has a gradient, or may not be run earlier."""
     found: dict[fx.Node, None] = {}
     todo = list(node.all_input_nodes)
     while todo:
@@ -150,7 +191,9 @@ def ancestors(node: fx.Node) -> list[fx.Node] | None:
 
 def _nbytes(node: fx.Node) -> int:
     val = node.meta.get("val")
-    return sum(v.nbytes for v in (val if isinstance(val, tuple) else (val,)) if isinstance(v, torch.Tensor))
+    return sum(
+        v.nbytes for v in (val if isinstance(val, tuple) else (val,)) if isinstance(v, torch.Tensor)
+    )
 
 
 def _floats(node: fx.Node) -> bool:

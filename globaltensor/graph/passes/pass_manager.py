@@ -1,4 +1,5 @@
-"""Which passes run, in which order, and what holds after each: ranks meet in one order, which follows from the graph alone."""
+"""Which passes run, in which order, and what holds after each: ranks meet in one order, which
+follows from the graph alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Pass = Callable[[fx.Graph], None]
 #: What leaves every boxing as it was recorded.
 PLAIN: tuple[Pass, ...] = (remove_identities, remove_idle)
 PASSES: tuple[Pass, ...] = (
-    remove_identities, remove_dead, eliminate_common_boxings, simplify_boxings, eliminate_common_boxings, fold_all_reduces,
+    remove_identities, remove_dead, eliminate_common_boxings, simplify_boxings,
+    eliminate_common_boxings, fold_all_reduces,
     defer_mean_count, coalesce_collectives, overlap_collectives, remove_dead,
 )  # fmt: skip
 
@@ -41,8 +43,10 @@ def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:
 
 
 def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
-    """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose parts differ (an empty one, say) may have recorded what leads
-    another pass to another result: they compare where they would meet, and where that differs, none moves any boxing. Collective among all ranks."""
+    """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose
+    parts differ (an empty one, say) may have recorded what leads another pass to another result:
+    they compare where they would meet, and where that differs, none moves any boxing. Collective
+    among all ranks."""
     here = world()
     if here.size == 1:
         for graph in graphs.values():
@@ -58,7 +62,9 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
                 mine[members] = mine.get(members, "") + digest
     except Exception as error:
         failed = error
-    everyone = here.comm(tuple(range(here.size))).all_gather_object((mine, str(failed) if failed is not None else ""))
+    everyone = here.comm(tuple(range(here.size))).all_gather_object(
+        (mine, str(failed) if failed is not None else "")
+    )
     if failed is not None:
         raise failed  # here, where it happened; the others say which rank it was
     for rank, (_, error) in enumerate(everyone):
@@ -72,26 +78,39 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
 
 
 def verify(graph: fx.Graph, after: str) -> None:
-    """What must hold between passes: every operand is made before it is used, each boxing takes what lies as it says, and what is begun is awaited, once.
-    Raises GraphError."""
+    """What must hold between passes: every operand is made before it is used, each boxing takes
+    what lies as it says, and what is begun is awaited, once. Raises GraphError."""
     try:
         graph.lint()
     except RuntimeError as error:
-        raise GraphError(f"the pass {after} has left a graph that is not in order: {error}") from error
+        raise GraphError(
+            f"the pass {after} has left a graph that is not in order: {error}"
+        ) from error
     for node in graph.nodes:
         for given, src in _takes(node):
             lies = given.meta.get("box")
             if lies is not None and lies[1] is not src and not _alike(lies[1], src):
-                raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}")
+                raise GraphError(
+                    f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}"
+                )
         if isinstance(node.target, StartCollective) and not _awaited(node):
-            raise GraphError(f"after the pass {after}, {node.name} is not awaited once, but by {[u.name for u in node.users]}")
-        if isinstance(node.target, CoalescedCollective) and any(u.target is not operator.getitem for u in node.users):
-            raise GraphError(f"after the pass {after}, the results of {node.name} are not taken apart")
+            raise GraphError(
+                f"after the pass {after}, {node.name} is not awaited once, but by "
+                f"{[u.name for u in node.users]}"
+            )
+        if isinstance(node.target, CoalescedCollective) and any(
+            u.target is not operator.getitem for u in node.users
+        ):
+            raise GraphError(
+                f"after the pass {after}, the results of {node.name} are not taken apart"
+            )
 
 
 def _awaited(begun: fx.Node) -> bool:
     users = list(begun.users)
-    return len(users) <= 1 and all(isinstance(u.target, WaitCollective) and u.target.joint is begun.target.joint for u in users)  # type: ignore[union-attr]
+    return len(users) <= 1 and all(
+        isinstance(u.target, WaitCollective) and u.target.joint is begun.target.joint for u in users
+    )  # type: ignore[union-attr]
 
 
 def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
@@ -101,7 +120,11 @@ def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
     if isinstance(node.target, BoxingCall):
         return [(node.args[0], node.target.src)]  # type: ignore[list-item]
     joint = node.target.joint if isinstance(node.target, StartCollective) else node.target
-    return [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)] if isinstance(joint, CoalescedCollective) else []  # type: ignore[misc]
+    return (
+        [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)]
+        if isinstance(joint, CoalescedCollective)
+        else []
+    )  # type: ignore[misc]
 
 
 def _alike(a: object, b: object) -> bool:
@@ -110,7 +133,8 @@ def _alike(a: object, b: object) -> bool:
 
 
 def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
-    """For each set of ranks that ``rank`` meets, a digest of for what and in which order: the same on all of them, or they would wait for each other."""
+    """For each set of ranks that ``rank`` meets, a digest of for what and in which order: the same
+    on all of them, or they would wait for each other."""
     found: dict[tuple[int, ...], list[str]] = {}
     for node in graph.nodes:
         step = node.target
@@ -119,13 +143,22 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
         elif isinstance(step, GatherCall):
             routes, how = [node.meta["box"]], "gather"
         elif isinstance(step, (CoalescedCollective, StartCollective, WaitCollective)):
-            routes, how = [r[:2] for r in (step if isinstance(step, CoalescedCollective) else step.joint).routes], type(step).__name__
+            routes, how = (
+                [
+                    r[:2]
+                    for r in (step if isinstance(step, CoalescedCollective) else step.joint).routes
+                ],
+                type(step).__name__,
+            )
         else:
             continue
         members = tuple(sorted({r for a, b in routes for s in (a, b) for r in s.placement.flat}))
         if rank in members:
             found.setdefault(members, []).append(f"{how} {[(repr(a), repr(b)) for a, b in routes]}")
-    return {members: hashlib.sha256("\n".join(lines).encode()).hexdigest() for members, lines in found.items()}
+    return {
+        members: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        for members, lines in found.items()
+    }
 
 
 def same(everyone: Sequence[Mapping[tuple[int, ...], str]]) -> bool:

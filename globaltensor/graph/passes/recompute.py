@@ -1,7 +1,9 @@
-"""Recomputation: parts of a program whose intermediate values are not kept for backward, but computed again there.
+"""Recomputation: parts of a program whose intermediate values are not kept for backward, but
+computed again there.
 
-Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016. Nodes with the same ``meta["region"]`` are one part: a module with
-``activation_checkpointing``, a call of ``torch.utils.checkpoint`` in the model's code, or what `budget` has chosen.
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016. Nodes with the
+same ``meta["region"]`` are one part: a module with ``activation_checkpointing``, a call of
+``torch.utils.checkpoint`` in the model's code, or what `budget` has chosen.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ __all__ = ["Recomputed", "fold"]
 
 
 class Recomputed(torch.nn.Module):
-    """Runs ``body``; autograd keeps the inputs only, and backward runs it again: with the same random numbers, and the same boxings on all ranks.
+    """Runs ``body``; autograd keeps the inputs only, and backward runs it again: with the same
+    random numbers, and the same boxings on all ranks.
 
-    ``copied``: positions of inputs that are written to, here or later: backward starts from what they were. What is written then is a copy, so that running
-    statistics and counters move once.
+    ``copied``: positions of inputs that are written to, here or later: backward starts from what
+    they were. What is written then is a copy, so that running statistics and counters move once.
     """
 
     def __init__(self, body: fx.GraphModule, copied: Sequence[int], random: bool) -> None:
         super().__init__()
         self.body, self.copied, self.random = body, tuple(copied), random
-        # Whether to run again to the end, rather than to the last value that is asked for: torch ends it by an exception, which compiled code cannot have.
+        # Whether to run again to the end, rather than to the last value that is asked for: torch
+        # ends it by an exception, which compiled code cannot have.
         self.whole = False
 
     def forward(self, *args: Any) -> Any:
@@ -46,14 +50,18 @@ class Recomputed(torch.nn.Module):
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """The body for one call: the first run takes its inputs as they are, each later one copies of what they were."""
+        """The body for one call: the first run takes its inputs as they are, each later one copies
+        of what they were."""
         count = len(args)
         now = {i: args[i] for i in self.copied}
         kept = {i: (a.detach().clone(), a.requires_grad) for i, a in now.items()}
 
         def run(*rest: Any) -> Any:
-            # No leaves, for autograd forbids to write to one; but parts of a graph where the inputs are.
-            these = dict(now) or {i: a.detach().requires_grad_(needs).clone() for i, (a, needs) in kept.items()}
+            # No leaves, for autograd forbids to write to one; but parts of a graph where the inputs
+            # are.
+            these = dict(now) or {
+                i: a.detach().requires_grad_(needs).clone() for i, (a, needs) in kept.items()
+            }
             others = iter(rest)
             every = [these[i] if i in these else next(others) for i in range(count)]
             now.clear()
@@ -62,24 +70,33 @@ class Recomputed(torch.nn.Module):
         return run
 
     def __repr__(self) -> str:
-        return f"Recomputed({', '.join(f'input {i} as it was' for i in self.copied)}\n{self.body.code.strip()}\n)"
+        return f"Recomputed({', '.join(f'input {i} as it was' for i in self.copied)}\n{self.body.code.strip()}\n)"  # noqa: E501
 
 
 def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``. Where other nodes stand between those of a region, each run of its
-    nodes is recomputed for itself. Raises GraphError for a region that cannot run twice: one with a backward pass in it, or which writes to memory that it
-    reads under several names."""
+    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``. Where other
+    nodes stand between those of a region, each run of its nodes is recomputed for itself. Raises
+    GraphError for a region that cannot run twice: one with a backward pass in it, or which writes
+    to memory that it reads under several names."""
     runs = list(extract(graph, lambda node: node.meta.get("region")))
     if not runs:
         return
-    writes = [(node, set().union(*map(storages, targets))) for node in graph.nodes if (targets := mutated_operands(node))]
+    writes = [
+        (node, set().union(*map(storages, targets)))
+        for node in graph.nodes
+        if (targets := mutated_operands(node))
+    ]
     order = {node: i for i, node in enumerate(graph.nodes)}
     for _, nodes in runs:
         part = Subgraph(nodes)
         if not part.gives and not any(n.meta.get("effect") for n in nodes):
             continue
         _check(part)
-        copied = _copied(part, [w for node, w in writes if order[node] >= order[nodes[0]]], [w for node, w in writes if node in set(nodes)])
+        copied = _copied(
+            part,
+            [w for node, w in writes if order[node] >= order[nodes[0]]],
+            [w for node, w in writes if node in set(nodes)],
+        )
         name = f"recomputed_{sum(key.startswith('recomputed_') for key in constants)}"
         body = fx.GraphModule(constants, part.graph(), name)
         constants[name] = Recomputed(body, copied, any(_random(n) for n in nodes))
@@ -91,13 +108,17 @@ def _check(part: Subgraph) -> None:
     for node in part.nodes:
         if node.target is backward:
             raise GraphError(
-                f"a part that is recomputed calls backward() (in {node.meta.get('module') or 'build()'}): it cannot run again in a pass that it starts; "
-                "take activation_checkpointing from the module that calls backward(), or call it in build()"
+                f"a part that is recomputed calls backward() (in "
+                f"{node.meta.get('module') or 'build()'}): it cannot run again in a pass that it "
+                f"starts; "
+                "take activation_checkpointing from the module that calls backward(), or call it "
+                "in build()"
             )
 
 
 def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
-    """Positions of the inputs that are written to from here on. What only other ranks' gradients read needs none."""
+    """Positions of the inputs that are written to from here on. What only other ranks' gradients
+    read needs none."""
     changed: set[int] = set().union(*later) if later else set()
     mine: set[int] = set().union(*here) if here else set()
     where = [storages(n) for n in part.needs]
@@ -106,14 +127,17 @@ def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]])
         twin = next((j for j in range(len(where)) if j != i and where[j] & where[i] & mine), None)
         if twin is not None:
             raise GraphError(
-                f"a part that is recomputed (in {part.nodes[0].meta.get('module') or 'build()'}) writes to memory that it reads as {part.needs[i].name} and as "
-                f"{part.needs[twin].name}: it cannot run twice; write out of place (x + y instead of x += y), or clone one of them before"
+                f"a part that is recomputed (in {part.nodes[0].meta.get('module') or 'build()'}) "
+                f"writes to memory that it reads as {part.needs[i].name} and as "
+                f"{part.needs[twin].name}: it cannot run twice; write out of place (x + y instead "
+                f"of x += y), or clone one of them before"
             )
     return found
 
 
 def _random(node: fx.Node) -> bool:
-    """Whether a node may draw other numbers when it runs again: such have effects though they write to none of their operands."""
+    """Whether a node may draw other numbers when it runs again: such have effects though they write
+    to none of their operands."""
     if isinstance(node.target, RandomCall):
         return not node.target.repeats
     return bool(node.meta.get("effect") and not node.meta.get("writes"))

@@ -1,4 +1,5 @@
-"""Calls that give back what they were given: helpers of ours that say something about a global tensor and nothing about its parts."""
+"""Calls that give back what they were given: helpers of ours that say something about a global
+tensor and nothing about its parts."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ __all__ = ["remove_identities"]
 
 
 def remove_identities(graph: fx.Graph) -> None:
-    """Remove calls of functions of ours whose result is their operand itself. Torch's own stay: what is contiguous here may not be so at run time."""
+    """Remove calls of functions of ours whose result is their operand itself. Torch's own stay:
+    what is contiguous here may not be so at run time."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.meta.get("effect") or isinstance(node.target, ProgramCall):
+        if (
+            node.op != "call_function"
+            or node.meta.get("effect")
+            or isinstance(node.target, ProgramCall)
+        ):
             continue
         if not str(getattr(node.target, "__module__", "")).startswith(__name__.partition(".")[0]):
             continue

@@ -1,7 +1,9 @@
-"""Boxings that need not be: a -> b -> c goes from a to c where that is no dearer, a -> b -> a goes nowhere, and what leaves every part as it is goes.
+"""Boxings that need not be: a -> b -> c goes from a to c where that is no dearer, a -> b -> a goes
+nowhere, and what leaves every part as it is goes.
 
-Each step of boxing keeps the tensor and changes how it lies, and so does each step of its gradient's way back, which is that of the duals. A boxing that
-was told how its gradient has to pass (``grad``) is left alone.
+Each step of boxing keeps the tensor and changes how it lies, and so does each step of its
+gradient's way back, which is that of the duals. A boxing that was told how its gradient has to pass
+(``grad``) is left alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ def simplify_boxings(graph: fx.Graph) -> None:
     """Shorten chains of boxings, in order, so that a chain of any length shortens."""
     memory, mode = AliasSets(graph), modes(graph)
     for node in list(graph.nodes):
-        if not is_boxing(node) or node.target.grad is not None or not plain(node.target.src, node.target.dst):
+        if (
+            not is_boxing(node)
+            or node.target.grad is not None
+            or not plain(node.target.src, node.target.dst)
+        ):
             continue
         before = node.args[0]
         if not memory.fixed(node, before):
@@ -37,11 +43,15 @@ def simplify_boxings(graph: fx.Graph) -> None:
 
 def unmoved(src: Spec, dst: Spec) -> bool:
     """Whether every part stays as it is, and so does every part of the gradient."""
-    return src is dst or (plan_boxing(src, dst).is_noop and plan_boxing(dst.dual(), src.dual()).is_noop)
+    return src is dst or (
+        plan_boxing(src, dst).is_noop and plan_boxing(dst.dual(), src.dual()).is_noop
+    )
 
 
 def _chained(first: fx.Node) -> bool:
-    return is_boxing(first) and first.target.grad is None and plain(first.target.src, first.target.dst)
+    return (
+        is_boxing(first) and first.target.grad is None and plain(first.target.src, first.target.dst)
+    )
 
 
 def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None:
@@ -58,7 +68,10 @@ def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None
     if costs([(a, c)], both) > now:
         return None
     with graph.inserting_before(second):
-        node = graph.call_function(BoxingCall(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
+        node = graph.call_function(
+            BoxingCall(a, c, None, second.target.why, second.target.alias and first.target.alias),
+            (first.args[0],),
+        )
     node.meta.update(second.meta, box=(a, c))
     replace(second, node)
     _drop(first)

@@ -12,20 +12,32 @@ from torch import fx
 from ..._base import torch_private
 from ..._base.pytree import object_tensors
 
-__all__ = ["Subgraph", "constants_first", "extract", "mutated_operands", "operands", "put_back", "storages"]
+__all__ = [
+    "Subgraph",
+    "constants_first",
+    "extract",
+    "mutated_operands",
+    "operands",
+    "put_back",
+    "storages",
+]
 
 
 class Subgraph:
-    """Consecutive nodes as a graph: its inputs are ``needs``, nodes of the program from outside, its results the nodes ``gives``, in order."""
+    """Consecutive nodes as a graph: its inputs are ``needs``, nodes of the program from outside,
+    its results the nodes ``gives``, in order."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = list(nodes)
         inside = set(self.nodes)
-        self.needs = list(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))
+        self.needs = list(
+            dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside)
+        )
         self.gives = [n for n in self.nodes if any(u not in inside for u in n.users)]
 
     def graph(self) -> fx.Graph:
-        """A copy of the nodes, as a graph with one placeholder for each of ``needs`` that returns the tuple of ``gives``."""
+        """A copy of the nodes, as a graph with one placeholder for each of ``needs`` that returns
+        the tuple of ``gives``."""
         made, copies = fx.Graph(), {}
         for node in self.needs:
             copies[node] = made.placeholder(node.name)
@@ -36,8 +48,11 @@ class Subgraph:
         return made
 
 
-def extract(graph: fx.Graph, wanted: Callable[[fx.Node], Any]) -> Iterator[tuple[Any, list[fx.Node]]]:
-    """Runs of consecutive nodes for which ``wanted`` is the same, and not None: (that, nodes). Constants of the program come before all of them."""
+def extract(
+    graph: fx.Graph, wanted: Callable[[fx.Node], Any]
+) -> Iterator[tuple[Any, list[fx.Node]]]:
+    """Runs of consecutive nodes for which ``wanted`` is the same, and not None: (that, nodes).
+    Constants of the program come before all of them."""
     constants_first(graph)
     kind: Any = None
     nodes: list[fx.Node] = []
@@ -61,14 +76,28 @@ def constants_first(graph: fx.Graph) -> None:
             first.prepend(node)
 
 
-def put_back(graph: fx.Graph, part: Subgraph, name: str, needs: Sequence[fx.Node] | None = None, gives: Sequence[fx.Node] | None = None) -> fx.Node:
-    """Replace the nodes of a part by one call of the module ``name``, which takes ``needs`` and returns the tuple of ``gives``."""
+def put_back(
+    graph: fx.Graph,
+    part: Subgraph,
+    name: str,
+    needs: Sequence[fx.Node] | None = None,
+    gives: Sequence[fx.Node] | None = None,
+) -> fx.Node:
+    """Replace the nodes of a part by one call of the module ``name``, which takes ``needs`` and
+    returns the tuple of ``gives``."""
     gives = part.gives if gives is None else gives
     inside = set(part.nodes)
     with graph.inserting_after(part.nodes[-1]):
         call = graph.call_module(name, tuple(part.needs if needs is None else needs))
     last = part.nodes[-1].meta
-    call.meta.update(val=tuple(n.meta.get("val") for n in gives), effect=True, calls=1, region=None, stage=last.get("stage"), module=last.get("module"))
+    call.meta.update(
+        val=tuple(n.meta.get("val") for n in gives),
+        effect=True,
+        calls=1,
+        region=None,
+        stage=last.get("stage"),
+        module=last.get("module"),
+    )
     at = call
     for i, node in enumerate(gives):
         with graph.inserting_after(at):
@@ -80,22 +109,29 @@ def put_back(graph: fx.Graph, part: Subgraph, name: str, needs: Sequence[fx.Node
     return call
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """What gives the tensors that a node is called with, in the order of its arguments."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) if object_tensors(n.meta.get("val"), []) else None)
+    fx.node.map_arg(
+        (node.args, node.kwargs),
+        lambda n: found.append(n) if object_tensors(n.meta.get("val"), []) else None,
+    )
     return found
 
 
-#: Calls that write their running statistics without saying so in the tensors' versions: the positions and names of these, and when they do.
+#: Calls that write their running statistics without saying so in the tensors' versions: the
+#: positions and names of these, and when they do.
 _STATISTICS: Mapping[str, tuple[tuple[int, str], tuple[int, str], tuple[int, str]]] = {
     "batch_norm": ((1, "running_mean"), (2, "running_var"), (5, "training")),
     "instance_norm": ((1, "running_mean"), (2, "running_var"), (5, "use_input_stats")),
 }
-_AS_KERNELS: Mapping[Any, tuple[int, int, int]] = {torch.batch_norm: (3, 4, 5), torch.instance_norm: (3, 4, 5)}
+_AS_KERNELS: Mapping[Any, tuple[int, int, int]] = {
+    torch.batch_norm: (3, 4, 5),
+    torch.instance_norm: (3, 4, 5),
+}
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
@@ -105,7 +141,10 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
     entry = _STATISTICS.get(getattr(node.target, "__name__", ""))
     if entry is not None and node.op == "call_function":
         at = _AS_KERNELS.get(node.target) or tuple(i for i, _ in entry)
-        mean, var, when = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, (_, name) in zip(at, entry, strict=True))
+        mean, var, when = (
+            node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            for i, (_, name) in zip(at, entry, strict=True)
+        )
         if when or when is None:  # instance_norm's default is True; batch_norm's call always says
             found += [n for n in (mean, var) if isinstance(n, fx.Node)]
     return found

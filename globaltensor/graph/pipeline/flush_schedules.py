@@ -1,6 +1,7 @@
 """Schedules whose backward is whole: gpipe, 1f1b, interleaved; and forward, for evaluation.
 
-Stages that follow one another on one lane act as one, called a run here. All accumulate gradients in the order of the micro-batches.
+Stages that follow one another on one lane act as one, called a run here. All accumulate gradients
+in the order of the micro-batches.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ def runs(lanes: Sequence[int]) -> list[Run]:
 
 
 def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
-    """The actions of the run's stages for its (kind, micro): forwards from the first stage on, backwards from the last."""
+    """The actions of the run's stages for its (kind, micro): forwards from the first stage on,
+    backwards from the last."""
     for kind, micro in work:
-        stages = range(run.first, run.last + 1) if kind == "F" else range(run.last, run.first - 1, -1)
+        stages = (
+            range(run.first, run.last + 1) if kind == "F" else range(run.last, run.first - 1, -1)
+        )
         yield from (Action(kind, stage, micro) for stage in stages)
 
 
@@ -57,7 +61,13 @@ def per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
     return tuple(total)
 
 
-@family("forward", "evaluation", "eval", "inference", promise=lambda lanes, micros: (0,) * (max(lanes) + 1))
+@family(
+    "forward",
+    "evaluation",
+    "eval",
+    "inference",
+    promise=lambda lanes, micros: (0,) * (max(lanes) + 1),
+)
 def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     """Forwards only, run by run."""
     rows: list[list[Action]] = [[] for _ in range(max(lanes) + 1)]
@@ -66,10 +76,15 @@ def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     return rows
 
 
-@family("gpipe", "fill-drain", promise=lambda lanes, micros: per_lane(lanes, [micros] * len(runs(lanes))))
+@family(
+    "gpipe",
+    "fill-drain",
+    promise=lambda lanes, micros: per_lane(lanes, [micros] * len(runs(lanes))),
+)
 def gpipe(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019); where a lane comes again, one run after the other, breadth first
-    (Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023)."""
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019); where a lane comes
+    again, one run after the other, breadth first (Lamy-Poirier, Breadth-First Pipeline Parallelism,
+    MLSys 2023)."""
     rows = forward(lanes, micros)
     for run in reversed(runs(lanes)):
         rows[run.lane] += expand(run, (("B", micro) for micro in range(micros)))
@@ -85,12 +100,16 @@ def _promise_1f1b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> t
     return per_lane(lanes, (_warm(many - 1 - k, micros, eager) for k in range(many)))
 
 
-@family("1f1b", "one-forward-one-backward", "one-f-one-b", promise=_promise_1f1b, options=("eager",))
+@family(
+    "1f1b", "one-forward-one-backward", "one-f-one-b", promise=_promise_1f1b, options=("eager",)
+)
 def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> list[list[Action]]:
-    """One forward, one backward (Narayanan et al., PipeDream-Flush, ICML 2021): run k of n starts with n - k forwards, so it never holds more.
+    """One forward, one backward (Narayanan et al., PipeDream-Flush, ICML 2021): run k of n starts
+    with n - k forwards, so it never holds more.
 
-    ``eager`` starts with 2 (n - k) - 1 instead: transfers then overlap compute, for more memory (Zhuang et al., On Optimizing the Communication of Model
-    Parallelism, MLSys 2023). Where a lane comes again, its runs share it, each in this order.
+    ``eager`` starts with 2 (n - k) - 1 instead: transfers then overlap compute, for more memory
+    (Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023). Where a lane
+    comes again, its runs share it, each in this order.
     """
     found = runs(lanes)
     orders: list[list[tuple[str, int]]] = []
@@ -103,13 +122,19 @@ def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> lis
                 order.append(("F", micro + warm))
         orders.append(order)
     if len(found) == max(lanes) + 1:
-        return [list(expand(run, order)) for _, run, order in sorted(zip((run.lane for run in found), found, orders, strict=True))]
+        return [
+            list(expand(run, order))
+            for _, run, order in sorted(
+                zip((run.lane for run in found), found, orders, strict=True)
+            )
+        ]
     return _merge(found, orders)
 
 
 def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[Action]]:
-    """Rows in which each run keeps its order, runs of one lane taking turns: what can start first does so, a backward costing two forwards. It ends for
-    any lanes, as the orders would with a lane for each run."""
+    """Rows in which each run keeps its order, runs of one lane taking turns: what can start first
+    does so, a backward costing two forwards. It ends for any lanes, as the orders would with a lane
+    for each run."""
     waiting = [deque(order) for order in orders]
     free, done = [0] * (max(run.lane for run in found) + 1), dict[tuple[str, int, int], int]()
     rows: list[list[Action]] = [[] for _ in free]
@@ -120,7 +145,9 @@ def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[A
                 kind, micro = order[0]
                 before = k - 1 if kind == "F" else k + 1
                 if not 0 <= before < len(found) or (kind, before, micro) in done:
-                    ready.append((max(free[run.lane], done.get((kind, before, micro), 0)), kind, -k))
+                    ready.append(
+                        (max(free[run.lane], done.get((kind, before, micro), 0)), kind, -k)
+                    )
         if not ready:
             return rows
         start, kind, k = min(ready)  # B before F, then the later run
@@ -130,7 +157,8 @@ def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[A
 
 
 def _groups(lanes: tuple[int, ...], micros: int) -> list[range]:
-    """Micro-batches that go through a turn together: at least as many as there are lanes, the groups as even as can be."""
+    """Micro-batches that go through a turn together: at least as many as there are lanes, the
+    groups as even as can be."""
     wide = max(lanes) + 1
     many = max(1, micros // wide)
     sizes = [max(wide, micros // many + (k < micros % many)) for k in range(many)]
@@ -145,7 +173,10 @@ def _start(lanes: tuple[int, ...], lane: int, micros: int) -> int:
 
 
 def _promise_interleaved(lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
-    return tuple(min(micros * len(lanes) // (max(lanes) + 1), _start(lanes, lane, micros)) for lane in range(max(lanes) + 1))
+    return tuple(
+        min(micros * len(lanes) // (max(lanes) + 1), _start(lanes, lane, micros))
+        for lane in range(max(lanes) + 1)
+    )
 
 
 @family(
@@ -156,13 +187,25 @@ def _promise_interleaved(lanes: tuple[int, ...], micros: int) -> tuple[int, ...]
     promise=_promise_interleaved,
 )
 def interleaved(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """1f1b with several stages a lane, in turn, for a bubble as many times smaller (Narayanan et al., Megatron-LM, SC 2021): micro-batches go through all
-    turns in groups. Fewer micro-batches than lanes are a group with some left out."""
+    """1f1b with several stages a lane, in turn, for a bubble as many times smaller (Narayanan et
+    al., Megatron-LM, SC 2021): micro-batches go through all turns in groups. Fewer micro-batches
+    than lanes are a group with some left out."""
     rows = []
     for lane in range(max(lanes) + 1):
-        mine, warm, groups = [k for k, where in enumerate(lanes) if where == lane], _start(lanes, lane, micros), _groups(lanes, micros)
-        forwards = [Action("F", stage, micro) for group in groups for stage in mine for micro in group]
-        backwards = [Action("B", stage, micro) for group in groups for stage in reversed(mine) for micro in group]
+        mine, warm, groups = (
+            [k for k, where in enumerate(lanes) if where == lane],
+            _start(lanes, lane, micros),
+            _groups(lanes, micros),
+        )
+        forwards = [
+            Action("F", stage, micro) for group in groups for stage in mine for micro in group
+        ]
+        backwards = [
+            Action("B", stage, micro)
+            for group in groups
+            for stage in reversed(mine)
+            for micro in group
+        ]
         row = forwards[:warm]
         for k, action in enumerate(backwards):
             row += [action, *forwards[warm + k : warm + k + 1]]

@@ -1,4 +1,5 @@
-"""What a run of a pipeline was like: the spans of all ranks as one timeline, and a trace of it beside the simulated one."""
+"""What a run of a pipeline was like: the spans of all ranks as one timeline, and a trace of it
+beside the simulated one."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ __all__ = ["measured"]
 
 
 def measured(pipeline: Pipeline, path: str | os.PathLike[str] | None = None) -> Timeline:
-    """The last run, a line for each rank, and the optimizer steps after it; with ``path``, written there by rank 0 beside what the simulator foretells from the
-    run's own costs, a line for each lane. Collective among all ranks."""
+    """The last run, a line for each rank, and the optimizer steps after it; with ``path``, written
+    there by rank 0 beside what the simulator foretells from the run's own costs, a line for each
+    lane. Collective among all ranks."""
     here, ranks = world(), sorted(pipeline.lanes)
     mine = [(*span.action, span.start, span.end) for span in pipeline.spans], pipeline.stepped
     everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
@@ -32,5 +34,11 @@ def measured(pipeline: Pipeline, path: str | os.PathLike[str] | None = None) -> 
         for i, start, end in steps:
             seconds[pipeline.lanes[ranks[i]]].append(end - start)
         step_of = [median(each) if each else 0.0 for each in seconds.values()]
-        save_trace(path, measured=line, simulated=simulate(pipeline.schedule, line.costs, edges=pipeline.crossing, step=step_of))
+        save_trace(
+            path,
+            measured=line,
+            simulated=simulate(
+                pipeline.schedule, line.costs, edges=pipeline.crossing, step=step_of
+            ),
+        )
     return line

@@ -1,7 +1,9 @@
-"""Partition: a captured graph with stages, cut into one program for each stage of this rank, and what crosses between stages.
+"""Partition: a captured graph with stages, cut into one program for each stage of this rank, and
+what crosses between stages.
 
-Which stage an op belongs to follows from the logical graph, so all ranks agree: the module it runs in says so, or what it works on, or who uses it. What
-follows from plain tensors alone (positions, masks) is computed again in each stage that uses it.
+Which stage an op belongs to follows from the logical graph, so all ranks agree: the module it runs
+in says so, or what it works on, or who uses it. What follows from plain tensors alone (positions,
+masks) is computed again in each stage that uses it.
 """
 
 from __future__ import annotations
@@ -64,16 +66,26 @@ class StagePartition(NamedTuple):
     parts: dict[int, Part]
     edges: list[Edge]
     fed: dict[tuple[int, int], int]  # (stage, input of the stage) -> input of the call
-    results: list[tuple[int, int]]  # where each tensor that build() returns comes from: (stage, output of the stage)
+    results: list[
+        tuple[int, int]
+    ]  # where each tensor that build() returns comes from: (stage, output of the stage)
 
 
-def cut(captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> StagePartition:
-    """Cut the program. ``placements``: of each stage. Collective: ranks tell each other what their stages need. Raises GraphError."""
+def cut(
+    captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]
+) -> StagePartition:
+    """Cut the program. ``placements``: of each stage. Collective: ranks tell each other what their
+    stages need. Raises GraphError."""
     return StagePartitioner(captured, placements, inputs).cut()
 
 
 class StagePartitioner:
-    def __init__(self, captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        captured: CaptureResult,
+        placements: Sequence[Placement],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
         self.captured, self.placements, self.given = captured, placements, inputs
         self.rank = world().rank
         self.held = [k for k, p in enumerate(placements) if p.coordinate(self.rank) is not None]
@@ -98,7 +110,8 @@ class StagePartitioner:
             if p is placement:
                 return k
         raise GraphError(
-            f"a tensor of a pipeline lies on {placement!r}, where no stage is (they are on {', '.join(map(repr, self.placements))}): bring it to the "
+            f"a tensor of a pipeline lies on {placement!r}, where no stage is (they are on "
+            f"{', '.join(map(repr, self.placements))}): bring it to the "
             "placement of the stage that uses it before the call, or with to_global in build()"
         )
 
@@ -138,7 +151,8 @@ class StagePartitioner:
         if loss is not None:
             values["loss",] = loss[1]
             _place(always[loss[0]], ("loss",))
-        # What a stage is asked for may have to come from another one, in its turn: until nobody needs more.
+        # What a stage is asked for may have to come from another one, in its turn: until nobody
+        # needs more.
         told: dict[int, list[Need]] = {k: [] for k in always}
         while True:
             outputs = {k: list(keys) for k, keys in always.items()}
@@ -154,12 +168,19 @@ class StagePartitioner:
             part.outputs = outputs[part.number]
             if loss is not None and loss[0] == part.number:
                 part.loss = part.outputs.index(("loss",)), loss[2]
-        return StagePartition(self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where])
+        return StagePartition(
+            self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where]
+        )
 
     def _emitted(self, part: Part, values: Mapping[Key, fx.Node]) -> None:
-        """The stage's program: its own nodes, and those of no stage that they or the outputs need, in the order of the user's code."""
+        """The stage's program: its own nodes, and those of no stage that they or the outputs need,
+        in the order of the user's code."""
         roots = [self._output(key, values) for key in part.wanted]
-        mine = [n for n in self.nodes if self.stages[n] == part.number and n.op != "output" and not self._special(n)]
+        mine = [
+            n
+            for n in self.nodes
+            if self.stages[n] == part.number and n.op != "output" and not self._special(n)
+        ]
         floating = self._floating(part, [*mine, *roots])
         leaving: dict[fx.Node, list[Key]] = {}
         for key in part.wanted:
@@ -189,7 +210,9 @@ class StagePartitioner:
             todo += node.all_input_nodes
             if self.stages[node] is None and node.op.startswith("call_"):
                 found.add(node)
-                todo += [w for w in self.writers.get(self.memory.of(node), ()) if self.stages[w] is None]
+                todo += [
+                    w for w in self.writers.get(self.memory.of(node), ()) if self.stages[w] is None
+                ]
         return found
 
     def _leaves_at(self, key: Key, part: Part) -> fx.Node:
@@ -197,34 +220,55 @@ class StagePartitioner:
         if key[0] == "box":
             return self.by_box[key[1]]
         if key[0] == "value":
-            away = [u for u in self.by_value[key[1]].users if self.stages[u] not in (None, part.number)]
+            away = [
+                u for u in self.by_value[key[1]].users if self.stages[u] not in (None, part.number)
+            ]
             return min(away, key=self.order.__getitem__, default=self.nodes[-1])
         return self.nodes[-1]
 
     def _output(self, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
-        return self.by_box[key[1]].args[0] if key[0] == "box" else self.by_value[key[1]] if key[0] == "value" else values[key]  # type: ignore[return-value]
+        return (
+            self.by_box[key[1]].args[0]
+            if key[0] == "box"
+            else self.by_value[key[1]]
+            if key[0] == "value"
+            else values[key]
+        )  # type: ignore[return-value]
 
     def _loss(self) -> tuple[int, fx.Node, Spec] | None:
         """Stage, node and layout of what backward() is called of."""
         found = [node for node in self.nodes if node.target is backward]
         for node in self.captured.logical.nodes:
-            given = [*node.args[1:2], node.kwargs.get("gradient")] if node.target == "backward" else ()
+            given = (
+                [*node.args[1:2], node.kwargs.get("gradient")] if node.target == "backward" else ()
+            )
             if any(v is not None for v in given):
-                raise GraphError(f"backward(gradient) in a pipeline: multiply the loss by it, sum, and call backward()\n  {node.meta.get('where', '')}")
+                raise GraphError(
+                    f"backward(gradient) in a pipeline: multiply the loss by it, sum, and call "
+                    f"backward()\n  {node.meta.get('where', '')}"
+                )
             if node.target is torch.autograd.grad:
                 raise GraphError(
-                    "torch.autograd.grad in a pipeline: gradients do not come back to build() from other stages; call backward() of the loss, and use "
-                    f"gradients in a hook of the optimizer (optimizer.register_step_pre_hook)\n  {node.meta.get('where', '')}"
+                    "torch.autograd.grad in a pipeline: gradients do not come back to build() "
+                    "from other stages; call backward() of the loss, and use "
+                    f"gradients in a hook of the optimizer (optimizer.register_step_pre_hook)\n  "
+                    f"{node.meta.get('where', '')}"
                 )
         if not found:
             return None
         tensors: Any = found[0].args[0]
         if len(found) > 1 or len(tensors) != 1:
-            raise GraphError("a pipeline has one loss, of which backward() is called once: add the losses and call backward() of the sum")
+            raise GraphError(
+                "a pipeline has one loss, of which backward() is called once: add the losses and "
+                "call backward() of the sum"
+            )
         value = tensors[0]
         spec = value.meta.get("spec")
         if spec is None:
-            raise GraphError("the loss of a pipeline must be a global tensor: compute it from what the stages give, without to_local()")
+            raise GraphError(
+                "the loss of a pipeline must be a global tensor: compute it from what the stages "
+                "give, without to_local()"
+            )
         return self.source(value, spec), value, spec
 
     def _emit(self, node: fx.Node, part: Part) -> fx.Node:
@@ -242,7 +286,10 @@ class StagePartitioner:
             part.graph.call_function(set_grad_enabled, (grad,)).meta.update(effect=True, val=None)
         if cast is not None and cast != part.now[1]:
             part.graph.call_function(autocast, cast).meta.update(effect=True, val=None)
-        part.now = (grad if grad is not None else part.now[0], cast if cast is not None else part.now[1])
+        part.now = (
+            grad if grad is not None else part.now[0],
+            cast if cast is not None else part.now[1],
+        )
 
     def value(self, node: fx.Node, part: Part) -> fx.Node:
         """A node's value inside a stage."""
@@ -259,7 +306,9 @@ class StagePartitioner:
         elif node in self.boxes:
             return self._crossing(node, part)
         elif self.stages[node] in (None, part.number):
-            raise GraphError(f"stage {part.number} of the pipeline uses {node.name} before it is made")
+            raise GraphError(
+                f"stage {part.number} of the pipeline uses {node.name} before it is made"
+            )
         else:
             return self._from_other(node, part)
         part.known[node] = made
@@ -268,7 +317,11 @@ class StagePartitioner:
     def _placeholder(self, part: Part, node: fx.Node | None, name: str) -> fx.Node:
         """An input of the stage's program (``node`` None), or a state; inputs come first."""
         graph, after = part.graph, part.entry if node is None or part.last is None else part.last
-        with graph.inserting_after(after) if after is not None else graph.inserting_before(next(iter(graph.nodes), None)):
+        with (
+            graph.inserting_after(after)
+            if after is not None
+            else graph.inserting_before(next(iter(graph.nodes), None))
+        ):
             made = graph.placeholder(name)
         if node is None:
             part.entry = made
@@ -282,7 +335,10 @@ class StagePartitioner:
         if isinstance(t, GlobalTensor):
             spec = t._spec
             if spec.placement is not where:
-                raise GraphError(f"stage {part.number} on {where!r} uses an input that lies on {spec.placement!r}: bring it there with to_global")
+                raise GraphError(
+                    f"stage {part.number} on {where!r} uses an input that lies on "
+                    f"{spec.placement!r}: bring it there with to_global"
+                )
         else:
             spec = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
         return self.need(node, part, Need(("input", number), -1, spec, spec, False))
@@ -290,14 +346,26 @@ class StagePartitioner:
     def need(self, node: fx.Node, part: Part, need: Need) -> fx.Node:
         found = part.inputs.get(need.key)
         if found is None:
-            found = part.inputs[need.key] = self._placeholder(part, None, f"from_{'_'.join(map(str, need.key))}")
+            found = part.inputs[need.key] = self._placeholder(
+                part, None, f"from_{'_'.join(map(str, need.key))}"
+            )
             found.meta.update(val=node.meta.get("val"))
             part.needs.append(need)
         part.known[node] = found
-        if any(self.stages[w] in (None, part.number) for w in self.writers.get(self.memory.of(node), ())):
+        if any(
+            self.stages[w] in (None, part.number)
+            for w in self.writers.get(self.memory.of(node), ())
+        ):
             # What has come in is a leaf, which may be read again: it is not written into.
             found = part.known[node] = part.graph.call_method("clone", (found,))
-            found.meta.update(val=node.meta.get("val"), effect=False, calls=1, stage=part.number, module="", region=None)
+            found.meta.update(
+                val=node.meta.get("val"),
+                effect=False,
+                calls=1,
+                stage=part.number,
+                module="",
+                region=None,
+            )
         return found
 
     def _crossing(self, node: fx.Node, part: Part) -> fx.Node:
@@ -307,9 +375,15 @@ class StagePartitioner:
             return self._from_other(node, part)
         a, b = _whole(src), _whole(dst)
         key = ("box", self.boxes[node])
-        came = self.need(node, part, Need(key, self.source(node.args[0], src), a, b, bool(node.meta["val"].requires_grad)))
+        came = self.need(
+            node,
+            part,
+            Need(key, self.source(node.args[0], src), a, b, bool(node.meta["val"].requires_grad)),
+        )
         if b is not dst:
-            made = part.graph.call_function(BoxingCall(b, dst, None, node.target.why, True), (came,))
+            made = part.graph.call_function(
+                BoxingCall(b, dst, None, node.target.why, True), (came,)
+            )
             made.meta = {**node.meta, "box": (b, dst)}
             part.known[node] = made
             return made
@@ -320,13 +394,26 @@ class StagePartitioner:
         spec = node.meta.get("spec")
         if spec is None or "value" not in node.meta:
             raise GraphError(
-                f"stage {part.number} of the pipeline uses {self._said(node)}, a plain tensor of stage {self.stages[node]}: only global tensors cross stages; "
+                f"stage {part.number} of the pipeline uses {self._said(node)}, a plain tensor of "
+                f"stage {self.stages[node]}: only global tensors cross stages; "
                 "make it global (to_global) where it is made, or make it again where it is used"
             )
         whole = _whole(spec)
-        came = self.need(node, part, Need(("value", node.meta["value"]), self.source(node, spec), whole, whole, bool(node.meta["val"].requires_grad)))
+        came = self.need(
+            node,
+            part,
+            Need(
+                ("value", node.meta["value"]),
+                self.source(node, spec),
+                whole,
+                whole,
+                bool(node.meta["val"].requires_grad),
+            ),
+        )
         if whole is not spec:
-            made = part.graph.call_function(BoxingCall(whole, spec, None, "pipeline", True), (came,))
+            made = part.graph.call_function(
+                BoxingCall(whole, spec, None, "pipeline", True), (came,)
+            )
             made.meta = {**node.meta, "box": (whole, spec)}
             part.known[node] = made
             return made
@@ -334,7 +421,9 @@ class StagePartitioner:
 
     # Putting together
 
-    def _edges(self, told: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]) -> tuple[list[Edge], dict[tuple[int, int], int]]:
+    def _edges(
+        self, told: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]
+    ) -> tuple[list[Edge], dict[tuple[int, int], int]]:
         edges: list[Edge] = []
         fed = {}
         for k in range(len(self.placements)):
@@ -345,17 +434,37 @@ class StagePartitioner:
                     continue
                 if need.source >= k:
                     raise GraphError(
-                        f"stage {k} of the pipeline needs {self._said(self._output(need.key, {}))} of stage {need.source}, which does not come before "
-                        "it: compute it in an earlier stage; a weight that both use must lie in the earlier one"
+                        f"stage {k} of the pipeline needs "
+                        f"{self._said(self._output(need.key, {}))} of stage {need.source}, which "
+                        f"does not come before "
+                        "it: compute it in an earlier stage; a weight that both use must lie in "
+                        "the earlier one"
                     )
-                edges.append(Edge(need.source, outputs[need.source].index(need.key), k, i, need.src, need.dst, need.differentiable))
+                edges.append(
+                    Edge(
+                        need.source,
+                        outputs[need.source].index(need.key),
+                        k,
+                        i,
+                        need.src,
+                        need.dst,
+                        need.differentiable,
+                    )
+                )
         return edges, fed
 
     def _said(self, node: fx.Node) -> str:
         """A node as the user wrote it."""
         if "state" in node.meta:
             return f"the weight {node.name}"
-        where = next((n.meta.get("where") for n in self.captured.logical.nodes if n.meta.get("call") == node.meta.get("call") and n.meta.get("where")), "")
+        where = next(
+            (
+                n.meta.get("where")
+                for n in self.captured.logical.nodes
+                if n.meta.get("call") == node.meta.get("call") and n.meta.get("where")
+            ),
+            "",
+        )
         return f"a value ({node.name}" + (f", {where})" if where else ")")
 
     def _results(self) -> list[tuple[fx.Node, Spec]]:
@@ -363,12 +472,18 @@ class StagePartitioner:
         results = []
         for node, spec in zip(out, _specs(self.captured.structure), strict=True):
             if spec is None:
-                raise GraphError("what build() of a pipeline returns must be global tensors (or no tensors): a plain one is known on some ranks only")
+                raise GraphError(
+                    "what build() of a pipeline returns must be global tensors (or no tensors): a "
+                    "plain one is known on some ranks only"
+                )
             results.append((node, spec))
         return results
 
-    def _told(self, outputs: Mapping[int, list[Key]], values: Mapping[Key, fx.Node]) -> dict[int, list[Need]]:
-        """Make this rank's parts, which give ``outputs``; what each stage then needs, from a rank that holds it. Raises GraphError on all ranks, or on none."""
+    def _told(
+        self, outputs: Mapping[int, list[Key]], values: Mapping[Key, fx.Node]
+    ) -> dict[int, list[Need]]:
+        """Make this rank's parts, which give ``outputs``; what each stage then needs, from a rank
+        that holds it. Raises GraphError on all ranks, or on none."""
         mine: dict[int, list[Need]] | str = {}
         try:
             self.parts = {k: Part(k, wanted=outputs[k]) for k in self.held}
@@ -378,11 +493,16 @@ class StagePartitioner:
         except GraphError as error:
             mine = str(error)
         here = world()
-        everyone = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+        everyone = (
+            here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+        )
         failed = next((r for r, told in enumerate(everyone) if isinstance(told, str)), None)
         if failed is not None:
             raise GraphError(everyone[failed])
-        return {k: [Need(*need) for need in everyone[p.flat[0]][k]] for k, p in enumerate(self.placements)}
+        return {
+            k: [Need(*need) for need in everyone[p.flat[0]][k]]
+            for k, p in enumerate(self.placements)
+        }
 
     def _leaving(self, part: Part, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
         """A value as it crosses: not partial, and as it is now."""
@@ -394,11 +514,23 @@ class StagePartitioner:
         grad = self.by_box[key[1]].target.grad if key[0] == "box" else None  # type: ignore[union-attr]
         whole = _whole(spec)
         if whole is not spec or grad is not None:
-            made = part.graph.call_function(BoxingCall(spec, whole, grad, "pipeline", True), (made,))
+            made = part.graph.call_function(
+                BoxingCall(spec, whole, grad, "pipeline", True), (made,)
+            )
             made.meta.update(val=node.meta["val"], effect=False, calls=1, box=(spec, whole))
-        elif any(self.order[w] > self.order[self._leaves_at(key, part)] for w in self.writers.get(self.memory.of(node), ())):
+        elif any(
+            self.order[w] > self.order[self._leaves_at(key, part)]
+            for w in self.writers.get(self.memory.of(node), ())
+        ):
             made = part.graph.call_method("clone", (made,))
-            made.meta.update(val=node.meta["val"], effect=False, calls=1, stage=part.number, module="", region=None)
+            made.meta.update(
+                val=node.meta["val"],
+                effect=False,
+                calls=1,
+                stage=part.number,
+                module="",
+                region=None,
+            )
         return made
 
     def _name(self, node: fx.Node) -> tuple[Any, ...]:
@@ -417,7 +549,11 @@ def _crosses(node: fx.Node) -> bool:
 
 
 def _whole(spec: Spec) -> Spec:
-    return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout]) if any(e.is_partial for e in spec.layout) else spec
+    return (
+        spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
+        if any(e.is_partial for e in spec.layout)
+        else spec
+    )
 
 
 def _specs(structure: Any) -> Iterator[Spec | None]:

@@ -1,4 +1,5 @@
-"""A graph with stages, ready to run: its stages' programs, what crosses between them, and a schedule."""
+"""A graph with stages, ready to run: its stages' programs, what crosses between them, and a
+schedule."""
 
 from __future__ import annotations
 
@@ -43,14 +44,16 @@ def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
 
 
 class _Turn:
-    """Which micro-batch a rank works on, and the keys of the step's random numbers: those that the micro-batches would draw one after another."""
+    """Which micro-batch a rank works on, and the keys of the step's random numbers: those that the
+    micro-batches would draw one after another."""
 
     def __init__(self) -> None:
         self.draws, self.first, self.micro = 0, 0, 0
 
 
 class _Drawn(RandomCall):
-    """A random op of a stage: what it draws depends on the micro-batch, not on the schedule; recomputed, it draws the same again."""
+    """A random op of a stage: what it draws depends on the micro-batch, not on the schedule;
+    recomputed, it draws the same again."""
 
     __module__ = "steps"
     repeats = True
@@ -61,13 +64,26 @@ class _Drawn(RandomCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         turn = self.turn
-        return draws.run_with_key(self.function, args, kwargs, self.coordinate, turn.first, turn.micro * turn.draws + self.number)
+        return draws.run_with_key(
+            self.function,
+            args,
+            kwargs,
+            self.coordinate,
+            turn.first,
+            turn.micro * turn.draws + self.number,
+        )
 
 
 class _Stage(Stage):
     """A stage that says which micro-batch is being run, forward or, recomputed, in backward."""
 
-    def __init__(self, function: Callable[..., Sequence[torch.Tensor]], differentiable: Any, loss: Any, turn: _Turn) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Sequence[torch.Tensor]],
+        differentiable: Any,
+        loss: Any,
+        turn: _Turn,
+    ) -> None:
         super().__init__(function, differentiable, loss)
         self.turn = turn
 
@@ -101,7 +117,11 @@ class PipelinedGraph:
     ) -> None:
         self.captured, self.micros = captured, micros
         self.turn = _Turn()
-        drawn = [n for n in captured.program.nodes if isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None]
+        drawn = [
+            n
+            for n in captured.program.nodes
+            if isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None
+        ]
         for i, node in enumerate(drawn):  # the same on every rank: those outside a placement skip
             node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
         self.turn.draws = len(drawn)
@@ -122,7 +142,9 @@ class PipelinedGraph:
             lower(part.graph, captured.constants, backend)
             if split and backend is None:
                 lighten(part.graph)
-            program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
+            program = self.programs[k] = Program(
+                part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}"
+            )
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
             stages[k] = _Stage(_runner(program), differentiable, part.loss, self.turn)
         wanted_outputs: dict[int, list[int]] = {}
@@ -131,11 +153,18 @@ class PipelinedGraph:
         self.results, self.fed = made.results, made.fed
         self.specs = list(_specs_of(captured))
         outputs = {k: wanted_outputs.get(k, ()) for k in range(len(placements))}
-        self.pipeline = Pipeline(stages, placements, made.edges, self.schedule, outputs=outputs, credits=credits)
+        self.pipeline = Pipeline(
+            stages, placements, made.edges, self.schedule, outputs=outputs, credits=credits
+        )
 
-    def __call__(self, micros: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
-        """The local inputs of each micro-batch -> the local results of each; empty ones on ranks that do not hold them."""
-        inputs: dict[int, list[dict[int, torch.Tensor]]] = {k: [{} for _ in micros] for k in self.pipeline.stages}
+    def __call__(
+        self, micros: Sequence[Sequence[torch.Tensor]], scale: float
+    ) -> list[list[torch.Tensor]]:
+        """The local inputs of each micro-batch -> the local results of each; empty ones on ranks
+        that do not hold them."""
+        inputs: dict[int, list[dict[int, torch.Tensor]]] = {
+            k: [{} for _ in micros] for k in self.pipeline.stages
+        }
         for (stage, number), source in self.fed.items():
             if stage in inputs:
                 for i, given in enumerate(micros):
@@ -158,7 +187,14 @@ class PipelinedGraph:
         root, graph = torch.nn.Module(), fx.Graph()
         for k, program in self.programs.items():
             root.add_module(f"stage_{k}", program.module)
-            graph.call_module(f"stage_{k}", tuple(graph.placeholder(f"stage_{k}_{n.name}") for n in program.module.graph.nodes if n.op == "placeholder"))
+            graph.call_module(
+                f"stage_{k}",
+                tuple(
+                    graph.placeholder(f"stage_{k}_{n.name}")
+                    for n in program.module.graph.nodes
+                    if n.op == "placeholder"
+                ),
+            )
         graph.output(None)
         return fx.GraphModule(root, graph, "Pipeline")
 
@@ -174,17 +210,28 @@ def _specs_of(captured: CaptureResult) -> list[Spec]:
 
 
 def defer(graph: fx.Graph) -> None:
-    """Let products and convolutions with a parameter leave its gradient for later (zero-bubble schedules)."""
+    """Let products and convolutions with a parameter leave its gradient for later (zero-bubble
+    schedules)."""
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or len(node.args) < 2 or not isinstance(node.args[1], fx.Node) or "state" not in node.args[1].meta:
+        if (
+            node.op not in ("call_function", "call_method")
+            or len(node.args) < 2
+            or not isinstance(node.args[1], fx.Node)
+            or "state" not in node.args[1].meta
+        ):
             continue  # what came from another stage must have its gradient before it goes back
-        other = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target), None)
+        other = (
+            node.target
+            if node.op == "call_function"
+            else getattr(torch.Tensor, str(node.target), None)
+        )
         if other in DEFERRED:
             node.op, node.target = "call_function", DEFERRED[other]
 
 
 def lighten(graph: fx.Graph) -> None:
-    """The same by less, where a program runs as it stands. Its recomputed parts are modules of their own by now, and stay as they are."""
+    """The same by less, where a program runs as it stands. Its recomputed parts are modules of
+    their own by now, and stay as they are."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in LIGHTER:
             node.target = LIGHTER[node.target]

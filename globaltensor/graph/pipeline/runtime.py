@@ -24,13 +24,17 @@ Inputs = Mapping[int, Sequence[Mapping[int, Tensor]]]
 
 
 class Pipeline:
-    """The stages of this rank, driven by a schedule. Every rank makes the same one, save for ``stages``: those it holds, by number.
+    """The stages of this rank, driven by a schedule. Every rank makes the same one, save for
+    ``stages``: those it holds, by number.
 
-    ``placements``: where each stage lies; ranks may hold several stages, all on one lane. ``edges``: what crosses from stage to stage; each input of a stage
-    has one. ``outputs``: which outputs of a stage a run returns, by stage; by default its loss and those that no edge takes. ``credits``: how many receives
-    of an edge are posted ahead. ``trace``: `spans` says when this rank did what, in seconds since 1970.
+    ``placements``: where each stage lies; ranks may hold several stages, all on one lane.
+    ``edges``: what crosses from stage to stage; each input of a stage has one. ``outputs``: which
+    outputs of a stage a run returns, by stage; by default its loss and those that no edge takes.
+    ``credits``: how many receives of an edge are posted ahead. ``trace``: `spans` says when this
+    rank did what, in seconds since 1970.
 
-    The schedule is taken as it is (`check` says whether it can run). Raises ScheduleError where stages, edges and schedule do not fit together.
+    The schedule is taken as it is (`check` says whether it can run). Raises ScheduleError where
+    stages, edges and schedule do not fit together.
     """
 
     def __init__(
@@ -50,35 +54,62 @@ class Pipeline:
         self.spans: list[Span] = []
         self._here = here
         self.lanes = lanes = lane_of([p.flat for p in placements], schedule)
-        #: From which stage to which values cross; when the optimizer steps after a run began and ended.
+        #: From which stage to which values cross; when the optimizer steps after a run began and
+        #: ended.
         self.crossing = {(e.source, e.target) for e in edges if e.source >= 0}
         self.stepped: tuple[float, float] | None = None
         self._lane = lanes.get(here.rank, -1)
-        self._row = [action for action in schedule.rows[self._lane] if action.stage in self.stages] if self.stages else []
+        self._row = (
+            [action for action in schedule.rows[self._lane] if action.stage in self.stages]
+            if self.stages
+            else []
+        )
         self._split = {action.stage for action in self._row if action.kind == "I"}
         self._transfer = Transfer(here, edges, schedule, lanes, credits)
         values = {r.number: r for r in self._transfer.routes if not r.back}
         #: What brings each input of a stage; None: the call.
-        self._into = {k: [values.get(n) for n, e in sorted(enumerate(edges), key=lambda ne: ne[1].input) if e.target == k] for k in self.stages}
-        self._back = {k: [r for r in self._transfer.routes if r.back and r.stages[1] == k] for k in self.stages}
-        self._wanted = {k: None if outputs is None else frozenset(outputs.get(k, ())) for k in self.stages}
+        self._into = {
+            k: [
+                values.get(n)
+                for n, e in sorted(enumerate(edges), key=lambda ne: ne[1].input)
+                if e.target == k
+            ]
+            for k in self.stages
+        }
+        self._back = {
+            k: [r for r in self._transfer.routes if r.back and r.stages[1] == k]
+            for k in self.stages
+        }
+        self._wanted = {
+            k: None if outputs is None else frozenset(outputs.get(k, ())) for k in self.stages
+        }
         self._taken = {k: frozenset(e.output for e in edges if e.source == k) for k in self.stages}
         self._devices = {placements[k].type for k in self.stages} - {"cpu", "meta"}
         self._failed, self._mark = "", 0.0
 
-    def run(self, inputs: Inputs | None = None, loss_scale: float = 1.0) -> dict[int, list[tuple[Tensor | None, ...]]]:
-        """Run all micro-batches once -> by stage of this rank and micro-batch, its outputs (detached; None for those not asked for).
+    def run(
+        self, inputs: Inputs | None = None, loss_scale: float = 1.0
+    ) -> dict[int, list[tuple[Tensor | None, ...]]]:
+        """Run all micro-batches once -> by stage of this rank and micro-batch, its outputs
+        (detached; None for those not asked for).
 
-        ``inputs``: by stage and micro-batch, the local inputs that come from the call, by number. ``loss_scale``: what every loss is multiplied by where
-        backward starts; 1 / micro-batches for their mean. Gradients of weights are added to their ``.grad`` and stay unsummed over the ranks. All ranks of
-        the placements must call it; others may. Raises WorldError where a rank does not answer in time: the pipeline cannot run again then.
+        ``inputs``: by stage and micro-batch, the local inputs that come from the call, by number.
+        ``loss_scale``: what every loss is multiplied by where backward starts; 1 / micro-batches
+        for their mean. Gradients of weights are added to their ``.grad`` and stay unsummed over the
+        ranks. All ranks of the placements must call it; others may. Raises WorldError where a rank
+        does not answer in time: the pipeline cannot run again then.
         """
         if not self._row:
             return {}
         if self._failed:
-            raise WorldError(f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of that run may be on their way: make another world")
+            raise WorldError(
+                f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of "
+                f"that run may be on their way: make another world"
+            )
         _check_inputs(inputs or {}, self._into, self.schedule.micros)
-        found: dict[int, list[tuple[Tensor | None, ...]]] = {k: [()] * self.schedule.micros for k in self.stages}
+        found: dict[int, list[tuple[Tensor | None, ...]]] = {
+            k: [()] * self.schedule.micros for k in self.stages
+        }
         self.spans, self.stepped = [], None
         try:
             with no_sync() if self.schedule.trains else contextlib.nullcontext():
@@ -101,13 +132,21 @@ class Pipeline:
     def _forward(self, action: Action, inputs: Inputs) -> tuple[Tensor | None, ...]:
         _, stage, micro = action
         routes = self._into[stage]
-        given = [inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro) for i, route in enumerate(routes)]
+        given = [
+            inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro)
+            for i, route in enumerate(routes)
+        ]
         start = self._start()
         self._transfer.go_on()
-        outputs = self.stages[stage].forward(micro, given, self.schedule.trains, stage in self._split)
+        outputs = self.stages[stage].forward(
+            micro, given, self.schedule.trains, stage in self._split
+        )
         del given
         if len(outputs) <= max(self._taken[stage], default=-1):
-            raise ScheduleError(f"stage {stage} gives {len(outputs)} outputs; an edge takes number {max(self._taken[stage])}")
+            raise ScheduleError(
+                f"stage {stage} gives {len(outputs)} outputs; an edge takes number "
+                f"{max(self._taken[stage])}"
+            )
         leaving = self._transfer.leaving("F", stage)
         self._hand_over(action, start, [(route, outputs[route.edge.output]) for route in leaving])
         return tuple(t if self._keeps(stage, i) else None for i, t in enumerate(outputs))
@@ -137,11 +176,17 @@ class Pipeline:
         found = (stage.backward if kind == "B" else stage.backward_input)(micro, grads, loss_scale)
         grads.clear()
         leaving = self._transfer.leaving(kind, number)
-        # The duals of broadcast inputs are summed within the stage, by all its ranks in the same order.
-        self._hand_over(action, start, [(route, self._settled(route, found.pop(route.edge.input))) for route in leaving])
+        # The duals of broadcast inputs are summed within the stage, by all its ranks in the same
+        # order.
+        self._hand_over(
+            action,
+            start,
+            [(route, self._settled(route, found.pop(route.edge.input))) for route in leaving],
+        )
 
     def _hand_over(self, action: Action, start: float, values: list[tuple[Route, Tensor]]) -> None:
-        """Send what an action leaves: part of its time where the host does it. (On a device it is queued; a trace that waited for it would wait for others.)"""
+        """Send what an action leaves: part of its time where the host does it. (On a device it is
+        queued; a trace that waited for it would wait for others.)"""
         if self._devices:
             self._done(action, start)
         while values:
@@ -151,11 +196,16 @@ class Pipeline:
 
     def _settled(self, route: Route, grad: Tensor) -> Tensor:
         spec = route.edge.dst
-        return box(grad, spec.dual(), spec, why=f"gradient of input {route.edge.input} of stage {route.edge.target}")
+        return box(
+            grad,
+            spec.dual(),
+            spec,
+            why=f"gradient of input {route.edge.input} of stage {route.edge.target}",
+        )
 
     def _start(self) -> float:
-        """When an action began, for a trace: as soon as what it needs had come. On the host that is when the one before it ended, and what was waited since;
-        a device waits by itself."""
+        """When an action began, for a trace: as soon as what it needs had come. On the host that is
+        when the one before it ended, and what was waited since; a device waits by itself."""
         waited, self._transfer.waited = self._transfer.waited, 0.0
         if not self.trace:
             return 0.0
@@ -173,12 +223,25 @@ class Pipeline:
             self.spans.append(Span(self._lane, action, start, self._mark))
 
 
-def _check(stages: Mapping[int, Stage], placements: Sequence[Placement], edges: Sequence[Edge], schedule: Schedule, credits: int, rank: int) -> None:
+def _check(
+    stages: Mapping[int, Stage],
+    placements: Sequence[Placement],
+    edges: Sequence[Edge],
+    schedule: Schedule,
+    credits: int,
+    rank: int,
+) -> None:
     if len(placements) != schedule.stages:
-        raise ScheduleError(f"the schedule {schedule.name} is for {schedule.stages} stages, but there are {len(placements)} placements")
+        raise ScheduleError(
+            f"the schedule {schedule.name} is for {schedule.stages} stages, but there are "
+            f"{len(placements)} placements"
+        )
     mine = [k for k, p in enumerate(placements) if p.coordinate(rank) is not None]
     if sorted(stages) != mine:
-        raise ScheduleError(f"rank {rank} stands in the placements of stages {mine}, but was given stages {sorted(stages)}")
+        raise ScheduleError(
+            f"rank {rank} stands in the placements of stages {mine}, but was given stages "
+            f"{sorted(stages)}"
+        )
     if credits < 1:
         raise ScheduleError(f"credits must be at least 1, not {credits}")
     lies: dict[tuple[int, int], Edge] = {}
@@ -186,31 +249,55 @@ def _check(stages: Mapping[int, Stage], placements: Sequence[Placement], edges: 
         _check_edge(edge, placements)
         other = lies.setdefault((edge.source, edge.output), edge)
         if edge.source >= 0 and other.src is not edge.src:
-            raise ScheduleError(f"output {edge.output} of stage {edge.source} lies as {other.src} for one edge and as {edge.src} for another")
+            raise ScheduleError(
+                f"output {edge.output} of stage {edge.source} lies as {other.src} for one edge "
+                f"and as {edge.src} for another"
+            )
     for k in range(schedule.stages):
         into = sorted(e.input for e in edges if e.target == k)
         if into != list(range(len(into))):
-            raise ScheduleError(f"stage {k} gets inputs {into}: each input, counted from 0, needs one edge")
+            raise ScheduleError(
+                f"stage {k} gets inputs {into}: each input, counted from 0, needs one edge"
+            )
     for k, stage in stages.items():
         wanted = {e.input for e in edges if e.target == k and e.differentiable}
         if not wanted <= stage.differentiable:
-            raise ScheduleError(f"edges into stage {k} want gradients of its inputs {sorted(wanted)}; it gives those of {sorted(stage.differentiable)}")
+            raise ScheduleError(
+                f"edges into stage {k} want gradients of its inputs {sorted(wanted)}; it gives "
+                f"those of {sorted(stage.differentiable)}"
+            )
 
 
 def _check_edge(edge: Edge, placements: Sequence[Placement]) -> None:
-    name = f"the edge from output {edge.output} of stage {edge.source} to input {edge.input} of stage {edge.target}"
+    name = (
+        f"the edge from output {edge.output} of stage {edge.source} to input {edge.input} of "
+        f"stage {edge.target}"
+    )
     if not -1 <= edge.source < edge.target < len(placements):
-        raise ScheduleError(f"{name} does not lead on: its source must come before its target, which is one of {len(placements)} stages")
-    if edge.dst.placement is not placements[edge.target] or (edge.source >= 0 and edge.src.placement is not placements[edge.source]):
-        raise ScheduleError(f"{name} goes from {edge.src.placement} to {edge.dst.placement}, which are not the placements of its stages")
+        raise ScheduleError(
+            f"{name} does not lead on: its source must come before its target, which is one of "
+            f"{len(placements)} stages"
+        )
+    if edge.dst.placement is not placements[edge.target] or (
+        edge.source >= 0 and edge.src.placement is not placements[edge.source]
+    ):
+        raise ScheduleError(
+            f"{name} goes from {edge.src.placement} to {edge.dst.placement}, which are not the "
+            f"placements of its stages"
+        )
     if edge.source < 0:
         if edge.differentiable:
-            raise ScheduleError(f"{name} comes from the call, which takes no gradient: it must not be differentiable")
+            raise ScheduleError(
+                f"{name} comes from the call, which takes no gradient: it must not be "
+                f"differentiable"
+            )
         return
     if edge.src.shape != edge.dst.shape or edge.src.dtype is not edge.dst.dtype:
         raise ScheduleError(f"{name} changes what it carries: {edge.src} to {edge.dst}")
     if any(e.is_partial for e in (*edge.src.layout, *edge.dst.layout)):
-        raise ScheduleError(f"{name} is partial ({edge.src} to {edge.dst}): values cross whole or split")
+        raise ScheduleError(
+            f"{name} is partial ({edge.src} to {edge.dst}): values cross whole or split"
+        )
 
 
 def _check_inputs(inputs: Inputs, into: Mapping[int, Sequence[Route | None]], micros: int) -> None:
@@ -219,4 +306,7 @@ def _check_inputs(inputs: Inputs, into: Mapping[int, Sequence[Route | None]], mi
         rows = inputs.get(stage, ())
         if wanted and (len(rows) != micros or any(not wanted <= set(row) for row in rows)):
             given = [sorted(row) for row in rows]
-            raise ScheduleError(f"stage {stage} needs its inputs {sorted(wanted)} from the call for each of {micros} micro-batches; it gives {given}")
+            raise ScheduleError(
+                f"stage {stage} needs its inputs {sorted(wanted)} from the call for each of "
+                f"{micros} micro-batches; it gives {given}"
+            )

@@ -1,6 +1,8 @@
-"""Schedules are data: what each lane of a pipeline does, in order. Pure; every rank makes the same one from the same arguments.
+"""Schedules are data: what each lane of a pipeline does, in order. Pure; every rank makes the same
+one from the same arguments.
 
-The families (gpipe, 1f1b, interleaved, zb-h1, ...) stand in files of their own and register here; a user's file is as good (`Schedule.load`).
+The families (gpipe, 1f1b, interleaved, zb-h1, ...) stand in files of their own and register here; a
+user's file is as good (`Schedule.load`).
 """
 
 from __future__ import annotations
@@ -17,15 +19,27 @@ from typing import Any, NamedTuple, TypeVar
 from ..._base.writable_path import write_text
 from ...errors import ScheduleError
 
-__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "default_schedule", "family", "find", "in_turn", "parse_schedule", "schedule"]
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "Family",
+    "Schedule",
+    "Span",
+    "default_schedule",
+    "family",
+    "find",
+    "in_turn",
+    "parse_schedule",
+    "schedule",
+]
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
-    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs only) or W (backward of weights only). Written "2F0":
-    stage 2, forward, micro-batch 0.
+    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs only)
+    or W (backward of weights only). Written "2F0": stage 2, forward, micro-batch 0.
 
     >>> str(Action("F", 2, 0))
     '2F0'
@@ -43,7 +57,10 @@ class Action(NamedTuple):
         """The action that ``str`` wrote. Raises ValueError for anything else."""
         match = _TOKEN.fullmatch(text)
         if not match:
-            raise ValueError(f"{text!r} is no action: write stage, kind and micro-batch, such as 2F0; kinds are {_kinds()}")
+            raise ValueError(
+                f"{text!r} is no action: write stage, kind and micro-batch, such as 2F0; kinds "
+                f"are {_kinds()}"
+            )
         return Action(match[2], int(match[1]), int(match[3]))
 
 
@@ -58,8 +75,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every lane does. A lane is a set of ranks that holds one or more stages; ``lanes[k]`` is the lane of stage k, ``rows[l]`` what lane l does, in
-    order. Sends and receives follow from the rows and are not in them. Whether it can run is the checker's to say (`check`).
+    """What every lane does. A lane is a set of ranks that holds one or more stages; ``lanes[k]`` is
+    the lane of stage k, ``rows[l]`` what lane l does, in order. Sends and receives follow from the
+    rows and are not in them. Whether it can run is the checker's to say (`check`).
 
     >>> print(schedule("1f1b", lanes=(0, 1), micros=3))
     1f1b: 2 stages, 3 micro-batches
@@ -80,19 +98,31 @@ class Schedule:
 
     def __str__(self) -> str:
         wide = len(str(len(self.rows) - 1))
-        lines = [f"lane {lane:{wide}}  {' '.join(map(str, row))}".rstrip() for lane, row in enumerate(self.rows)]
-        return "\n".join([f"{self.name}: {_count(self.stages, 'stage')}, {_count(self.micros, 'micro-batch', 'micro-batches')}", *lines])
+        lines = [
+            f"lane {lane:{wide}}  {' '.join(map(str, row))}".rstrip()
+            for lane, row in enumerate(self.rows)
+        ]
+        return "\n".join(
+            [
+                (
+                    f"{self.name}: {_count(self.stages, 'stage')}, "
+                    f"{_count(self.micros, 'micro-batch', 'micro-batches')}"
+                ),
+                *lines,
+            ]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON: name, lanes, micros, and a line of actions for each lane, as printed."""
+        """Write it as JSON: name, lanes, micros, and a line of actions for each lane, as
+        printed."""
         rows = [" ".join(map(str, row)) for row in self.rows]
         data = {"name": self.name, "lanes": list(self.lanes), "micros": self.micros, "rows": rows}
         write_text(path, json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read what `save` wrote, or a user wrote by hand. Raises ScheduleError, with the place, where the file is no schedule; whether it could run
-        is left to `check`."""
+        """Read what `save` wrote, or a user wrote by hand. Raises ScheduleError, with the place,
+        where the file is no schedule; whether it could run is left to `check`."""
         with open(path, encoding="utf-8") as file:
             text = file.read()
         try:
@@ -105,22 +135,41 @@ class Schedule:
 def _read(data: Any, path: str) -> Schedule:
     keys = ("name", "lanes", "micros", "rows")
     if not isinstance(data, dict) or set(data) != set(keys):
-        found = f"the keys {', '.join(map(repr, data)) or 'none'}" if isinstance(data, dict) else type(data).__name__
-        raise ScheduleError(f"{path}: a schedule is an object with the keys {', '.join(map(repr, keys))}, but this has {found}")
+        found = (
+            f"the keys {', '.join(map(repr, data)) or 'none'}"
+            if isinstance(data, dict)
+            else type(data).__name__
+        )
+        raise ScheduleError(
+            f"{path}: a schedule is an object with the keys {', '.join(map(repr, keys))}, but "
+            f"this has {found}"
+        )
     name, lanes, micros, rows = (data[key] for key in keys)
     if not isinstance(name, str):
         raise ScheduleError(f"{path}: name must be text, not {name!r}")
     if not isinstance(lanes, list):
-        raise ScheduleError(f"{path}: lanes must be a list, the lane of each stage, such as [0, 1], not {lanes!r}")
+        raise ScheduleError(
+            f"{path}: lanes must be a list, the lane of each stage, such as [0, 1], not {lanes!r}"
+        )
     try:
         lanes, micros = _lanes(lanes), _micros(micros)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
-        raise ScheduleError(f'{path}: rows must be a list with one text of actions for each lane, such as "0F0 0B0"')
+        raise ScheduleError(
+            f'{path}: rows must be a list with one text of actions for each lane, such as "0F0 0B0"'
+        )
     if len(rows) != max(lanes) + 1:
-        raise ScheduleError(f"{path}: {_count(len(rows), 'row')} for {_count(max(lanes) + 1, 'lane')}")
-    return Schedule(name, len(lanes), micros, tuple(_row(row, f"{path}: lane {lane}") for lane, row in enumerate(rows)), lanes)
+        raise ScheduleError(
+            f"{path}: {_count(len(rows), 'row')} for {_count(max(lanes) + 1, 'lane')}"
+        )
+    return Schedule(
+        name,
+        len(lanes),
+        micros,
+        tuple(_row(row, f"{path}: lane {lane}") for lane, row in enumerate(rows)),
+        lanes,
+    )
 
 
 def _row(text: str, where: str) -> tuple[Action, ...]:
@@ -134,8 +183,9 @@ def _row(text: str, where: str) -> tuple[Action, ...]:
 
 
 class Family(NamedTuple):
-    """A way to make schedules: ``rows(lanes, micros, **options)`` gives the rows, ``fits(lanes)`` says whether it can, ``layout`` which lanes it needs in
-    words, and ``promise(lanes, micros)`` the most activations that each lane will ever hold."""
+    """A way to make schedules: ``rows(lanes, micros, **options)`` gives the rows, ``fits(lanes)``
+    says whether it can, ``layout`` which lanes it needs in words, and ``promise(lanes, micros)``
+    the most activations that each lane will ever hold."""
 
     name: str
     rows: Callable[..., Sequence[Iterable[Action]]]
@@ -169,19 +219,27 @@ def family(
 
 
 def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Schedule:
-    """The schedule of this name for stages on ``lanes`` (``lanes[k]``: the lane of stage k) and ``micros`` micro-batches. Case, hyphens, underscores and
-    spaces in a name do not count. Raises ScheduleError for an unknown name, and for lanes or options that the schedule cannot do.
+    """The schedule of this name for stages on ``lanes`` (``lanes[k]``: the lane of stage k) and
+    ``micros`` micro-batches. Case, hyphens, underscores and spaces in a name do not count. Raises
+    ScheduleError for an unknown name, and for lanes or options that the schedule cannot do.
 
     >>> schedule("GPipe", [0, 1], micros=2).rows[1]
     (Action(kind='F', stage=1, micro=0), Action(kind='F', stage=1, micro=1), Action(kind='B', stage=1, micro=0), Action(kind='B', stage=1, micro=1))
-    """
+    """  # noqa: E501
     found, where, count = find(name, lanes, micros, options)
-    return Schedule(found.name, len(where), count, tuple(tuple(row) for row in found.rows(where, count, **options)), where)
+    return Schedule(
+        found.name,
+        len(where),
+        count,
+        tuple(tuple(row) for row in found.rows(where, count, **options)),
+        where,
+    )
 
 
 def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | None:
-    """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text that ends in ".json", as the schedule in that file; a Schedule
-    and None as they are. Raises ScheduleError for a name or a file that is none.
+    """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text
+    that ends in ".json", as the schedule in that file; a Schedule and None as they are. Raises
+    ScheduleError for a name or a file that is none.
 
     >>> parse_schedule("ZB_H1")
     'zb-h1'
@@ -189,7 +247,9 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
     if wanted is None or isinstance(wanted, Schedule):
         return wanted
     if not isinstance(wanted, (str, os.PathLike)):
-        raise ScheduleError(f"a schedule is a name, a Schedule or the path of a file with one, not {wanted!r}")
+        raise ScheduleError(
+            f"a schedule is a name, a Schedule or the path of a file with one, not {wanted!r}"
+        )
     if isinstance(wanted, str) and not wanted.endswith(".json"):
         return _named(wanted).name
     try:
@@ -199,7 +259,8 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
 
 
 def default_schedule(lanes: Sequence[int]) -> str:
-    """The name of the schedule to take where the user names none: interleaved where lanes take stages in turn more than once, else 1f1b.
+    """The name of the schedule to take where the user names none: interleaved where lanes take
+    stages in turn more than once, else 1f1b.
 
     >>> default_schedule((0, 1, 2)), default_schedule((0, 1, 0, 1))
     ('1f1b', 'interleaved')
@@ -209,20 +270,34 @@ def default_schedule(lanes: Sequence[int]) -> str:
 
 
 def in_turn(lanes: tuple[int, ...]) -> bool:
-    """Whether the lanes take one stage each, in the same order again and again: 0, 1, 2, 0, 1, 2."""
+    """Whether the lanes take one stage each, in the same order again and again: 0, 1, 2, 0, 1,
+    2."""
     turn = lanes[: max(lanes) + 1]
-    return len(set(turn)) == len(turn) and not len(lanes) % len(turn) and lanes == turn * (len(lanes) // len(turn))
+    return (
+        len(set(turn)) == len(turn)
+        and not len(lanes) % len(turn)
+        and lanes == turn * (len(lanes) // len(turn))
+    )
 
 
-def find(name: str, lanes: Sequence[int], micros: int, options: Collection[str] = ()) -> tuple[Family, tuple[int, ...], int]:
-    """The family of this name, with lanes and micros as it wants them. Raises ScheduleError where `schedule` does."""
+def find(
+    name: str, lanes: Sequence[int], micros: int, options: Collection[str] = ()
+) -> tuple[Family, tuple[int, ...], int]:
+    """The family of this name, with lanes and micros as it wants them. Raises ScheduleError where
+    `schedule` does."""
     found, where, count = _named(name), _lanes(lanes), _micros(micros)
     if not found.fits(where):
         able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
-        raise ScheduleError(f"{found.name} needs {found.layout}; the stages are on lanes {list(where)}. For these there are: {able}")
+        raise ScheduleError(
+            f"{found.name} needs {found.layout}; the stages are on lanes {list(where)}. For these "
+            f"there are: {able}"
+        )
     unknown = sorted(set(options) - found.options)
     if unknown:
-        raise ScheduleError(f"{found.name} has no option {', '.join(unknown)}: it has {', '.join(sorted(found.options)) or 'none'}")
+        raise ScheduleError(
+            f"{found.name} has no option {', '.join(unknown)}: it has "
+            f"{', '.join(sorted(found.options)) or 'none'}"
+        )
     return found, where, count
 
 
@@ -232,7 +307,9 @@ def _named(name: str) -> Family:
         near = difflib.get_close_matches(plain, _SPELLINGS, 1)
         hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
         names = "".join(f"\n  {f.name}: {f.layout}" for f in FAMILIES.values())
-        raise ScheduleError(f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}")
+        raise ScheduleError(
+            f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}"
+        )
     return FAMILIES[_SPELLINGS[plain]]
 
 
@@ -243,10 +320,15 @@ def _plain(name: str) -> str:
 def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
     where = tuple(map(_whole, lanes))
     if not where or min(where) < 0:
-        raise ScheduleError(f"lanes must say on which lane each stage is, in numbers from 0, not {list(lanes)!r}")
+        raise ScheduleError(
+            f"lanes must say on which lane each stage is, in numbers from 0, not {list(lanes)!r}"
+        )
     idle = sorted(set(range(max(where))) - set(where))
     if idle:
-        raise ScheduleError(f"lanes are numbered from 0 without gaps, but no stage is on lane {', '.join(map(str, idle))} of {list(where)}")
+        raise ScheduleError(
+            f"lanes are numbered from 0 without gaps, but no stage is on lane "
+            f"{', '.join(map(str, idle))} of {list(where)}"
+        )
     return where
 
 

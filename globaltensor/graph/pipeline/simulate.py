@@ -1,4 +1,5 @@
-"""The simulator: when each lane would do what, from what actions and transfers cost. Deterministic; runs nothing."""
+"""The simulator: when each lane would do what, from what actions and transfers cost. Deterministic;
+runs nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ __all__ = ["Simulation", "simulate"]
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """The timeline of a schedule. ``in_flight``: the most activations that each lane holds; ``peak_bytes``: their bytes, where bytes were given."""
+    """The timeline of a schedule. ``in_flight``: the most activations that each lane holds;
+    ``peak_bytes``: their bytes, where bytes were given."""
 
     schedule: Schedule | None = None
     in_flight: tuple[int, ...] = ()
@@ -39,13 +41,17 @@ def simulate(
     nbytes: Sequence[int] | None = None,
     kept: Sequence[int] | None = None,
 ) -> Simulation:
-    """Run ``schedule`` on a clock. Raises ScheduleError where a cost is missing or the schedule would not end.
+    """Run ``schedule`` on a clock. Raises ScheduleError where a cost is missing or the schedule
+    would not end.
 
-    ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out where I and W are given. ``transfer``: seconds for what
-    crosses from stage to stage, one number or by (from, to); gradients cross (to, from), the same as (from, to) where not given. Transfers overlap compute;
-    those of one edge and direction follow one another; within a lane they cost nothing. ``edges`` as for `Flow`, by default also those that ``transfer``
-    names. ``step``: seconds of the optimizer step, of all lanes or of each, which a lane does at its end without waiting for others. ``nbytes``: bytes of
-    activations of each stage and micro-batch, ``kept``: those still held between I and W, by default the same.
+    ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out
+    where I and W are given. ``transfer``: seconds for what crosses from stage to stage, one number
+    or by (from, to); gradients cross (to, from), the same as (from, to) where not given. Transfers
+    overlap compute; those of one edge and direction follow one another; within a lane they cost
+    nothing. ``edges`` as for `Flow`, by default also those that ``transfer`` names. ``step``:
+    seconds of the optimizer step, of all lanes or of each, which a lane does at its end without
+    waiting for others. ``nbytes``: bytes of activations of each stage and micro-batch, ``kept``:
+    those still held between I and W, by default the same.
 
     >>> from .schedule import schedule
     >>> run = simulate(schedule("1f1b", (0, 1), micros=3), {"F": 1.0, "B": 2.0})
@@ -53,29 +59,53 @@ def simulate(
     (12.0, 0.25)
     """
     if edges is None and isinstance(transfer, Mapping):
-        edges = {(k, k + 1) for k in range(schedule.stages - 1)} | {(min(pair), max(pair)) for pair in transfer}
+        edges = {(k, k + 1) for k in range(schedule.stages - 1)} | {
+            (min(pair), max(pair)) for pair in transfer
+        }
     flow, lanes = Flow(schedule, edges), schedule.lanes
     cost, travel = _costs(costs), _transfer(transfer)
     free, ends, spans = [0.0] * len(schedule.rows), dict[Action, float](), list[Span]()
     arrivals, link = dict[tuple[Action, int], float](), dict[tuple[int, int], float]()
     for lane, action in running_order(schedule, flow):
-        start = max([free[lane], *(arrivals.get((need, action.stage), ends[need]) for need in flow.needs(action))])
+        start = max(
+            [
+                free[lane],
+                *(arrivals.get((need, action.stage), ends[need]) for need in flow.needs(action)),
+            ]
+        )
         free[lane] = ends[action] = start + cost(action)
         spans.append(Span(lane, action, start, free[lane]))
-        onward = flow.targets if action.kind == "F" else flow.sources if action.kind in "BI" else None
+        onward = (
+            flow.targets if action.kind == "F" else flow.sources if action.kind in "BI" else None
+        )
         for stage in onward[action.stage] if onward else ():
             if lanes[stage] != lane:
                 edge = action.stage, stage
-                link[edge] = arrivals[action, stage] = max(free[lane], link.get(edge, 0.0)) + travel(*edge)
+                link[edge] = arrivals[action, stage] = max(
+                    free[lane], link.get(edge, 0.0)
+                ) + travel(*edge)
     seconds = list(step) if isinstance(step, Sequence) else [step] * len(free)
     steps = tuple((lane, free[lane], free[lane] + s) for lane, s in enumerate(seconds) if s)
-    peak = _peak_bytes(schedule, nbytes, nbytes if kept is None else kept) if nbytes is not None else ()
-    return Simulation(tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))), len(free), steps, schedule, peak_activations(schedule), peak)
+    peak = (
+        _peak_bytes(schedule, nbytes, nbytes if kept is None else kept)
+        if nbytes is not None
+        else ()
+    )
+    return Simulation(
+        tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))),
+        len(free),
+        steps,
+        schedule,
+        peak_activations(schedule),
+        peak,
+    )
 
 
 def _costs(costs: Mapping[Any, float]) -> Callable[[Action], float]:
     table: dict[Any, float] = dict(costs)
-    wrong = {key: value for key, value in table.items() if not (math.isfinite(value) and value >= 0)}
+    wrong = {
+        key: value for key, value in table.items() if not (math.isfinite(value) and value >= 0)
+    }
     if wrong:
         raise ScheduleError(f"costs are seconds, not {wrong}")
 
@@ -89,7 +119,10 @@ def _costs(costs: Mapping[Any, float]) -> Callable[[Action], float]:
             inputs, weights = of("I", stage, micro), of("W", stage, micro)
             found = None if inputs is None or weights is None else inputs + weights
         if found is None:
-            raise ScheduleError(f"costs lack {kind} of stage {stage}: give it as ({kind!r}, {stage}), or {kind!r} for all stages")
+            raise ScheduleError(
+                f"costs lack {kind} of stage {stage}: give it as ({kind!r}, {stage}), or {kind!r} "
+                f"for all stages"
+            )
         return found
 
     return cost
@@ -110,7 +143,12 @@ def _peak_bytes(schedule: Schedule, whole: Sequence[int], kept: Sequence[int]) -
     for row in schedule.rows:
         now = peak = 0
         for kind, stage, _ in row:
-            now += {"F": whole[stage], "B": -whole[stage], "I": kept[stage] - whole[stage], "W": -kept[stage]}[kind]
+            now += {
+                "F": whole[stage],
+                "B": -whole[stage],
+                "I": kept[stage] - whole[stage],
+                "W": -kept[stage],
+            }[kind]
             peak = max(peak, now)
         peaks.append(peak if schedule.trains else max((whole[a.stage] for a in row), default=0))
     return tuple(peaks)

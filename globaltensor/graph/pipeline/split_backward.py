@@ -1,9 +1,13 @@
-"""Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024).
+"""Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline
+Parallelism", Qi et al., ICLR 2024).
 
-`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to its
-`DeferredWeightGrads`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
-weights get that are no leaves (gathered ones) or have a hook on their gradient, is computed with the gradients of inputs. Torch calls a hook that runs after
-accumulation (`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been added yet, and again when it was.
+`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs
+they leave the gradients of weights that are leaves to its `DeferredWeightGrads`, which keeps their
+input and the gradient of their result, no more. What other functions (norms, embeddings) give their
+weights, and what weights get that are no leaves (gathered ones) or have a hook on their gradient,
+is computed with the gradients of inputs. Torch calls a hook that runs after accumulation
+(`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been
+added yet, and again when it was.
 """
 
 from __future__ import annotations
@@ -22,11 +26,24 @@ from torch.nn import functional as F
 
 from ..._base.torch_private import any_autocast, call_after_accumulation, computed_by
 
-__all__ = ["DEFERRED", "LIGHTER", "DeferredWeightGrads", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
+__all__ = [
+    "DEFERRED",
+    "LIGHTER",
+    "DeferredWeightGrads",
+    "checkpointing",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "lighter_linear",
+    "lighter_matmul",
+    "linear",
+    "matmul",
+]
 
 
 class DeferredWeightGrads:
-    """What one forward pass leaves for later: gradients of weights that `holding` put off, until `run` computes them.
+    """What one forward pass leaves for later: gradients of weights that `holding` put off, until
+    `run` computes them.
 
     >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), DeferredWeightGrads()
     >>> with later.recording():
@@ -67,14 +84,17 @@ class DeferredWeightGrads:
         self._work.append(work)
 
     def run(self) -> None:
-        """Compute what was put off and add it to the leaves' ``.grad``, hooks included, as a backward pass does; each is let go once it is done."""
+        """Compute what was put off and add it to the leaves' ``.grad``, hooks included, as a
+        backward pass does; each is let go once it is done."""
         work, self._work = self._work, []
         work.reverse()
         while work:
             work.pop()()
 
 
-_current: ContextVar[DeferredWeightGrads | None] = ContextVar("globaltensor_deferred_weights", default=None)
+_current: ContextVar[DeferredWeightGrads | None] = ContextVar(
+    "globaltensor_deferred_weights", default=None
+)
 
 
 class _Recording:
@@ -89,12 +109,17 @@ class _Recording:
 
 
 def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint(..., context_fn=checkpointing)``: its second forward pass does as the first did, in whichever thread it runs.
+    """For ``torch.utils.checkpoint(..., context_fn=checkpointing)``: its second forward pass does
+    as the first did, in whichever thread it runs.
 
-    Without it that holds on the cpu only: elsewhere autograd's own threads run it, and torch finds that the two differ.
+    Without it that holds on the cpu only: elsewhere autograd's own threads run it, and torch finds
+    that the two differ.
     """
     later = _current.get()
-    return contextlib.nullcontext(), contextlib.nullcontext() if later is None else later.recording()
+    return (
+        contextlib.nullcontext(),
+        contextlib.nullcontext() if later is None else later.recording(),
+    )
 
 
 def _deferring(*leaves: Tensor | None) -> DeferredWeightGrads | None:
@@ -111,12 +136,14 @@ def _waits(leaf: Tensor | None) -> bool:
 
 
 def _held(ctx: Any) -> bool:
-    """Whether weights are to be put off. Not those of a forward pass that is itself part of a backward pass, which knows what it wants of it."""
+    """Whether weights are to be put off. Not those of a forward pass that is itself part of a
+    backward pass, which knows what it wants of it."""
     return ctx.first and ctx.later.held and not torch.is_grad_enabled()
 
 
 def _arrive(leaf: Tensor, grad: Tensor) -> None:
-    """What a backward pass does with the gradient of a leaf, hooks included; it takes an engine's run of its own ten times as long."""
+    """What a backward pass does with the gradient of a leaf, hooks included; it takes an engine's
+    run of its own ten times as long."""
     grad = grad.to(leaf.dtype)
     if leaf.grad is None:
         leaf.grad = grad
@@ -128,7 +155,12 @@ def _arrive(leaf: Tensor, grad: Tensor) -> None:
 def _cast(x: Tensor) -> Tensor:
     """``x`` as autocast would give it to a matrix product."""
     kind = x.device.type
-    if any_autocast() and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype is not torch.float64:
+    if (
+        any_autocast()
+        and torch.is_autocast_enabled(kind)
+        and x.is_floating_point()
+        and x.dtype is not torch.float64
+    ):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
@@ -141,15 +173,22 @@ def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
     return None if t is None else t.to(like.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- matrix products
+# ---------------------------------------------------------------------------------- matrix products
 #
-# Who writes to a view of a product, as activations in place do, puts another op in the place of the view: what tells gradients is the product itself.
+# Who writes to a view of a product, as activations in place do, puts another op in the place of the
+# view: what tells gradients is the product itself.
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
     later = _deferring(weight)
-    if later is None or weight.ndim != 2 or not input.ndim or weight.is_complex() or input.is_complex():
+    if (
+        later is None
+        or weight.ndim != 2
+        or not input.ndim
+        or weight.is_complex()
+        or input.is_complex()
+    ):
         return F.linear(input, weight, bias)
     return _product(_cast(input), weight, bias, False, later)
 
@@ -157,25 +196,53 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """torch.matmul; a second factor ``[k, n]`` that is a leaf counts as the weight."""
     later = _deferring(other)
-    if later is None or other.ndim != 2 or not input.ndim or other.is_complex() or input.is_complex():
+    if (
+        later is None
+        or other.ndim != 2
+        or not input.ndim
+        or other.is_complex()
+        or input.is_complex()
+    ):
         return torch.matmul(input, other)
     return _product(_cast(input), other, None, True, later)
 
 
 def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a constant, and its
-    gradient comes with `Later.run` alone, also after a backward pass that holds nothing."""
+    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is
+    recomputed: for autograd the weight is a constant, and its gradient comes with `Later.run`
+    alone, also after a backward pass that holds nothing."""
     later = _current.get()
-    # Among products that fill the caches, each step of Python takes several times what it does in a loop of its own: no more of them than these.
-    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(weight) and _waits(weight) and (bias is None or _waits(bias))):
+    # Among products that fill the caches, each step of Python takes several times what it does in a
+    # loop of its own: no more of them than these.
+    if (
+        later is None
+        or any_autocast()
+        or not (
+            input.requires_grad
+            and _real_matrix(weight)
+            and _waits(weight)
+            and (bias is None or _waits(bias))
+        )
+    ):
         return linear(input, weight, bias)
-    return _told(F.linear(input, weight.detach(), None if bias is None else bias.detach()), input, weight, bias, False, later)
+    return _told(
+        F.linear(input, weight.detach(), None if bias is None else bias.detach()),
+        input,
+        weight,
+        bias,
+        False,
+        later,
+    )
 
 
 def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
     """`matmul`, likewise."""
     later = _current.get()
-    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(other) and _waits(other)):
+    if (
+        later is None
+        or any_autocast()
+        or not (input.requires_grad and _real_matrix(other) and _waits(other))
+    ):
         return matmul(input, other)
     return _told(torch.matmul(input, other.detach()), input, other, None, True, later)
 
@@ -184,7 +251,14 @@ def _real_matrix(t: Tensor) -> bool:
     return t.ndim == 2 and not t.is_complex()
 
 
-def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
+def _told(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    across: bool,
+    later: DeferredWeightGrads,
+) -> Tensor:
     """``out``; its gradient will be there for those of weight and bias."""
     product = computed_by(out)
     if product is not None:
@@ -198,8 +272,10 @@ def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: 
     for (grad,) in grads:
         if x._version != version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: the input {list(x.shape)} of a linear "
-                f"layer is at version {x._version}, expected version {version}; write out of place (x + y instead of x += y), or clone it before"
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: the input {list(x.shape)} of a linear "
+                f"layer is at version {x._version}, expected version {version}; write out of "
+                f"place (x + y instead of x += y), or clone it before"
             )
         if grad is not None:
             _arrive_products(x, grad.detach(), *more)
@@ -218,7 +294,9 @@ def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
     return (x.t(), grad) if across else (grad.t(), x)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads
+) -> Tensor:
     """`_Product` of an input with any number of dims before its last."""
     out: Tensor = _Product.apply(_rows(x), weight, bias, across, later)  # type: ignore[no-untyped-call]
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
@@ -228,7 +306,14 @@ class _Product(torch.autograd.Function):
     """``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        across: bool,
+        later: DeferredWeightGrads,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.across, ctx.later, ctx.weight, ctx.bias = across, later, weight, bias
         ctx.first = not later.held
@@ -238,7 +323,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,), (x, weight), later, across, bias = grads, ctx.saved_tensors, ctx.later, ctx.across, ctx.bias
+        (grad,), (x, weight), later, across, bias = (
+            grads,
+            ctx.saved_tensors,
+            ctx.later,
+            ctx.across,
+            ctx.bias,
+        )
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_x = of_weight = of_bias = None
         if wants_x:
@@ -246,7 +337,10 @@ class _Product(torch.autograd.Function):
             of_x = grad @ (there.t() if across else there)
         if wants_weight or wants_bias:
             held = _held(ctx)
-            put_off = [leaf if held and wanted and _waits(leaf) else None for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))]
+            put_off = [
+                leaf if held and wanted and _waits(leaf) else None
+                for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))
+            ]
             if any(leaf is not None for leaf in put_off):
                 later.put(partial(_arrive_products, x.detach(), grad.detach(), across, *put_off))
             if wants_weight and put_off[0] is None:
@@ -256,8 +350,11 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-def _arrive_products(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> None:
-    """The gradients of weight and bias, as `_arrive` has it; the weight's is added up within its product."""
+def _arrive_products(
+    x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """The gradients of weight and bias, as `_arrive` has it; the weight's is added up within its
+    product."""
     if weight is not None:
         a, b = _factors(x, grad, across)
         into = weight.grad
@@ -270,12 +367,18 @@ def _arrive_products(x: Tensor, grad: Tensor, across: bool, weight: Tensor | Non
         _arrive(bias, _rows(grad).sum(0))
 
 
-# ---------------------------------------------------------------------------------------------------------------- convolutions
+# ------------------------------------------------------------------------------------- convolutions
 
 
 def _convolution(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
     def convolve(
-        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
     ) -> Tensor:
         later = _deferring(weight)
         if later is None or isinstance(padding, str) or input.ndim != dims + 2:
@@ -293,12 +396,23 @@ def _each(n: int | Sequence[int], dims: int) -> list[int]:
     return numbers * dims if len(numbers) == 1 else numbers
 
 
-conv1d, conv2d, conv3d = _convolution(F.conv1d, 1), _convolution(F.conv2d, 2), _convolution(F.conv3d, 3)
+conv1d, conv2d, conv3d = (
+    _convolution(F.conv1d, 1),
+    _convolution(F.conv2d, 2),
+    _convolution(F.conv3d, 3),
+)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: DeferredWeightGrads) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        how: tuple[Any, ...],
+        later: DeferredWeightGrads,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
         ctx.first = not later.held
@@ -310,31 +424,64 @@ class _Convolution(torch.autograd.Function):
         (grad,), (x, weight), later, bias = grads, ctx.saved_tensors, ctx.later, ctx.bias
         wanted = list(ctx.needs_input_grad[:3])
         held = _held(ctx)
-        put_off = [held and wants and _waits(leaf) for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)]
+        put_off = [
+            held and wants and _waits(leaf)
+            for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)
+        ]
         if any(put_off):
-            later.put(_convolution_later(x, grad, ctx.how, ctx.weight if put_off[0] else None, bias if put_off[1] else None, weight.shape))
+            later.put(
+                _convolution_later(
+                    x,
+                    grad,
+                    ctx.how,
+                    ctx.weight if put_off[0] else None,
+                    bias if put_off[1] else None,
+                    weight.shape,
+                )
+            )
         now = [wanted[0], wanted[1] and not put_off[0], wanted[2] and not put_off[1]]
-        found = _convolution_grads(grad, x, weight, ctx.how, now) if any(now) else (None, None, None)
+        found = (
+            _convolution_grads(grad, x, weight, ctx.how, now) if any(now) else (None, None, None)
+        )
         like = (x, weight, bias)
-        return *(g.to(t.dtype) if wants else None for g, t, wants in zip(found, like, now, strict=True)), None, None
+        return (
+            *(
+                g.to(t.dtype) if wants else None
+                for g, t, wants in zip(found, like, now, strict=True)
+            ),
+            None,
+            None,
+        )
 
 
-def _convolution_grads(grad: Tensor, x: Tensor, weight: Tensor, how: tuple[Any, ...], mask: list[bool]) -> tuple[Any, ...]:
+def _convolution_grads(
+    grad: Tensor, x: Tensor, weight: Tensor, how: tuple[Any, ...], mask: list[bool]
+) -> tuple[Any, ...]:
     stride, padding, dilation, transposed, more, groups = how
     bias = [weight.shape[0]] if mask[2] else None
     weight = weight.to(grad.dtype)
-    return torch.ops.aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, more, groups, mask)  # type: ignore[no-any-return]
+    grads: tuple[Any, ...] = torch.ops.aten.convolution_backward(
+        grad, x, weight, bias, stride, padding, dilation, transposed, more, groups, mask
+    )
+    return grads
 
 
 def _convolution_later(
-    x: Tensor, grad: Tensor, how: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
+    x: Tensor,
+    grad: Tensor,
+    how: tuple[Any, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
 ) -> Callable[[], None]:
     x, grad = x.detach(), grad.detach()
 
     def work() -> None:
         # Of the weight only shape and dtype matter here.
         stand_in = grad.new_empty(1).expand(shape) if weight is None else weight.detach()
-        found = _convolution_grads(grad, x, stand_in, how, [False, weight is not None, bias is not None])
+        found = _convolution_grads(
+            grad, x, stand_in, how, [False, weight is not None, bias is not None]
+        )
         for leaf, g in ((weight, found[1]), (bias, found[2])):
             if leaf is not None:
                 _arrive(leaf, g)
@@ -354,4 +501,7 @@ DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv3d: conv3d,
 }
 #: Of these, what a program that runs as it stands may take instead.
-LIGHTER: dict[Callable[..., Any], Callable[..., Any]] = {linear: lighter_linear, matmul: lighter_matmul}
+LIGHTER: dict[Callable[..., Any], Callable[..., Any]] = {
+    linear: lighter_linear,
+    matmul: lighter_matmul,
+}

@@ -22,48 +22,86 @@ from . import *  # noqa: F403
 __all__ = ["cut"]
 
 
-def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[str] | None = None, sbp: Any = broadcast) -> torch.nn.Module:
-    """Cut ``model`` into ``len(placements)`` pipeline stages and place its parameters; returns the model. Every graph that holds it runs it in these stages.
+def cut(
+    model: torch.nn.Module,
+    placements: Sequence[Placement],
+    at: Sequence[str] | None = None,
+    sbp: Any = broadcast,
+) -> torch.nn.Module:
+    """Cut ``model`` into ``len(placements)`` pipeline stages and place its parameters; returns the
+    model. Every graph that holds it runs it in these stages.
 
-    ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model (``named_modules``), in which they must run. None: the
-    largest ``ModuleList`` or ``Sequential`` is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands before it goes to
-    the first stage, what comes after to the last. ``sbp``: as for ``module.to_global``, paths being those in ``model``; one for all stages.
-    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph the model runs its stages one after the other,
-    and what its forward computes between them from tensors of several stages (a skip connection, a loss) takes place in the stage that ran last.
-    Raises GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks than stages.
+    ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model
+    (``named_modules``), in which they must run. None: the largest ``ModuleList`` or ``Sequential``
+    is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands
+    before it goes to the first stage, what comes after to the last. ``sbp``: as for
+    ``module.to_global``, paths being those in ``model``; one for all stages. A weight that two
+    stages use lies in the first of them and is sent to the other. Outside a graph the model runs
+    its stages one after the other, and what its forward computes between them from tensors of
+    several stages (a skip connection, a loss) takes place in the stage that ran last. Raises
+    GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks
+    than stages.
 
     >>> import globaltensor as flow
     >>> here = flow.placement("cpu", [0])
     >>> model = cut(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)), [here, here], at=["2"])
     >>> [part.__dict__["_stage"].stage_id for part in model]
     [0, 0, 1]
-    """
+    """  # noqa: E501
     placements = () if isinstance(placements, Placement) else list(placements)
     if not placements or not all(isinstance(p, Placement) for p in placements):
-        raise GlobalTensorError("pipeline.cut: placements is a list of globaltensor.placement, one for each stage")
+        raise GlobalTensorError(
+            "pipeline.cut: placements is a list of globaltensor.placement, one for each stage"
+        )
     order = [path for path, _ in model.named_modules() if path]
     begins = list(at) if at is not None else _even(model, order, len(placements))
     unknown = [path for path in begins if path not in order]
     if unknown:
         has = ", ".join(map(repr, order[:8]))
-        raise GlobalTensorError(f"pipeline.cut: the model has no submodule {', '.join(map(repr, unknown))}; among others it has {has}")
+        raise GlobalTensorError(
+            f"pipeline.cut: the model has no submodule {', '.join(map(repr, unknown))}; among "
+            f"others it has {has}"
+        )
     if len(begins) != len(placements) - 1:
-        raise GlobalTensorError(f"pipeline.cut: {len(placements)} stages need {len(placements) - 1} places where stages begin, but at= names {len(begins)}")
+        raise GlobalTensorError(
+            f"pipeline.cut: {len(placements)} stages need {len(placements) - 1} places where "
+            f"stages begin, but at= names {len(begins)}"
+        )
     places = [order.index(path) for path in begins]
     if places != sorted(set(places)):
-        raise GlobalTensorError(f"pipeline.cut: at= must name submodules in the order of the model, each once; got {', '.join(map(repr, begins))}")
+        raise GlobalTensorError(
+            f"pipeline.cut: at= must name submodules in the order of the model, each once; got "
+            f"{', '.join(map(repr, begins))}"
+        )
     stage_of = {path: sum(i >= place for place in places) for i, path in enumerate(order)}
     beside = {begin.rpartition(".")[0] for begin in begins}
-    parts = [(path, module) for path, module in model.named_modules() if path and _outermost(path, begins)]
-    # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever it is used.
-    parts = [(path, m) for path, m in parts if next(m.parameters(), None) is not None or path.rpartition(".")[0] in beside]
+    parts = [
+        (path, module)
+        for path, module in model.named_modules()
+        if path and _outermost(path, begins)
+    ]
+    # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever
+    # it is used.
+    parts = [
+        (path, m)
+        for path, m in parts
+        if next(m.parameters(), None) is not None or path.rpartition(".")[0] in beside
+    ]
     return staged(model, placements, [(path, stage_of[path]) for path, _ in parts], sbp)
 
 
-def staged(model: torch.nn.Module, placements: Sequence[Placement], parts: Sequence[tuple[str, int]], sbp: Any) -> torch.nn.Module:
-    """Put submodules, none within another, into stages, in place: (path, stage), those of stage 0 first where a weight is tied. What holds them, and is none
-    of them, has its own tensors in stage 0."""
-    done: dict[int, tuple[Any, Any]] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
+def staged(
+    model: torch.nn.Module,
+    placements: Sequence[Placement],
+    parts: Sequence[tuple[str, int]],
+    sbp: Any,
+) -> torch.nn.Module:
+    """Put submodules, none within another, into stages, in place: (path, stage), those of stage 0
+    first where a weight is tied. What holds them, and is none of them, has its own tensors in stage
+    0."""
+    done: dict[
+        int, tuple[Any, Any]
+    ] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
     inside = set()
     for path, stage in parts:
         module = model.get_submodule(path)
@@ -93,7 +131,8 @@ def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class _Begin:
-    """A forward pre-hook of a model in stages: from here on an op whose operands lie in several of them takes place where the stage lies that ran last."""
+    """A forward pre-hook of a model in stages: from here on an op whose operands lie in several of
+    them takes place where the stage lies that ran last."""
 
     def __init__(self, first: Placement) -> None:
         self.first = first
@@ -106,7 +145,9 @@ class _Begin:
             stage_context.where = None
         before.append(stage_context.where)
         stage_context.models += 1
-        stage_context.where = None if torch_private.function_mode_on() else self.first  # under capture that is the graph's affair (graph/capture/recorders.py)
+        stage_context.where = (
+            None if torch_private.function_mode_on() else self.first
+        )  # under capture that is the graph's affair (graph/capture/recorders.py)
 
 
 def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -115,8 +156,8 @@ def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
 
 
 def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair
-    (graph/capture/module_hooks.py).
+    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph
+    is captured that is the graph's affair (graph/capture/module_hooks.py).
     """
     if torch_private.function_mode_on():
         return None
@@ -138,7 +179,11 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _brought(t: Any, where: Placement) -> Any:
-    return t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if isinstance(t, GlobalTensor) and t.placement is not where else t
+    return (
+        t.to_global(placement=where, sbp=layout_for(where, t.sbp))
+        if isinstance(t, GlobalTensor) and t.placement is not where
+        else t
+    )
 
 
 def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -149,16 +194,21 @@ def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     before = entered.pop()
     stage_context.stages -= 1
     if stage_context.stages or not stage_context.models:
-        stage_context.where = before  # within another stage that one goes on; between the stages of a model the last that ran counts
+        # within another stage that one goes on; between the stages of a model the last that ran
+        # counts
+        stage_context.where = before
 
 
 def _given_back(module: torch.nn.Module, written: bool = False) -> None:
-    """Put what a stage has borrowed back to its place; ``written``: with what it has written into buffers."""
+    """Put what a stage has borrowed back to its place; ``written``: with what it has written into
+    buffers."""
     for held, name, t, buffer in reversed(module.__dict__.pop("_borrowed", [])):
         lent, held[name] = held[name], t
         if written and buffer and isinstance(lent, GlobalTensor):
             with torch.no_grad():
-                value = lent.detach().to_global(placement=t.placement, sbp=layout_for(t.placement, t.sbp))
+                value = lent.detach().to_global(
+                    placement=t.placement, sbp=layout_for(t.placement, t.sbp)
+                )
                 if value.shape == t.shape:
                     t.copy_(value)
                 else:
@@ -166,7 +216,8 @@ def _given_back(module: torch.nn.Module, written: bool = False) -> None:
 
 
 def _outermost(path: str, begins: Sequence[str]) -> bool:
-    """Whether a submodule lies in one stage, and what holds it does not: it is no ancestor of a beginning, but its parent is one."""
+    """Whether a submodule lies in one stage, and what holds it does not: it is no ancestor of a
+    beginning, but its parent is one."""
     parent = path.rpartition(".")[0]
     return not _holds(path, begins) and (not parent or _holds(parent, begins))
 
@@ -175,7 +226,14 @@ def _holds(path: str, begins: Sequence[str]) -> bool:
     return any(begin.startswith(f"{path}.") for begin in begins)
 
 
-def _place(module: torch.nn.Module, path: str, placement: Placement, sbp: Any, done: dict[int, tuple[Any, Any]], recurse: bool = True) -> None:
+def _place(
+    module: torch.nn.Module,
+    path: str,
+    placement: Placement,
+    sbp: Any,
+    done: dict[int, tuple[Any, Any]],
+    recurse: bool = True,
+) -> None:
     """Make what is not placed yet global; patterns and callables see paths of the whole model."""
     from ...parallel.module_to_global import sbp_for
 
@@ -186,7 +244,19 @@ def _place(module: torch.nn.Module, path: str, placement: Placement, sbp: Any, d
                     continue
                 if id(t) not in done:
                     full = ".".join(piece for piece in (path, prefix, name) if piece)
-                    done[id(t)] = (t, _global(t, placement, sbp_for([broadcast] * placement.axes if sbp is broadcast else sbp, full, t, placement.axes)))
+                    done[id(t)] = (
+                        t,
+                        _global(
+                            t,
+                            placement,
+                            sbp_for(
+                                [broadcast] * placement.axes if sbp is broadcast else sbp,
+                                full,
+                                t,
+                                placement.axes,
+                            ),
+                        ),
+                    )
                 held[name] = done[id(t)][1]
 
 
@@ -202,12 +272,26 @@ def _global(t: torch.Tensor, placement: Placement, layout: Any) -> Any:
 
 def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str]:
     """Where stages begin so that the largest has as few bytes of parameters as can be."""
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) >= stages]
+    lists = [
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) >= stages
+    ]
     if not lists:
-        raise GlobalTensorError(f"pipeline.cut: the model has no list of at least {stages} blocks to cut: say with at= where stages begin")
+        raise GlobalTensorError(
+            f"pipeline.cut: the model has no list of at least {stages} blocks to cut: say with "
+            f"at= where stages begin"
+        )
     path, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
     inner = [f"{path}.{name}".lstrip(".") for name, _ in blocks.named_children()]
-    first, last = order.index(inner[0]), max(i for i, other in enumerate(order) if other == inner[-1] or other.startswith(f"{inner[-1]}."))
+    first, last = (
+        order.index(inner[0]),
+        max(
+            i
+            for i, other in enumerate(order)
+            if other == inner[-1] or other.startswith(f"{inner[-1]}.")
+        ),
+    )
     sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks.children()]
     seen: set[int] = {id(p) for p in blocks.parameters()}
     for i, other in enumerate(order):
@@ -230,9 +314,17 @@ def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
-    best = [(ends[j], ends[j] ** 2, [0]) for j in range(n + 1)]  # of the first j blocks in one part: (largest, how uneven, beginnings)
+    best = [
+        (ends[j], ends[j] ** 2, [0]) for j in range(n + 1)
+    ]  # of the first j blocks in one part: (largest, how uneven, beginnings)
     for part in range(1, parts):
-        best = [min((_with(best[i], ends[j] - ends[i], i) for i in range(part, j)), default=(1 << 62, 0, [])) for j in range(n + 1)]
+        best = [
+            min(
+                (_with(best[i], ends[j] - ends[i], i) for i in range(part, j)),
+                default=(1 << 62, 0, []),
+            )
+            for j in range(n + 1)
+        ]
     return best[n][2][1:]
 
 

@@ -1,4 +1,5 @@
-"""Stage: a piece of a model on one rank, and what it keeps of each micro-batch between forward and backward."""
+"""Stage: a piece of a model on one rank, and what it keeps of each micro-batch between forward and
+backward."""
 
 from __future__ import annotations
 
@@ -23,18 +24,26 @@ __all__ = ["Stage"]
 
 
 class _Kept:
-    """A micro-batch under way: the inputs that get gradients, and where in the graph the outputs stand (not the outputs)."""
+    """A micro-batch under way: the inputs that get gradients, and where in the graph the outputs
+    stand (not the outputs)."""
 
     __slots__ = ("later", "leaves", "roots", "seed")
 
-    def __init__(self, leaves: dict[int, Tensor], roots: list[GradientEdge | None], later: DeferredWeightGrads | None, seed: Tensor | None) -> None:
+    def __init__(
+        self,
+        leaves: dict[int, Tensor],
+        roots: list[GradientEdge | None],
+        later: DeferredWeightGrads | None,
+        seed: Tensor | None,
+    ) -> None:
         self.leaves, self.roots, self.later, self.seed = leaves, roots, later, seed
 
 
 @contextlib.contextmanager
 def _same_after() -> Iterator[None]:
-    """A part of a program says how it is cast, and may end so: what comes next, the caller's code among it, finds autocast as it was before, and no parameter's
-    cast of before the optimizer's step."""
+    """A part of a program says how it is cast, and may end so: what comes next, the caller's code
+    among it, finds autocast as it was before, and no parameter's cast of before the optimizer's
+    step."""
     before = casting()
     try:
         yield
@@ -43,13 +52,20 @@ def _same_after() -> Iterator[None]:
 
 
 class Stage:
-    """One rank's part of a stage. ``function(*inputs) -> outputs`` maps local tensors to a tuple of local tensors, with torch under autograd; it may contain
-    collectives among the ranks of its stage. Its weights' gradients are added to their ``.grad``.
+    """One rank's part of a stage. ``function(*inputs) -> outputs`` maps local tensors to a tuple of
+    local tensors, with torch under autograd; it may contain collectives among the ranks of its
+    stage. Its weights' gradients are added to their ``.grad``.
 
-    ``differentiable``: the numbers of the inputs that get a gradient. ``loss``: the number of an output from which backward starts, and how it lies.
+    ``differentiable``: the numbers of the inputs that get a gradient. ``loss``: the number of an
+    output from which backward starts, and how it lies.
     """
 
-    def __init__(self, function: Callable[..., Sequence[Tensor]], differentiable: Collection[int] = (), loss: tuple[int, Spec] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        differentiable: Collection[int] = (),
+        loss: tuple[int, Spec] | None = None,
+    ) -> None:
         self.function, self.differentiable, self.loss = function, frozenset(differentiable), loss
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, DeferredWeightGrads] = {}
@@ -59,16 +75,24 @@ class Stage:
         """The micro-batches of which something is kept, for a backward or for weights, in order."""
         return tuple(sorted({*self._kept, *self._later}))
 
-    def forward(self, micro: int, inputs: Sequence[Tensor], train: bool = True, split: bool = False) -> tuple[Tensor, ...]:
-        """Run one micro-batch -> outputs, without gradient. ``train``: keep what a backward needs; ``split``: it will come in two parts."""
+    def forward(
+        self, micro: int, inputs: Sequence[Tensor], train: bool = True, split: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Run one micro-batch -> outputs, without gradient. ``train``: keep what a backward needs;
+        ``split``: it will come in two parts."""
         if not train:
             with torch.no_grad(), _same_after():
                 return tuple(self.function(*inputs))
         given = [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)]
         later = DeferredWeightGrads() if split else None
-        with torch.enable_grad(), _same_after(), later.recording() if later is not None else contextlib.nullcontext():
+        with (
+            torch.enable_grad(),
+            _same_after(),
+            later.recording() if later is not None else contextlib.nullcontext(),
+        ):
             outputs = tuple(self.function(*given))
-        # A gradient edge holds the graph, not the tensor: an output that was sent takes no memory here, unless an op has saved it.
+        # A gradient edge holds the graph, not the tensor: an output that was sent takes no memory
+        # here, unless an op has saved it.
         roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
         start = None
         if self.loss is not None:
@@ -78,10 +102,14 @@ class Stage:
         self._kept[micro] = _Kept(leaves, roots, later, start)
         return tuple(t.detach() for t in outputs)
 
-    def backward(self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0) -> dict[int, Tensor]:
-        """Whole backward, from the gradients of outputs and from the loss -> gradients of the differentiable inputs. Nothing is kept.
+    def backward(
+        self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0
+    ) -> dict[int, Tensor]:
+        """Whole backward, from the gradients of outputs and from the loss -> gradients of the
+        differentiable inputs. Nothing is kept.
 
-        ``grads``: by output, as the dual of what the output is (partial for a broadcast one); so are the results.
+        ``grads``: by output, as the dual of what the output is (partial for a broadcast one); so
+        are the results.
         """
         kept = self._kept.pop(micro)
         found = self._backward(kept, grads, loss_scale)
@@ -89,8 +117,11 @@ class Stage:
             kept.later.run()
         return found
 
-    def backward_input(self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0) -> dict[int, Tensor]:
-        """The same, but weights whose gradients can wait (`deferred`) get theirs from `backward_weight`. Activations are let go, save what that needs."""
+    def backward_input(
+        self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0
+    ) -> dict[int, Tensor]:
+        """The same, but weights whose gradients can wait (`deferred`) get theirs from
+        `backward_weight`. Activations are let go, save what that needs."""
         kept = self._kept.pop(micro)
         later = self._later[micro] = DeferredWeightGrads() if kept.later is None else kept.later
         with later.holding():
@@ -105,19 +136,35 @@ class Stage:
         self._kept.clear()
         self._later.clear()
 
-    def _backward(self, kept: _Kept, grads: Mapping[int, Tensor], loss_scale: float) -> dict[int, Tensor]:
-        start: list[tuple[Any, Tensor]] = [(root, grads[i]) for i, root in enumerate(kept.roots) if root is not None and i in grads]
-        if self.loss is not None and kept.seed is not None and (root := kept.roots[self.loss[0]]) is not None:
+    def _backward(
+        self, kept: _Kept, grads: Mapping[int, Tensor], loss_scale: float
+    ) -> dict[int, Tensor]:
+        start: list[tuple[Any, Tensor]] = [
+            (root, grads[i]) for i, root in enumerate(kept.roots) if root is not None and i in grads
+        ]
+        if (
+            self.loss is not None
+            and kept.seed is not None
+            and (root := kept.roots[self.loss[0]]) is not None
+        ):
             start.append((root, kept.seed * loss_scale))
         kept.roots = []
         if start:
             try:
                 # A checkpoint's second forward pass must be like its first.
-                with kept.later.recording() if kept.later is not None else contextlib.nullcontext(), in_this_thread():
-                    torch.autograd.backward([root for root, _ in start], [grad for _, grad in start])
+                with (
+                    kept.later.recording() if kept.later is not None else contextlib.nullcontext(),
+                    in_this_thread(),
+                ):
+                    torch.autograd.backward(
+                        [root for root, _ in start], [grad for _, grad in start]
+                    )
             except BaseException:
                 reducer().abort()
                 parameter_gather.abort()
                 raise
         # An input that reached no output: all ranks of the stage still have to say so.
-        return {i: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for i, leaf in kept.leaves.items()}
+        return {
+            i: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for i, leaf in kept.leaves.items()
+        }

@@ -22,12 +22,17 @@ _NO_CALL = ("placeholder", "get_attr", "output")
 
 
 def stages_of_nodes(
-    captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], memory: AliasSets, boxes: Collection[fx.Node]
+    captured: CaptureResult,
+    placements: Sequence[Placement],
+    inputs: Sequence[torch.Tensor],
+    memory: AliasSets,
+    boxes: Collection[fx.Node],
 ) -> dict[fx.Node, int | None]:
     """The stage of each node of a rank's program; None: of none, computed wherever it is used.
 
-    A node is of the stage of the user's call that it is part of (`_stages_of_calls`), else of the latest stage of what it works on. What follows from plain
-    tensors alone is of none; but random numbers are drawn once, in the first stage that uses them. ``boxes`` go between placements.
+    A node is of the stage of the user's call that it is part of (`_stages_of_calls`), else of the
+    latest stage of what it works on. What follows from plain tensors alone is of none; but random
+    numbers are drawn once, in the first stage that uses them. ``boxes`` go between placements.
     """
     found: dict[fx.Node, int | None] = {}
     nodes = list(captured.program.nodes)
@@ -40,7 +45,9 @@ def stages_of_nodes(
             continue
         own = calls.get(node.meta.get("call", -1), node.meta.get("stage"))
         if own is None:
-            own = max((s for a in node.all_input_nodes if (s := found[a]) is not None), default=None)
+            own = max(
+                (s for a in node.all_input_nodes if (s := found[a]) is not None), default=None
+            )
         found[node] = own
     for node in reversed(nodes):
         if found[node] is None and node.meta.get("random") and node not in boxes:
@@ -49,7 +56,8 @@ def stages_of_nodes(
 
 
 def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSets) -> set[fx.Node]:
-    """What follows from constants and plain inputs (``given``: of each input, whether it is plain) alone, and is the same each time."""
+    """What follows from constants and plain inputs (``given``: of each input, whether it is plain)
+    alone, and is the same each time."""
     found: set[fx.Node] = set()
     tainted: set[Any] = set()  # memory that something else writes to
     while True:
@@ -58,9 +66,17 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSe
         for node in nodes:
             ours = given.get(node, False) or node.op == "get_attr"
             if node.op in ("call_function", "call_method"):
-                ours = not isinstance(node.target, ProgramCall) and not node.meta.get("random") and all(a in found for a in node.all_input_nodes)
-                ours = ours and not any(t.requires_grad for t in tensors_in(node.meta.get("val"), []))
-                ours = ours and "spec" not in node.meta  # a part of a global tensor, be it the placeholder that a rank outside its placement holds
+                ours = (
+                    not isinstance(node.target, ProgramCall)
+                    and not node.meta.get("random")
+                    and all(a in found for a in node.all_input_nodes)
+                )
+                ours = ours and not any(
+                    t.requires_grad for t in tensors_in(node.meta.get("val"), [])
+                )
+                # a part of a global tensor, be it the placeholder that a rank outside its placement
+                # holds
+                ours = ours and "spec" not in node.meta
             if ours and memory.of(node) not in tainted:
                 found.add(node)
             else:
@@ -80,11 +96,21 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
         where = _placement(node)
         stage = node.meta.get("stage")
         if stage is None:
-            stage = max((s for a in node.all_input_nodes if (s := a.meta.get("starts", found[a])) is not None), default=None)
+            stage = max(
+                (
+                    s
+                    for a in node.all_input_nodes
+                    if (s := a.meta.get("starts", found[a])) is not None
+                ),
+                default=None,
+            )
             if stage is not None and where is not None and placements[stage] is not where:
                 later = [k for k, p in enumerate(placements) if p is where]
                 if not later:
-                    raise GraphError(f"{node.name} puts a tensor on {where!r}, where no stage of the pipeline lies\n  {node.meta.get('where', '')}")
+                    raise GraphError(
+                        f"{node.name} puts a tensor on {where!r}, where no stage of the pipeline "
+                        f"lies\n  {node.meta.get('where', '')}"
+                    )
                 stage = next((k for k in later if k >= stage), later[0])
         found[node] = stage
         if stage is None and where is not None:
@@ -94,10 +120,19 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
         first = min((s for u in node.users if (s := found.get(u)) is not None), default=None)
         here = [k for k, p in enumerate(placements) if p is where]
         # As late as can be before those who use it.
-        found[node] = max((k for k in here if first is not None and k <= first), default=here[0] if here else None)
+        found[node] = max(
+            (k for k in here if first is not None and k <= first), default=here[0] if here else None
+        )
     return {node.meta["call"]: stage for node, stage in found.items() if "call" in node.meta}
 
 
 def _placement(node: fx.Node) -> Placement | None:
     """Where the first global tensor lies that a call gives."""
-    return next((t._spec.placement for t in tensors_in(node.meta.get("val"), []) if isinstance(t, GlobalTensor)), None)
+    return next(
+        (
+            t._spec.placement
+            for t in tensors_in(node.meta.get("val"), [])
+            if isinstance(t, GlobalTensor)
+        ),
+        None,
+    )

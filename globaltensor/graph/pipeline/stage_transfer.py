@@ -1,7 +1,10 @@
-"""What crosses the borders between stages: values one way, gradients the other, beside the computation.
+"""What crosses the borders between stages: values one way, gradients the other, beside the
+computation.
 
-Each is cut into the pieces that boxing's exchange would send; a piece is a message. Between two ranks messages of one direction have a fixed order, that
-in which the sender's row of the schedule makes them; both sides work it out, so nothing has to be named. Receives are posted ahead, in that order.
+Each is cut into the pieces that boxing's exchange would send; a piece is a message. Between two
+ranks messages of one direction have a fixed order, that in which the sender's row of the schedule
+makes them; both sides work it out, so nothing has to be named. Receives are posted ahead, in that
+order.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Edge:
-    """Output number ``output`` of stage ``source``, which lies as ``src``, becomes input number ``input`` of stage ``target``, lying as ``dst`` there.
+    """Output number ``output`` of stage ``source``, which lies as ``src``, becomes input number
+    ``input`` of stage ``target``, lying as ``dst`` there.
 
-    Neither is partial; ``source < target``, neighbours or not. ``source`` -1: an input of the call, given for each micro-batch as ``dst``.
+    Neither is partial; ``source < target``, neighbours or not. ``source`` -1: an input of the call,
+    given for each micro-batch as ``dst``.
     """
 
     source: int
@@ -45,7 +50,8 @@ class Edge:
 
 
 class Route(NamedTuple):
-    """One direction of an edge: its values, or its gradients (``back``). ``number`` is that of the edge."""
+    """One direction of an edge: its values, or its gradients (``back``). ``number`` is that of the
+    edge."""
 
     number: int
     edge: Edge
@@ -59,18 +65,29 @@ class Route(NamedTuple):
     @property
     def stages(self) -> tuple[int, int]:
         """(where it comes from, where it goes)."""
-        return (self.edge.target, self.edge.source) if self.back else (self.edge.source, self.edge.target)
+        return (
+            (self.edge.target, self.edge.source)
+            if self.back
+            else (self.edge.source, self.edge.target)
+        )
 
     @property
     def what(self) -> str:
         """What its receiver waits for."""
-        return f"the gradient of output {self.edge.output}" if self.back else f"input {self.edge.input}"
+        return (
+            f"the gradient of output {self.edge.output}"
+            if self.back
+            else f"input {self.edge.input}"
+        )
 
     def reaches(self, rank: int) -> bool:
-        """Whether a rank needs its values. An arriving gradient becomes the dual of ``src``: along a broadcast axis all ranks but the first have zero."""
+        """Whether a rank needs its values. An arriving gradient becomes the dual of ``src``: along
+        a broadcast axis all ranks but the first have zero."""
         spec = self.ends[1]
         where = spec.placement.coordinate(rank)
-        return where is not None and not (self.back and any(i and e.is_broadcast for i, e in zip(where, spec.layout, strict=True)))
+        return where is not None and not (
+            self.back and any(i and e.is_broadcast for i, e in zip(where, spec.layout, strict=True))
+        )
 
     def taken(self, rank: int) -> list[tuple[int, Slices, Slices]]:
         """(from whom, where it lies there, where it goes here) of each piece that ``rank`` gets."""
@@ -82,7 +99,8 @@ class Route(NamedTuple):
 
 
 class _Pool:
-    """Memory of one route that serves again once nobody refers to it. (Devices other than CPUs have allocators that keep what is let go.)"""
+    """Memory of one route that serves again once nobody refers to it. (Devices other than CPUs have
+    allocators that keep what is let go.)"""
 
     def __init__(self, idle: int) -> None:
         self._idle = idle
@@ -137,17 +155,33 @@ class _Intake:
 
 
 class Transfer:
-    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how many idle buffers of it are kept. ``waited``: seconds for
-    which `receive` waited for messages, what it had to do itself not counted; whoever reads it may set it back.
+    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how
+    many idle buffers of it are kept. ``waited``: seconds for which `receive` waited for messages,
+    what it had to do itself not counted; whoever reads it may set it back.
 
-    A run begins with `begin`, ends with `finish`; between them each value is sent and received once, in any order that the schedule allows.
+    A run begins with `begin`, ends with `finish`; between them each value is sent and received
+    once, in any order that the schedule allows.
     """
 
-    def __init__(self, here: World, edges: Sequence[Edge], schedule: Schedule, lanes: dict[int, int], credits: int) -> None:
+    def __init__(
+        self,
+        here: World,
+        edges: Sequence[Edge],
+        schedule: Schedule,
+        lanes: dict[int, int],
+        credits: int,
+    ) -> None:
         self._here, self._credits = here, credits
-        used = {(action.kind == "F", action.stage) for row in schedule.rows for action in row if action.kind != "W"}
+        used = {
+            (action.kind == "F", action.stage)
+            for row in schedule.rows
+            for action in row
+            if action.kind != "W"
+        }
         crossing = [(number, edge) for number, edge in enumerate(edges) if edge.source >= 0]
-        routes = [Route(number, edge, False) for number, edge in crossing] + [Route(number, edge, True) for number, edge in crossing if edge.differentiable]
+        routes = [Route(number, edge, False) for number, edge in crossing] + [
+            Route(number, edge, True) for number, edge in crossing if edge.differentiable
+        ]
         self.routes = [route for route in routes if (not route.back, route.stages[0]) in used]
         self._taken = {route: route.taken(here.rank) for route in self.routes}
         self._given = {route: route.given(here.rank) for route in self.routes}
@@ -161,9 +195,14 @@ class Transfer:
             self._intakes.setdefault((who, _wire(route)), _Intake(who)).add(route, micro)
         self._connected = False
 
-    def _expected(self, schedule: Schedule, lanes: dict[int, int]) -> Iterator[tuple[Route, int, int]]:
-        """(route, micro-batch, rank it comes from) of all messages to this rank; from each rank in the order in which it sends them."""
-        for who in sorted({piece[0] for pieces in self._taken.values() for piece in pieces} - {self._here.rank}):
+    def _expected(
+        self, schedule: Schedule, lanes: dict[int, int]
+    ) -> Iterator[tuple[Route, int, int]]:
+        """(route, micro-batch, rank it comes from) of all messages to this rank; from each rank in
+        the order in which it sends them."""
+        for who in sorted(
+            {piece[0] for pieces in self._taken.values() for piece in pieces} - {self._here.rank}
+        ):
             for action in schedule.rows[lanes[who]]:
                 for route in self.leaving(action.kind, action.stage):
                     if any(piece[0] == who for piece in self._taken[route]):
@@ -171,21 +210,35 @@ class Transfer:
 
     def _connect(self) -> None:
         me = self._here.rank
-        out = {(to, _wire(route)) for route, pieces in self._given.items() for to, _ in pieces if to != me}
-        ways = [(who, me, wire) for who, wire in self._intakes] + [(me, to, wire) for to, wire in out]
+        out = {
+            (to, _wire(route))
+            for route, pieces in self._given.items()
+            for to, _ in pieces
+            if to != me
+        }
+        ways = [(who, me, wire) for who, wire in self._intakes] + [
+            (me, to, wire) for to, wire in out
+        ]
         # Opening a channel may wait for its other side: all ranks go by one order.
         for source, target, wire in sorted(ways):
             channel = self._here.channel(source, target, self._here.device(wire))
             try:
                 channel.connect()
             except WorldError as error:
-                raise WorldError(f"rank {me}: cannot connect with rank {source + target - me}, which has a stage beside one of its own: {error}") from error
+                raise WorldError(
+                    f"rank {me}: cannot connect with rank {source + target - me}, which has a "
+                    f"stage beside one of its own: {error}"
+                ) from error
             if target == me:
                 self._intakes[source, wire].channel = channel
 
     def leaving(self, kind: str, stage: int) -> list[Route]:
         """What an action sends, in order."""
-        return [r for r in self.routes if r.stages[0] == stage and r.back == (kind != "F")] if kind != "W" else []
+        return (
+            [r for r in self.routes if r.stages[0] == stage and r.back == (kind != "F")]
+            if kind != "W"
+            else []
+        )
 
     def begin(self) -> None:
         """Post the first receives. The first time all ranks come here together."""
@@ -198,7 +251,8 @@ class Transfer:
             self._ask(intake)
 
     def send(self, route: Route, micro: int, value: Tensor) -> None:
-        """Start sending what others need of a value, which must be left alone until the run ends; what this rank needs itself is copied."""
+        """Start sending what others need of a value, which must be left alone until the run ends;
+        what this rank needs itself is copied."""
         self._check_part(route, value)
         wire = self._here.device(_wire(route))
         for to, where in self._given[route]:
@@ -217,21 +271,31 @@ class Transfer:
         spec = route.ends[0]
         shape = spec.local_shape(self._here.rank)
         if value.shape != shape or value.dtype is not spec.dtype:
-            what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+            what = (
+                f"a gradient of input {route.edge.input}"
+                if route.back
+                else f"output {route.edge.output}"
+            )
             raise ScheduleError(
-                f"rank {self._here.rank}: stage {route.stages[0]} gives {what} of {value.dtype} {list(value.shape)}; "
+                f"rank {self._here.rank}: stage {route.stages[0]} gives {what} of {value.dtype} "
+                f"{list(value.shape)}; "
                 f"its edge says {spec.dtype} {list(shape)}, this rank's part of {spec}"
             )
 
     def receive(self, route: Route, micro: int) -> Tensor:
-        """A value for this rank; waits for it. A gradient comes as the dual of what its output is. Raises WorldError, with what, where and from whom.
+        """A value for this rank; waits for it. A gradient comes as the dual of what its output is.
+        Raises WorldError, with what, where and from whom.
 
         Whoever takes it goes on with `go_on`.
         """
         device = self._here.device(route.ends[1].placement.type)
         if not route.reaches(self._here.rank):
             return torch.zeros(self._shape[route], dtype=route.edge.src.dtype, device=device)
-        intakes = [self._intakes[who, _wire(route)] for who, _, _ in self._taken[route] if who != self._here.rank]
+        intakes = [
+            self._intakes[who, _wire(route)]
+            for who, _, _ in self._taken[route]
+            if who != self._here.rank
+        ]
         for intake in intakes:
             self._ask(intake, intake.places[route, micro])
         arrival = self._arrival(route, micro)
@@ -288,12 +352,23 @@ class Transfer:
             raise WorldError(self._undelivered(route, micro, to, error)) from error
 
     def _undelivered(self, route: Route, micro: int, to: int, error: WorldError) -> str:
-        (source, target), what = route.stages, f"gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
-        return f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch {micro} to stage {target} on rank {to}: {error}"
+        (source, target), what = (
+            route.stages,
+            f"gradient of input {route.edge.input}"
+            if route.back
+            else f"output {route.edge.output}",
+        )
+        return (
+            f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch "
+            f"{micro} to stage {target} on rank {to}: {error}"
+        )
 
     def _lost(self, route: Route, micro: int, who: int, error: WorldError) -> str:
         source, target = route.stages
-        return f"rank {self._here.rank}: stage {target} waited for {route.what} of micro-batch {micro} from stage {source} on rank {who}: {error}"
+        return (
+            f"rank {self._here.rank}: stage {target} waited for {route.what} of micro-batch "
+            f"{micro} from stage {source} on rank {who}: {error}"
+        )
 
     def _arrival(self, route: Route, micro: int) -> _Arrival:
         found = self._arrivals.get((route, micro))
@@ -304,7 +379,8 @@ class Transfer:
         return found
 
     def _ask(self, intake: _Intake, upto: int = -1) -> None:
-        """Post receives, in order: all up to the one at ``upto``, and more while their routes have credits."""
+        """Post receives, in order: all up to the one at ``upto``, and more while their routes have
+        credits."""
         while intake.asked < len(intake.order):
             route, micro = intake.order[intake.asked]
             if intake.asked > upto and intake.open.get(route, 0) >= self._credits:
@@ -338,6 +414,7 @@ def lane_of(placements: Sequence[Sequence[int]], schedule: Schedule) -> dict[int
         for rank in ranks:
             if found.setdefault(rank, lane) != lane:
                 raise ScheduleError(
-                    f"rank {rank} holds stage {stage} on lane {lane} and another on lane {found[rank]}: stages that share ranks belong on one lane"
+                    f"rank {rank} holds stage {stage} on lane {lane} and another on lane "
+                    f"{found[rank]}: stages that share ranks belong on one lane"
                 )
     return found

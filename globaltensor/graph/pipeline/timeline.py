@@ -1,4 +1,5 @@
-"""Timelines: when each lane did what, measured or simulated; their figures, and a Chrome trace in which several stand side by side."""
+"""Timelines: when each lane did what, measured or simulated; their figures, and a Chrome trace in
+which several stand side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["Timeline", "save_trace", "timeline", "trace"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans`` in seconds, of ``lanes`` lanes (or ranks); ``steps``: (lane, start, end) of optimizer steps. ``names``: of the lanes, where these have any."""
+    """``spans`` in seconds, of ``lanes`` lanes (or ranks); ``steps``: (lane, start, end) of
+    optimizer steps. ``names``: of the lanes, where these have any."""
 
     spans: tuple[Span, ...]
     lanes: int
@@ -29,7 +31,9 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         times = self._times()
-        return max(end for _, _, end in times) - min(start for _, start, _ in times) if times else 0.0
+        return (
+            max(end for _, _, end in times) - min(start for _, start, _ in times) if times else 0.0
+        )
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -46,11 +50,15 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """The longest time that a lane takes from its own first start to its own last end: what a step takes where the next one follows without waiting for
-        all lanes (the cost in Qi et al., Zero Bubble Pipeline Parallelism, section 2.3)."""
+        """The longest time that a lane takes from its own first start to its own last end: what a
+        step takes where the next one follows without waiting for all lanes (the cost in Qi et al.,
+        Zero Bubble Pipeline Parallelism, section 2.3)."""
         first, last = dict[int, float](), dict[int, float]()
         for lane, start, end in self._times():
-            first[lane], last[lane] = min(start, first.get(lane, start)), max(end, last.get(lane, end))
+            first[lane], last[lane] = (
+                min(start, first.get(lane, start)),
+                max(end, last.get(lane, end)),
+            )
         return max((last[lane] - first[lane] for lane in first), default=0.0)
 
     @property
@@ -60,7 +68,8 @@ class Timeline:
 
     @property
     def costs(self) -> dict[tuple[str, int], float]:
-        """(kind, stage) -> seconds, the median over micro-batches and ranks: what `simulate` wants."""
+        """(kind, stage) -> seconds, the median over micro-batches and ranks: what `simulate`
+        wants."""
         found: dict[tuple[str, int], list[float]] = {}
         for _, action, start, end in self.spans:
             found.setdefault((action.kind, action.stage), []).append(end - start)
@@ -68,7 +77,8 @@ class Timeline:
 
     @property
     def each(self) -> dict[Action, float]:
-        """action -> seconds, the median over ranks: what `simulate` wants to tell what waiting there must be, whatever disturbed an action."""
+        """action -> seconds, the median over ranks: what `simulate` wants to tell what waiting
+        there must be, whatever disturbed an action."""
         found: dict[Action, list[float]] = {}
         for _, action, start, end in self.spans:
             found.setdefault(action, []).append(end - start)
@@ -78,57 +88,97 @@ class Timeline:
         return [*((span.lane, span.start, span.end) for span in self.spans), *self.steps]
 
     def draw(self, width: int = 150) -> str:
-        """A line for each lane, to scale and at most about ``width`` wide, idle time blank. The stage is left out where no lane has two."""
+        """A line for each lane, to scale and at most about ``width`` wide, idle time blank. The
+        stage is left out where no lane has two."""
         times = self._times()
         if not self.makespan:
             return ""
-        begin, one = min(start for _, start, _ in times), len({(s.lane, s.action.stage) for s in self.spans}) == len({s.lane for s in self.spans})
-        pieces = [(s.lane, s.start, s.end, f"{s.action.kind}{s.action.micro}" if one else str(s.action)) for s in self.spans]
+        begin, one = (
+            min(start for _, start, _ in times),
+            len({(s.lane, s.action.stage) for s in self.spans})
+            == len({s.lane for s in self.spans}),
+        )
+        pieces = [
+            (s.lane, s.start, s.end, f"{s.action.kind}{s.action.micro}" if one else str(s.action))
+            for s in self.spans
+        ]
         pieces += [(lane, start, end, "step") for lane, start, end in self.steps]
         least = min(end - start for _, start, end in times if end > start)
         scale = min((1 + max(len(name) for *_, name in pieces)) / least, width / self.makespan)
         rows = [[" "] * (1 + round(self.makespan * scale)) for _ in range(self.lanes)]
         for lane, start, end, name in pieces:
             a, b = round((start - begin) * scale), round((end - begin) * scale)
-            rows[lane][a : b - 1] = name[: b - 1 - a].ljust(b - 1 - a, "-") if b - 1 > a else rows[lane][a : b - 1]
-        names = self.names or [f"lane {lane:{len(str(self.lanes - 1))}}" for lane in range(self.lanes)]
-        return "\n".join(f"{name:{max(map(len, names))}}  {''.join(row)}".rstrip() for name, row in zip(names, rows, strict=True))
+            rows[lane][a : b - 1] = (
+                name[: b - 1 - a].ljust(b - 1 - a, "-") if b - 1 > a else rows[lane][a : b - 1]
+            )
+        names = self.names or [
+            f"lane {lane:{len(str(self.lanes - 1))}}" for lane in range(self.lanes)
+        ]
+        return "\n".join(
+            f"{name:{max(map(len, names))}}  {''.join(row)}".rstrip()
+            for name, row in zip(names, rows, strict=True)
+        )
 
     def __str__(self) -> str:
-        figures = f"{self.makespan:.6g} s, bubble {self.bubble:.1%}; step after step {self.period:.6g} s, bubble {self.period_bubble:.1%}"
+        figures = (
+            f"{self.makespan:.6g} s, bubble {self.bubble:.1%}; step after step "
+            f"{self.period:.6g} s, bubble {self.period_bubble:.1%}"
+        )
         return f"{figures}\n{self.draw()}"
 
 
 def timeline(
-    spans: Iterable[Span | tuple[int, Action | str, float, float]], steps: Iterable[tuple[int, float, float]] = (), names: Iterable[str] = ()
+    spans: Iterable[Span | tuple[int, Action | str, float, float]],
+    steps: Iterable[tuple[int, float, float]] = (),
+    names: Iterable[str] = (),
 ) -> Timeline:
-    """The timeline of measured spans: (lane or rank, action, start, end). ``names``: of lanes 0, 1, ..., "lane 0" and so on where there are none.
+    """The timeline of measured spans: (lane or rank, action, start, end). ``names``: of lanes 0, 1,
+    ..., "lane 0" and so on where there are none.
 
     Raises ScheduleError for a span that ends before it starts."""
-    found = tuple(Span(lane, Action.parse(action) if isinstance(action, str) else action, start, end) for lane, action, start, end in spans)
+    found = tuple(
+        Span(lane, Action.parse(action) if isinstance(action, str) else action, start, end)
+        for lane, action, start, end in spans
+    )
     each = tuple(steps)
     wrong = [span for span in found if span.end < span.start or span.lane < 0]
     if wrong:
-        raise ScheduleError(f"no span: {tuple(wrong[0])}; it is (lane or rank, action, start, end) with start before end")
+        raise ScheduleError(
+            f"no span: {tuple(wrong[0])}; it is (lane or rank, action, start, end) with start "
+            f"before end"
+        )
     called = tuple(names)
-    lanes = 1 + max([span.lane for span in found] + [lane for lane, _, _ in each] + [len(called) - 1], default=-1)
+    lanes = 1 + max(
+        [span.lane for span in found] + [lane for lane, _, _ in each] + [len(called) - 1],
+        default=-1,
+    )
     return Timeline(found, lanes, each, names=called)
 
 
 def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
-    """The sources as one Chrome trace (the JSON that chrome://tracing and ui.perfetto.dev read), each a process of its own that begins at zero, each lane a
-    thread: ``trace(measured=spans, simulated=simulate(...))``."""
+    """The sources as one Chrome trace (the JSON that chrome://tracing and ui.perfetto.dev read),
+    each a process of its own that begins at zero, each lane a thread: ``trace(measured=spans,
+    simulated=simulate(...))``."""
     events: list[dict[str, Any]] = []
     for pid, (source, given) in enumerate(sources.items()):
         line = given if isinstance(given, Timeline) else timeline(given)
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": source}})
         names = line.names or [f"lane {lane}" for lane in range(line.lanes)]
-        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": name}} for lane, name in enumerate(names)]
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(names)
+        ]
         begin = min((start for _, start, _ in line._times()), default=0.0)
         for lane, action, start, end in line.spans:
-            about = {"cat": KINDS.get(action.kind, action.kind), "args": {"stage": action.stage, "micro": action.micro}}
+            about = {
+                "cat": KINDS.get(action.kind, action.kind),
+                "args": {"stage": action.stage, "micro": action.micro},
+            }
             events.append(_event(str(action), pid, lane, start - begin, end - begin) | about)
-        events += [_event("step", pid, lane, start - begin, end - begin) | {"cat": "optimizer"} for lane, start, end in line.steps]
+        events += [
+            _event("step", pid, lane, start - begin, end - begin) | {"cat": "optimizer"}
+            for lane, start, end in line.steps
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -138,4 +188,11 @@ def save_trace(path: str | os.PathLike[str], **sources: Timeline | Iterable[Span
 
 
 def _event(name: str, pid: int, lane: int, start: float, end: float) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": pid, "tid": lane, "ts": start * 1e6, "dur": (end - start) * 1e6}  # microseconds
+    return {
+        "name": name,
+        "ph": "X",
+        "pid": pid,
+        "tid": lane,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+    }  # microseconds

@@ -1,4 +1,5 @@
-"""The checker: whether a schedule does everything once, in an order that can end, and how many activations it holds on the way."""
+"""The checker: whether a schedule does everything once, in an order that can end, and how many
+activations it holds on the way."""
 
 from __future__ import annotations
 
@@ -9,23 +10,45 @@ from typing import Any
 from ...errors import ScheduleError
 from .schedule import KINDS, Action, Schedule, default_schedule, find, schedule
 
-__all__ = ["Flow", "check", "max_activations", "peak_activations", "resolve_schedule", "running_order", "stages_in_flight"]
+__all__ = [
+    "Flow",
+    "check",
+    "max_activations",
+    "peak_activations",
+    "resolve_schedule",
+    "running_order",
+    "stages_in_flight",
+]
 
 _SHOWN = 8  # of the errors of one schedule
 
 
 class Flow:
-    """What waits for what. ``edges`` are all the pairs (from stage, to stage) between which values cross, skip connections among them; by default each
-    stage feeds the next. Gradients cross the other way. Raises ScheduleError for an edge that doesn't go from a stage to a later one."""
+    """What waits for what. ``edges`` are all the pairs (from stage, to stage) between which values
+    cross, skip connections among them; by default each stage feeds the next. Gradients cross the
+    other way. Raises ScheduleError for an edge that doesn't go from a stage to a later one."""
 
-    def __init__(self, schedule: Schedule, edges: Collection[tuple[int, int]] | None = None) -> None:
-        pairs = [(k, k + 1) for k in range(schedule.stages - 1)] if edges is None else sorted(set(edges))
+    def __init__(
+        self, schedule: Schedule, edges: Collection[tuple[int, int]] | None = None
+    ) -> None:
+        pairs = (
+            [(k, k + 1) for k in range(schedule.stages - 1)]
+            if edges is None
+            else sorted(set(edges))
+        )
         wrong = [pair for pair in pairs if not 0 <= pair[0] < pair[1] < schedule.stages]
         if wrong:
-            raise ScheduleError(f"an edge goes from a stage to a later one of {schedule.stages}, not {', '.join(f'{a} -> {b}' for a, b in wrong)}")
+            raise ScheduleError(
+                f"an edge goes from a stage to a later one of {schedule.stages}, not "
+                f"{', '.join(f'{a} -> {b}' for a, b in wrong)}"
+            )
         self.edges = tuple(pairs)
-        self.sources: list[list[int]] = [[a for a, b in pairs if b == k] for k in range(schedule.stages)]
-        self.targets: list[list[int]] = [[b for a, b in pairs if a == k] for k in range(schedule.stages)]
+        self.sources: list[list[int]] = [
+            [a for a, b in pairs if b == k] for k in range(schedule.stages)
+        ]
+        self.targets: list[list[int]] = [
+            [b for a, b in pairs if a == k] for k in range(schedule.stages)
+        ]
         self._halves = {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
 
     def back(self, stage: int, micro: int) -> Action:
@@ -39,32 +62,64 @@ class Flow:
             return [Action("F", source, micro) for source in self.sources[stage]]
         if kind == "W":
             return [Action("I", stage, micro)]
-        return [Action("F", stage, micro), *(self.back(target, micro) for target in self.targets[stage])]
+        return [
+            Action("F", stage, micro),
+            *(self.back(target, micro) for target in self.targets[stage]),
+        ]
 
 
-def check(schedule: Schedule, edges: Collection[tuple[int, int]] | None = None, most: Sequence[int] | None = None) -> None:
-    """Raises ScheduleError, with lane and position, unless lanes that do their rows in order, and wait for what they need, do all there is exactly once: F, and
-    B or both I and W, of every stage and micro-batch (no backward at all is right, too: evaluation). ``edges`` as for `Flow`; ``most``: activations that each
-    lane may hold."""
+def check(
+    schedule: Schedule,
+    edges: Collection[tuple[int, int]] | None = None,
+    most: Sequence[int] | None = None,
+) -> None:
+    """Raises ScheduleError, with lane and position, unless lanes that do their rows in order, and
+    wait for what they need, do all there is exactly once: F, and B or both I and W, of every stage
+    and micro-batch (no backward at all is right, too: evaluation). ``edges`` as for `Flow`;
+    ``most``: activations that each lane may hold."""
     problems = _shape(schedule) or list(_counts(schedule))
     if problems:
         more = len(problems) - _SHOWN
-        raise ScheduleError("\n  ".join([f"schedule {schedule.name} is not whole:", *problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]))
+        raise ScheduleError(
+            "\n  ".join(
+                [
+                    f"schedule {schedule.name} is not whole:",
+                    *problems[:_SHOWN],
+                    *([f"and {more} more"] if more > 0 else []),
+                ]
+            )
+        )
     for _ in running_order(schedule, Flow(schedule, edges)):
         pass
     if most is not None:
         lanes = enumerate(zip(peak_activations(schedule), most, strict=True))
-        over = [f"lane {lane} holds {held}, may hold {may}" for lane, (held, may) in lanes if held > may]
+        over = [
+            f"lane {lane} holds {held}, may hold {may}" for lane, (held, may) in lanes if held > may
+        ]
         if over:
-            raise ScheduleError("\n  ".join([f"schedule {schedule.name} holds too many activations:", *over]))
+            raise ScheduleError(
+                "\n  ".join([f"schedule {schedule.name} holds too many activations:", *over])
+            )
 
 
 def _shape(schedule: Schedule) -> list[str]:
     lanes, stages = schedule.lanes, schedule.stages
     if len(lanes) != stages or not stages or schedule.micros < 1:
-        return [f"lanes must give the lane of each of its {stages} stages, and micros be at least 1: lanes {list(lanes)}, micros {schedule.micros}"]
+        return [
+            (
+                f"lanes must give the lane of each of its {stages} stages, and micros be at least "
+                f"1: "
+                f"lanes {list(lanes)}, micros {schedule.micros}"
+            )
+        ]
     if not all(0 <= lane < len(schedule.rows) for lane in lanes):
-        return [f"there are rows for lanes 0 to {len(schedule.rows) - 1}, but the stages are on lanes {list(lanes)}"]
+        return [
+            (
+                f"there are rows for lanes 0 to {len(schedule.rows) - 1}, but the stages are on "
+                f"lanes "
+                f"{list(lanes)}"
+            )
+        ]
     return []
 
 
@@ -76,23 +131,33 @@ def _counts(schedule: Schedule) -> Iterator[str]:
             if action.kind not in KINDS:
                 yield f"{here}, but kinds are {', '.join(KINDS)}"
             elif not (0 <= action.stage < schedule.stages and 0 <= action.micro < schedule.micros):
-                yield f"{here}, but there are stages 0 to {schedule.stages - 1} and micro-batches 0 to {schedule.micros - 1}"
+                yield (
+                    f"{here}, but there are stages 0 to {schedule.stages - 1} and micro-batches "
+                    f"0 to {schedule.micros - 1}"
+                )
             elif schedule.lanes[action.stage] != lane:
                 yield f"{here}, but stage {action.stage} is on lane {schedule.lanes[action.stage]}"
             else:
                 places.setdefault(action, []).append(position)
     for action, positions in places.items():
         if len(positions) > 1:
-            yield f"lane {schedule.lanes[action.stage]} has {action} {len(positions)} times, at positions {', '.join(map(str, positions))}"
+            yield (
+                f"lane {schedule.lanes[action.stage]} has {action} {len(positions)} times, at "
+                f"positions {', '.join(map(str, positions))}"
+            )
     for stage, lane in enumerate(schedule.lanes):
         for micro in range(schedule.micros):
             does = "".join(kind for kind in KINDS if Action(kind, stage, micro) in places)
             if does not in (("FB", "FIW") if schedule.trains else ("F",)):
-                yield f"lane {lane} does {does or 'nothing'} of stage {stage}, micro-batch {micro}: it must do F and B, or F, I and W, each once"
+                yield (
+                    f"lane {lane} does {does or 'nothing'} of stage {stage}, micro-batch "
+                    f"{micro}: it must do F and B, or F, I and W, each once"
+                )
 
 
 def running_order(schedule: Schedule, flow: Flow) -> Iterator[tuple[int, Action]]:
-    """(lane, action) in an order in which the lanes can do their rows. Raises ScheduleError where all that are left wait for one another."""
+    """(lane, action) in an order in which the lanes can do their rows. Raises ScheduleError where
+    all that are left wait for one another."""
     waiting_at: dict[Action, list[int]] = {}
     at, done = [0] * len(schedule.rows), set[Action]()
     able = list(range(len(schedule.rows)))
@@ -111,7 +176,14 @@ def running_order(schedule: Schedule, flow: Flow) -> Iterator[tuple[int, Action]
             yield lane, action
     stuck = [lane for lane, row in enumerate(schedule.rows) if at[lane] < len(row)]
     if stuck:
-        raise ScheduleError("\n  ".join([f"schedule {schedule.name} would not end:", *(_waits(schedule, flow, lane, at[lane], done) for lane in stuck)]))
+        raise ScheduleError(
+            "\n  ".join(
+                [
+                    f"schedule {schedule.name} would not end:",
+                    *(_waits(schedule, flow, lane, at[lane], done) for lane in stuck),
+                ]
+            )
+        )
 
 
 def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[Action]) -> str:
@@ -121,19 +193,29 @@ def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[A
     if missing not in schedule.rows[other]:
         where = f"lane {other} never does"
     else:
-        where = f"{'the same lane' if other == lane else f'lane {other}'} does at position {schedule.rows[other].index(missing)}"
+        where = (
+            f"{'the same lane' if other == lane else f'lane {other}'} does at position "
+            f"{schedule.rows[other].index(missing)}"
+        )
     return f"lane {lane} at position {position} ({action}) waits for {missing}, which {where}"
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most activations that each lane holds at a time: those of a stage and micro-batch from F to B, or to W; none in evaluation."""
-    return tuple(peak for peak, _ in map(_peaks, schedule.rows)) if schedule.trains else (0,) * len(schedule.rows)
+    """Return the most activations that each lane holds at a time: those of a stage and micro-batch
+    from F to B, or to W; none in evaluation."""
+    return (
+        tuple(peak for peak, _ in map(_peaks, schedule.rows))
+        if schedule.trains
+        else (0,) * len(schedule.rows)
+    )
 
 
 def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The same for each stage."""
     peaks = [_peaks(row)[1] for row in schedule.rows]
-    return tuple(peaks[lane][stage] if schedule.trains else 0 for stage, lane in enumerate(schedule.lanes))
+    return tuple(
+        peaks[lane][stage] if schedule.trains else 0 for stage, lane in enumerate(schedule.lanes)
+    )
 
 
 def _peaks(row: Sequence[Action]) -> tuple[int, Counter[int]]:
@@ -147,26 +229,38 @@ def _peaks(row: Sequence[Action]) -> tuple[int, Counter[int]]:
 
 
 def resolve_schedule(
-    wanted: str | Schedule | None, lanes: Sequence[int], micros: int, edges: Collection[tuple[int, int]] | None = None
+    wanted: str | Schedule | None,
+    lanes: Sequence[int],
+    micros: int,
+    edges: Collection[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or the given one, checked. Raises ScheduleError where it
-    does not exist for these lanes, was written for others or another number of micro-batches, or cannot run.
+    """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or
+    the given one, checked. Raises ScheduleError where it does not exist for these lanes, was
+    written for others or another number of micro-batches, or cannot run.
 
     >>> resolve_schedule(None, (0, 1, 0, 1), 4).name
     'interleaved'
     """
-    made = wanted if isinstance(wanted, Schedule) else schedule(default_schedule(lanes) if wanted is None else wanted, lanes, micros)
+    made = (
+        wanted
+        if isinstance(wanted, Schedule)
+        else schedule(default_schedule(lanes) if wanted is None else wanted, lanes, micros)
+    )
     if (made.lanes, made.micros) != (tuple(lanes), micros):
         raise ScheduleError(
-            f"schedule {made.name} is for stages on lanes {list(made.lanes)} and {made.micros} micro-batches; "
+            f"schedule {made.name} is for stages on lanes {list(made.lanes)} and {made.micros} "
+            f"micro-batches; "
             f"here stages are on lanes {list(lanes)}, and there are {micros} micro-batches"
         )
     check(made, edges)
     return made
 
 
-def max_activations(name: str, lanes: Sequence[int], micros: int, **options: Any) -> tuple[int, ...]:
-    """The most activations that each lane will hold with the schedule of this name, whatever the order its lanes come to run in.
+def max_activations(
+    name: str, lanes: Sequence[int], micros: int, **options: Any
+) -> tuple[int, ...]:
+    """The most activations that each lane will hold with the schedule of this name, whatever the
+    order its lanes come to run in.
 
     >>> max_activations("1f1b", (0, 1, 2), 8), max_activations("gpipe", (0, 1, 2), 8)
     ((3, 2, 1), (8, 8, 8))

@@ -1,4 +1,5 @@
-"""Zero-bubble schedules: the backward in two halves, of which the one that nobody waits for, that of the weights, fills what would be idle."""
+"""Zero-bubble schedules: the backward in two halves, of which the one that nobody waits for, that
+of the weights, fills what would be idle."""
 
 from __future__ import annotations
 
@@ -23,30 +24,51 @@ def _even(each: int, lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
     return per_lane(lanes, [min(micros, each)] * len(runs(lanes)))
 
 
-@family("zb-h1", "zero-bubble-h1", layout=_ONCE, fits=_once, promise=lambda lanes, micros: _even(len(runs(lanes)), lanes, micros))
+@family(
+    "zb-h1",
+    "zero-bubble-h1",
+    layout=_ONCE,
+    fits=_once,
+    promise=lambda lanes, micros: _even(len(runs(lanes)), lanes, micros),
+)
 def zb_h1(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024): the order of 1f1b; run k lags k micro-batches behind with weights, so that all hold as
-    many activations as the first of 1f1b. With F = I = W, a third of its bubble."""
+    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024): the order of 1f1b; run k lags
+    k micro-batches behind with weights, so that all hold as many activations as the first of 1f1b.
+    With F = I = W, a third of its bubble."""
     many = len(runs(lanes))
     return _straight(lanes, micros, [many - k for k in range(many)], list(range(many)))
 
 
-@family("zb-h2", "zero-bubble-h2", layout=_ONCE, fits=_once, promise=lambda lanes, micros: _even(2 * len(runs(lanes)) - 1, lanes, micros))
+@family(
+    "zb-h2",
+    "zero-bubble-h2",
+    layout=_ONCE,
+    fits=_once,
+    promise=lambda lanes, micros: _even(2 * len(runs(lanes)) - 1, lanes, micros),
+)
 def zb_h2(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-H2 (same paper): nearly twice the forwards at the start and twice the lag of the weights, so nearly twice the activations. With F = I = W, and
-    2 p - 1 micro-batches or more for p runs, no lane is ever idle between its first action and its last."""
+    """ZB-H2 (same paper): nearly twice the forwards at the start and twice the lag of the weights,
+    so nearly twice the activations. With F = I = W, and 2 p - 1 micro-batches or more for p runs,
+    no lane is ever idle between its first action and its last."""
     many = len(runs(lanes))
-    return _straight(lanes, micros, [2 * (many - k) - 1 for k in range(many)], [2 * k for k in range(many)])
+    return _straight(
+        lanes, micros, [2 * (many - k) - 1 for k in range(many)], [2 * k for k in range(many)]
+    )
 
 
-def _straight(lanes: tuple[int, ...], micros: int, warm: list[int], lag: list[int]) -> list[list[Action]]:
-    """Run k starts with warm[k] forwards; then I of a micro-batch, W of the one lag[k] before it, the next F, and so on; the weights left over end it."""
+def _straight(
+    lanes: tuple[int, ...], micros: int, warm: list[int], lag: list[int]
+) -> list[list[Action]]:
+    """Run k starts with warm[k] forwards; then I of a micro-batch, W of the one lag[k] before it,
+    the next F, and so on; the weights left over end it."""
     rows: list[list[Action]] = [[] for _ in range(max(lanes) + 1)]
     for k, run in enumerate(runs(lanes)):
         work = [("F", micro) for micro in range(warm[k])]
         for micro in range(micros + lag[k]):
             work += [("I", micro), ("W", micro - lag[k]), ("F", micro + warm[k])]
-        rows[run.lane] += expand(run, ((kind, micro) for kind, micro in work if 0 <= micro < micros))
+        rows[run.lane] += expand(
+            run, ((kind, micro) for kind, micro in work if 0 <= micro < micros)
+        )
     return rows
 
 
@@ -59,15 +81,22 @@ def _straight(lanes: tuple[int, ...], micros: int, warm: list[int], lag: list[in
     promise=lambda lanes, micros: (2 * min(micros, max(lanes) + 1),) * (max(lanes) + 1),
 )
 def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-V (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024; V-ZB there): lane r has stages r ("down") and 2p - 1 - r ("up") of 2p, each
-    half as long as with a stage per lane. No bubble with F = I = W, in the memory of 1f1b's first stage, and the same for every lane."""
+    """ZB-V (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024; V-ZB there):
+    lane r has stages r ("down") and 2p - 1 - r ("up") of 2p, each half as long as with a stage per
+    lane. No bubble with F = I = W, in the memory of 1f1b's first stage, and the same for every
+    lane."""
     wide = max(lanes) + 1
     rows: list[list[Action]] = [[] for _ in range(wide)]
     for rank, lane in enumerate(lanes[:wide]):
         down, up, after = rank, 2 * wide - 1 - rank, wide - rank
         next_of = dict.fromkeys([(kind, stage) for kind in "FIW" for stage in (down, up)], 0)
 
-        def do(times: int, *work: tuple[str, int], lane: int = lane, next_of: dict[tuple[str, int], int] = next_of) -> None:
+        def do(
+            times: int,
+            *work: tuple[str, int],
+            lane: int = lane,
+            next_of: dict[tuple[str, int], int] = next_of,
+        ) -> None:
             for _ in range(times):
                 for kind, stage in work:
                     rows[lane].append(Action(kind, stage, next_of[kind, stage]))
@@ -77,11 +106,20 @@ def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
         do(2 * after - 1, ("F", down))
         do(rank, ("F", up), ("F", down))
         do(after, ("F", up), ("I", up), ("W", up))
-        do(total - next_of["F", down], ("F", down), ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
+        do(
+            total - next_of["F", down],
+            ("F", down),
+            ("I", down),
+            ("W", down),
+            ("F", up),
+            ("I", up),
+            ("W", up),
+        )
         do(total - next_of["F", up], ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
         do(rank, ("I", down), ("I", up))
         do(after, ("I", down), ("W", down))
         do(total - next_of["W", up], ("W", up))
         do(total - next_of["W", down], ("W", down))
-    # A pipeline of fewer micro-batches than it takes to fill is a longer one with the rest left out.
+    # A pipeline of fewer micro-batches than it takes to fill is a longer one with the rest left
+    # out.
     return [[action for action in row if action.micro < micros] for row in rows]

@@ -1,6 +1,8 @@
-"""Several boxings of one kind as one collective, begun now and awaited later if wanted; differentiable, and their gradients go as one collective back.
+"""Several boxings of one kind as one collective, begun now and awaited later if wanted;
+differentiable, and their gradients go as one collective back.
 
-Forward and backward (DESIGN §3): all_reduce <-> all_reduce, all_gather <-> reduce_scatter. Each is one move among the same ranks.
+Forward and backward (DESIGN §3): all_reduce <-> all_reduce, all_gather <-> reduce_scatter. Each is
+one move among the same ranks.
 """
 
 from __future__ import annotations
@@ -23,29 +25,51 @@ from .nodes import ProgramCall
 __all__ = ["CoalescedCollective", "StartCollective", "WaitCollective", "move_of"]
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter")
-_DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
+_DTYPES: Final = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    )
+)
 
 Finish = Callable[[], list[Tensor]]
 
 
 def move_of(src: Spec, dst: Spec) -> Move | None:
-    """The one move that this boxing is, and whose gradient is one such move back; None where it is something else."""
+    """The one move that this boxing is, and whose gradient is one such move back; None where it is
+    something else."""
     found = _only(src, dst)
     back = None if found is None else _only(dst.dual(), src.dual())
     return found if back is not None and found is not None and back.axes == found.axes else None
 
 
 def _only(src: Spec, dst: Spec) -> Move | None:
-    if src.placement is not dst.placement or src.shown is not src or dst.shown is not dst or src.dtype not in _DTYPES:
+    if (
+        src.placement is not dst.placement
+        or src.shown is not src
+        or dst.shown is not dst
+        or src.dtype not in _DTYPES
+    ):
         return None
     moves = [m for m in plan_boxing(src, dst).moves if m.kind != "keep"]
-    if len(moves) != 1 or moves[0].kind not in KINDS or any(e.kind == "partial" and e.reduce != "sum" for e in (*src.layout, *dst.layout)):
+    if (
+        len(moves) != 1
+        or moves[0].kind not in KINDS
+        or any(e.kind == "partial" and e.reduce != "sum" for e in (*src.layout, *dst.layout))
+    ):
         return None
     return moves[0]
 
 
 class CoalescedCollective(ProgramCall):
-    """Boxings that are one move of one kind each, among the same ranks, of one dtype -> their results. ``routes``: (src, dst, what asked for it)."""
+    """Boxings that are one move of one kind each, among the same ranks, of one dtype -> their
+    results. ``routes``: (src, dst, what asked for it)."""
 
     __module__ = "boxing"
 
@@ -60,7 +84,12 @@ class CoalescedCollective(ProgramCall):
     @cached_property
     def back(self) -> CoalescedCollective:
         """The same for the gradients."""
-        return CoalescedCollective([(dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}") for src, dst, why in self.routes])
+        return CoalescedCollective(
+            [
+                (dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}")
+                for src, dst, why in self.routes
+            ]
+        )
 
     def __call__(self, *locals_: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
@@ -68,7 +97,8 @@ class CoalescedCollective(ProgramCall):
         return tuple(self.begin(locals_)())
 
     def begin(self, locals_: Sequence[Tensor], logs: Any = None) -> Finish:
-        """Start it; the function returned waits and gives the results. ``locals_`` may be written to meanwhile."""
+        """Start it; the function returned waits and gives the results. ``locals_`` may be written
+        to meanwhile."""
         for src, dst, why in self.routes:
             log.record_boxing(plan_boxing(src, dst), why, logs)
         here, placement = world(), self.moves[0].src.placement
@@ -76,7 +106,9 @@ class CoalescedCollective(ProgramCall):
             kept = [t.detach() for t in locals_]
             return lambda: kept
         peers = placement.fiber(here.rank, self.moves[0].axes)
-        flats = [t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_]
+        flats = [
+            t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_
+        ]
         return _BEGIN[self.kind](self, flats, here.comm(peers), peers, here.rank)
 
 
@@ -85,20 +117,31 @@ def _joined(flats: Sequence[Tensor]) -> Tensor:
     return torch.cat([flatten(t) for t in flats]) if len(flats) > 1 else flatten(flats[0]).clone()
 
 
-def _all_reduce(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+def _all_reduce(
+    joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int
+) -> Finish:
     buffer = _joined(locals_)
     handle: Handle = comm.all_reduce_async(buffer, "sum")
     shapes = [t.shape for t in locals_]
 
     def finish() -> list[Tensor]:
         handle.wait()
-        return [part.view(shape) for part, shape in zip(buffer.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True)]
+        return [
+            part.view(shape)
+            for part, shape in zip(
+                buffer.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True
+            )
+        ]
 
     return finish
 
 
-def _all_gather(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
-    shapes = [[m.src.local_shape(r) for r in peers] for m in joint.moves]  # of each tensor, the part on each rank
+def _all_gather(
+    joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int
+) -> Finish:
+    shapes = [
+        [m.src.local_shape(r) for r in peers] for m in joint.moves
+    ]  # of each tensor, the part on each rank
     numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
     mine = _joined(locals_)
     buffer = mine.new_empty(sum(map(sum, numels)))
@@ -106,7 +149,12 @@ def _all_gather(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, pe
 
     def finish() -> list[Tensor]:
         handle.wait()
-        parts = [iter(theirs.split_with_sizes(n)) for theirs, n in zip(buffer.split_with_sizes([sum(n) for n in numels]), numels, strict=True)]
+        parts = [
+            iter(theirs.split_with_sizes(n))
+            for theirs, n in zip(
+                buffer.split_with_sizes([sum(n) for n in numels]), numels, strict=True
+            )
+        ]
         out = []
         for move, shape in zip(joint.moves, shapes, strict=True):
             pieces = [next(part).view(s) for part, s in zip(parts, shape, strict=True)]
@@ -116,16 +164,25 @@ def _all_gather(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, pe
     return finish
 
 
-def _reduce_scatter(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+def _reduce_scatter(
+    joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int
+) -> Finish:
     chunks = []
     for r in peers:
-        chunks.append(_joined([t[_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)]))
+        chunks.append(
+            _joined([t[_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)])
+        )
     shapes = [m.dst.local_shape(rank) for m in joint.moves]
     handle = comm.reduce_scatter_async(chunks, "sum")
 
     def finish() -> list[Tensor]:
         handle.wait()
-        return [part.view(shape) for part, shape in zip(handle.value.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True)]
+        return [
+            part.view(shape)
+            for part, shape in zip(
+                handle.value.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True
+            )
+        ]
 
     return finish
 
@@ -133,10 +190,16 @@ def _reduce_scatter(joint: CoalescedCollective, locals_: list[Tensor], comm: Any
 def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
     """Where the part of ``holder`` lies in what ``rank`` has."""
     (offsets, lengths), origin = move.dst.box(holder), move.src.box(rank)[0]
-    return tuple(slice(o - at, o - at + n) for o, n, at in zip(offsets, lengths, origin, strict=True))
+    return tuple(
+        slice(o - at, o - at + n) for o, n, at in zip(offsets, lengths, origin, strict=True)
+    )
 
 
-_BEGIN: Final[dict[str, Callable[..., Finish]]] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+_BEGIN: Final[dict[str, Callable[..., Finish]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
 
 
 def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...], logs: Any) -> Finish:
@@ -159,7 +222,8 @@ class _Together(torch.autograd.Function):
 
 
 class PendingCollective:
-    """A collective under way. ``tokens``: stand-ins for its results, without memory, by which autograd knows what they are results of."""
+    """A collective under way. ``tokens``: stand-ins for its results, without memory, by which
+    autograd knows what they are results of."""
 
     def __init__(self, joint: CoalescedCollective) -> None:
         self.joint = joint
@@ -215,7 +279,10 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, under_way: PendingCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way = under_way
         under_way.finish = under_way.joint.begin(locals_)
-        return tuple(locals_[0].new_zeros(()).expand(dst.local_shape(world().rank)) for _, dst, _ in under_way.joint.routes)
+        return tuple(
+            locals_[0].new_zeros(()).expand(dst.local_shape(world().rank))
+            for _, dst, _ in under_way.joint.routes
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -231,6 +298,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Begun here, awaited where the gradient of the operand is wanted: what lies between runs meanwhile.
+        # Begun here, awaited where the gradient of the operand is wanted: what lies between runs
+        # meanwhile.
         ctx.under_way.back = _back(ctx.under_way.joint, grads, ctx.logs)
         return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

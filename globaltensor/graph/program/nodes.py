@@ -1,4 +1,5 @@
-"""What a program calls besides torch: boxings, steps that communicate, the backward pass. All act on this rank's local tensors."""
+"""What a program calls besides torch: boxings, steps that communicate, the backward pass. All act
+on this rank's local tensors."""
 
 from __future__ import annotations
 
@@ -16,19 +17,32 @@ from ..._tensor.gradients import parameter_gather
 from ...boxing import box, plan_boxing
 from ...sharding.spec import Spec
 
-__all__ = ["BoxingCall", "GatherCall", "ProgramCall", "RandomCall", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
+__all__ = [
+    "BoxingCall",
+    "GatherCall",
+    "ProgramCall",
+    "RandomCall",
+    "autocast",
+    "backward",
+    "count_of",
+    "counted",
+    "set_grad_enabled",
+]
 
 set_grad_enabled = torch.set_grad_enabled
 
 
 class ProgramCall:
-    """A function of ours that is one step of a program. ``__name__`` is how the program prints it."""
+    """A function of ours that is one step of a program. ``__name__`` is how the program prints
+    it."""
 
     __module__ = "steps"
 
     def __init__(self, function: Callable[..., Any], name: str = "") -> None:
         self.function = function
-        self.__name__ = (name or getattr(function, "__name__", "") or type(function).__name__).strip("<>_").lower() or "step"
+        self.__name__ = (
+            name or getattr(function, "__name__", "") or type(function).__name__
+        ).strip("<>_").lower() or "step"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -38,7 +52,8 @@ class ProgramCall:
 
 
 class RandomCall(ProgramCall):
-    """A random op: it draws from its own stream, equal on ranks that hold equal values. ``repeats``: whether it draws the same numbers when it runs again."""
+    """A random op: it draws from its own stream, equal on ranks that hold equal values.
+    ``repeats``: whether it draws the same numbers when it runs again."""
 
     __module__ = "steps"
     repeats = False
@@ -78,8 +93,16 @@ class GatherCall(ProgramCall):
         return parameter_gather.gather_param(self.leaf, self.leaf._spec, self.dst, self.why)
 
 
-def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, count: PendingCount | None = None, *, retain_graph: bool = False) -> None:
-    """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is what this has yet to be divided by."""
+def backward(
+    tensors: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    scale: float = 1.0,
+    count: PendingCount | None = None,
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is
+    what this has yet to be divided by."""
     reached = [i for i, t in enumerate(tensors) if t.requires_grad]
     if reached:
         starts = [seeds[i] if scale == 1.0 else seeds[i] * scale for i in reached]
@@ -92,7 +115,8 @@ def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 
 
 
 def counted(spec: Spec, most: int) -> Callable[[Tensor], PendingCount]:
-    """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is ``most`` at most."""
+    """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is
+    ``most`` at most."""
 
     def start(part: Tensor) -> PendingCount:
         count = PendingCount(GlobalTensor.wrap(part, spec), most, programmed=True)

@@ -19,15 +19,30 @@ State = Callable[[], torch.Tensor]
 class Program:
     """Runs on the call's local inputs. ``print(program.module)`` is Python."""
 
-    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any], states: Sequence[State], inputs: int, name: str = "Program") -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        constants: Mapping[str, Any],
+        states: Sequence[State],
+        inputs: int,
+        name: str = "Program",
+    ) -> None:
         self.module = fx.GraphModule(dict(constants), graph, name)
         self.run: Callable[..., Any] = self.module
         rest = [node for node in graph.nodes if node.op == "placeholder"][inputs:]
-        self._rest: list[State | None] = [states[node.meta["state"]] if "state" in node.meta else None for node in rest]  # None: the scale
+        self._rest: list[State | None] = [
+            states[node.meta["state"]] if "state" in node.meta else None for node in rest
+        ]  # None: the scale
 
     def __call__(self, inputs: Sequence[torch.Tensor], scale: float = 1.0) -> tuple[Any, ...]:
         """The local results. ``scale`` multiplies all gradients."""
-        grad, cast = torch.is_grad_enabled(), [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+        grad, cast = (
+            torch.is_grad_enabled(),
+            [
+                (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k))
+                for k in ("cpu", "cuda")
+            ],
+        )
         rest = [scale if state is None else state() for state in self._rest]
         try:
             return self.run(*inputs, *rest)  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""DistributedDataParallel: torch's own, with its C++ reducer, on a world that starts by itself, and with OneFlow's keywords beside torch's."""
+"""DistributedDataParallel: torch's own, with its C++ reducer, on a world that starts by itself, and
+with OneFlow's keywords beside torch's."""
 
 from __future__ import annotations
 
@@ -20,30 +21,46 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
-    """Each rank trains ``module`` on its share of the batch; gradients are averaged over the ranks while backward runs.
+    """Each rank trains ``module`` on its share of the batch; gradients are averaged over the ranks
+    while backward runs.
 
-    torch's arguments, all of them, and its methods (``no_sync``, ``join``, ``register_comm_hook``, ...). Besides:
+    torch's arguments, all of them, and its methods (``no_sync``, ``join``, ``register_comm_hook``,
+    ...). Besides:
 
     - No ``init_process_group`` is needed.
     - What the wrapper doesn't have is looked for in the module: ``ddp(model).lr`` is ``model.lr``.
-    - ``state_dict()`` has the module's own keys, without the prefix ``module.``; ``load_state_dict`` takes them with and without it.
-    - ``broadcast_parameters=False``: each rank begins with its own parameters (torch: ``init_sync=False``).
-    - ``bucket_size``: parameters in a bucket, on average, in place of ``bucket_cap_mb``; ``use_bucket=False``: one all-reduce for each parameter.
-    - On machines with several GPUs a module on ``"cuda"`` moves to that of the local rank, which becomes the current one: ``.to("cuda")`` then means that.
+    - ``state_dict()`` has the module's own keys, without the prefix ``module.``;
+      ``load_state_dict`` takes them with and without it.
+    - ``broadcast_parameters=False``: each rank begins with its own parameters (torch:
+      ``init_sync=False``).
+    - ``bucket_size``: parameters in a bucket, on average, in place of ``bucket_cap_mb``;
+      ``use_bucket=False``: one all-reduce for each parameter.
+    - On machines with several GPUs a module on ``"cuda"`` moves to that of the local rank, which
+      becomes the current one: ``.to("cuda")`` then means that.
 
-    Raises WorldError where the ranks cannot meet, or where their modules differ: on every rank, naming two and what they hold.
-    Source: OneFlow's and torch's ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
+    Raises WorldError where the ranks cannot meet, or where their modules differ: on every rank,
+    naming two and what they hold. Source: OneFlow's and torch's
+    ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
     """
 
     def __new__(cls, module: nn.Module | None = None, *args: Any, **options: Any) -> Any:
-        """A module whose parameters are global tensors is one of several replicas (parallel/check_replicas.py)."""
-        if not isinstance(module, nn.Module) or not any(isinstance(p, GlobalTensor) for p in module.parameters()):
+        """A module whose parameters are global tensors is one of several replicas
+        (parallel/check_replicas.py)."""
+        if not isinstance(module, nn.Module) or not any(
+            isinstance(p, GlobalTensor) for p in module.parameters()
+        ):
             return super().__new__(cls)
-        known = {name: options.pop(name) for name in ("broadcast_buffers", "broadcast_parameters", "process_group") if name in options}
+        known = {
+            name: options.pop(name)
+            for name in ("broadcast_buffers", "broadcast_parameters", "process_group")
+            if name in options
+        }
         if args or options:
             raise GlobalTensorError(
-                f"DistributedDataParallel of a module with global parameters takes {', '.join(('broadcast_buffers', 'broadcast_parameters', 'process_group'))} "
-                f"by name, not {', '.join(options) or 'positional arguments'}: its gradients go through the buckets of global tensors"
+                f"DistributedDataParallel of a module with global parameters takes "
+                f"{', '.join(('broadcast_buffers', 'broadcast_parameters', 'process_group'))} "
+                f"by name, not {', '.join(options) or 'positional arguments'}: its gradients go "
+                f"through the buckets of global tensors"
             )
         return GlobalReplicas(module, **known)
 
@@ -70,36 +87,55 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
         start()
         if not device_ids:
             _to_own_device(module)
-        _check_alike(module, process_group if more.get("device_mesh") is None else more["device_mesh"].get_group())
+        _check_alike(
+            module,
+            process_group if more.get("device_mesh") is None else more["device_mesh"].get_group(),
+        )
         if bucket_size is not None or not use_bucket:
             if bucket_cap_mb is not None:
-                raise GlobalTensorError("DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) both say how large a bucket is: give one")
+                raise GlobalTensorError(
+                    "DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) "
+                    "both say how large a bucket is: give one"
+                )
             bucket_cap_mb = _megabytes(module, bucket_size if use_bucket else None)
         if broadcast_buffers is False:
             more["broadcast_buffers"] = False
         with warnings.catch_warnings():
-            # torch 2.13 warns of names that it is giving up, and has nothing yet that does the same.
+            # torch 2.13 warns of names that it is giving up, and has nothing yet that does the
+            # same.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(
-                module, device_ids, output_device, dim, init_sync=init_sync and broadcast_parameters, process_group=process_group, bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters, check_reduction=check_reduction, gradient_as_bucket_view=gradient_as_bucket_view,
+                module, device_ids, output_device, dim,
+                init_sync=init_sync and broadcast_parameters, process_group=process_group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters, check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
                 static_graph=static_graph, **more,
             )  # fmt: skip
 
 
 def _megabytes(module: nn.Module, parameters: int | None) -> float:
-    """What torch calls a bucket's size, for this many parameters of average size; None: for each alone."""
+    """What torch calls a bucket's size, for this many parameters of average size; None: for each
+    alone."""
     if parameters is None:
         return 2.0**-20
     if parameters < 1:
-        raise GlobalTensorError(f"DistributedDataParallel: bucket_size is the number of parameters in a bucket, at least 1, not {parameters}")
+        raise GlobalTensorError(
+            f"DistributedDataParallel: bucket_size is the number of parameters in a bucket, at "
+            f"least 1, not {parameters}"
+        )
     sizes = [p.nbytes for p in module.parameters() if p.requires_grad] or [1]
     return parameters * sum(sizes) / len(sizes) / 2**20
 
 
 def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """torch's own check raises on all ranks but the first of the group, which goes on and waits for the others."""
-    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters() if not nn.parameter.is_lazy(p)]
+    """torch's own check raises on all ranks but the first of the group, which goes on and waits for
+    the others."""
+    mine = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in module.named_parameters()
+        if not nn.parameter.is_lazy(p)
+    ]
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     for index, other in enumerate(every):
@@ -107,8 +143,13 @@ def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         wrong = next(((a, b) for a, b in pairs if a != b), None)
         if wrong is not None:
             ranks = dist.get_process_group_ranks(group)
-            told = [f"rank {ranks[i]} has {_told(p)}" for i, p in zip((0, index), wrong, strict=True)]
-            raise WorldError(f"DistributedDataParallel: the ranks' modules differ: {', where '.join(told)}; all need the same parameters in the same order")
+            told = [
+                f"rank {ranks[i]} has {_told(p)}" for i, p in zip((0, index), wrong, strict=True)
+            ]
+            raise WorldError(
+                f"DistributedDataParallel: the ranks' modules differ: {', where '.join(told)}; "
+                f"all need the same parameters in the same order"
+            )
 
 
 def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
@@ -119,7 +160,8 @@ def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 
 
 def _to_own_device(module: nn.Module) -> None:
-    """Before a world has started, ``.to("cuda")`` means the first GPU on every rank, and two ranks cannot share one under NCCL."""
+    """Before a world has started, ``.to("cuda")`` means the first GPU on every rank, and two ranks
+    cannot share one under NCCL."""
     local = start().local_rank
     if local == 0 or torch.cuda.device_count() <= local or torch.cuda.current_device() != 0:
         return

@@ -1,7 +1,9 @@
-"""DDP over replicas of a model whose parameters are global tensors: each lies on its own ranks; gradients are averaged between those that correspond.
+"""DDP over replicas of a model whose parameters are global tensors: each lies on its own ranks;
+gradients are averaged between those that correspond.
 
-The sum over the ranks of a replica that hold a parameter whole, and that over the replicas, are one sum: one all-reduce among all these ranks, in the
-buckets of _tensor/gradients/reducer.py, while backward runs.
+The sum over the ranks of a replica that hold a parameter whole, and that over the replicas, are one
+sum: one all-reduce among all these ranks, in the buckets of _tensor/gradients/reducer.py, while
+backward runs.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ __all__ = ["GlobalReplicas"]
 class GlobalReplicas(Transparent, nn.Module):
     """What ``DistributedDataParallel`` makes of a module with global parameters.
 
-    Every rank builds the module on the placement of its own replica: ``module.to_global(flow.placement("cpu", [[0, 1], [2, 3]][replica]), ...)``. The replicas
-    have placements of one shape and parameters of one sbp; rank i of one corresponds to rank i of the others. Rank 0's replica gives parameters and, at
-    each forward, buffers to the others. Gradients are means over the replicas; under ``no_sync()`` they stay where they are.
+    Every rank builds the module on the placement of its own replica:
+    ``module.to_global(flow.placement("cpu", [[0, 1], [2, 3]][replica]), ...)``. The replicas have
+    placements of one shape and parameters of one sbp; rank i of one corresponds to rank i of the
+    others. Rank 0's replica gives parameters and, at each forward, buffers to the others. Gradients
+    are means over the replicas; under ``no_sync()`` they stay where they are.
 
-    ``process_group``: the ranks that correspond to this one, where they are not to be found among all ranks.
-    Raises PlacementError where replicas do not correspond, GlobalTensorError where some parameters are global and some are not.
+    ``process_group``: the ranks that correspond to this one, where they are not to be found among
+    all ranks. Raises PlacementError where replicas do not correspond, GlobalTensorError where some
+    parameters are global and some are not.
     """
 
     def __init__(
-        self, module: nn.Module, broadcast_buffers: bool | None = True, broadcast_parameters: bool = True, process_group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        broadcast_buffers: bool | None = True,
+        broadcast_parameters: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.broadcast_buffers = broadcast_buffers is not False
@@ -44,7 +53,10 @@ class GlobalReplicas(Transparent, nn.Module):
         parameters = list(dict(module.named_parameters()).items())
         plain = [name for name, p in parameters if not isinstance(p, GlobalTensor)]
         if plain:
-            raise GlobalTensorError(f"DistributedDataParallel: {', '.join(plain[:3])} is local, other parameters are global: module.to_global makes all so")
+            raise GlobalTensorError(
+                f"DistributedDataParallel: {', '.join(plain[:3])} is local, other parameters are "
+                f"global: module.to_global makes all so"
+            )
         placements = _replicas({name: p._spec.placement for name, p in parameters}, process_group)
         self.module = module
         self.peers: tuple[int, ...] = ()
@@ -74,11 +86,18 @@ class GlobalReplicas(Transparent, nn.Module):
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: raises GlobalTensorError."""
-        raise _only_locally("join", "give all replicas the same number of batches (a sampler with drop_last, or one that pads)")
+        raise _only_locally(
+            "join",
+            "give all replicas the same number of batches (a sampler with drop_last, or one that "
+            "pads)",
+        )
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Refused: raises GlobalTensorError."""
-        raise _only_locally("register_comm_hook", "flow.set_grad_reduce_dtype(module, dtype) says in which dtype gradients are summed")
+        raise _only_locally(
+            "register_comm_hook",
+            "flow.set_grad_reduce_dtype(module, dtype) says in which dtype gradients are summed",
+        )
 
     def _buffers_here(self) -> list[torch.Tensor]:
         return [b._local if isinstance(b, GlobalTensor) else b for b in self.module.buffers()]
@@ -97,29 +116,47 @@ class GlobalReplicas(Transparent, nn.Module):
 
 
 def _only_locally(name: str, mend: str) -> GlobalTensorError:
-    why = "gradients of global parameters go through the buckets of global tensors, not torch's reducer"
-    return GlobalTensorError(f"DistributedDataParallel.{name} is for modules of local parameters: {why}; {mend}")
+    why = (
+        "gradients of global parameters go through the buckets of global tensors, not torch's "
+        "reducer"
+    )
+    return GlobalTensorError(
+        f"DistributedDataParallel.{name} is for modules of local parameters: {why}; {mend}"
+    )
 
 
-def _replicas(mine: dict[str, Placement], group: dist.ProcessGroup | None) -> dict[str, list[tuple[int, ...]]]:
-    """The ranks of every replica of each parameter, in the order of their first rank. Collective."""
+def _replicas(
+    mine: dict[str, Placement], group: dist.ProcessGroup | None
+) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks of every replica of each parameter, in the order of their first rank.
+    Collective."""
     here = world()
     ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
-    told = here.comm(ranks).all_gather_object({name: (p.type, p.shape, p.flat) for name, p in mine.items()})
+    told = here.comm(ranks).all_gather_object(
+        {name: (p.type, p.shape, p.flat) for name, p in mine.items()}
+    )
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, placement in mine.items():
         others = {rank: other.get(name) for rank, other in zip(ranks, told, strict=True)}
         for rank, other in others.items():
             if other is None or other[:2] != (placement.type, placement.shape):
-                has = "has no such parameter" if other is None else f'holds it on a placement "{other[0]}" of shape {other[1]}'
+                has = (
+                    "has no such parameter"
+                    if other is None
+                    else f'holds it on a placement "{other[0]}" of shape {other[1]}'
+                )
                 raise PlacementError(
-                    f'DDP: rank {here.rank} holds {name} on a placement "{placement.type}" of shape {placement.shape}, but rank {rank} {has}: '
+                    f'DDP: rank {here.rank} holds {name} on a placement "{placement.type}" of '
+                    f"shape {placement.shape}, but rank {rank} {has}: "
                     "replicas must be alike"
                 )
         sets = sorted({other[2] for other in others.values() if other is not None})
         held = [r for ranks in sets for r in ranks]
         if len(set(held)) != len(held):
-            raise PlacementError(f"DistributedDataParallel: the replicas of {name} lie on {', '.join(map(str, sets))}, which share ranks: each needs its own")
+            raise PlacementError(
+                f"DistributedDataParallel: the replicas of {name} lie on "
+                f"{', '.join(map(str, sets))}, which share ranks: each needs its own"
+            )
         found[name] = sets
     return found
 
@@ -140,7 +177,10 @@ class _Mean(reducer.LeafGradient):
     def __init__(self, leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
         super().__init__(leaf, reducer.reducer().number())
         if any(e.is_partial for e in self.spec.layout):
-            raise GlobalTensorError(f"DistributedDataParallel: a parameter is partial ({self.spec!r}): make it broadcast or split first")
+            raise GlobalTensorError(
+                f"DistributedDataParallel: a parameter is partial ({self.spec!r}): make it "
+                f"broadcast or split first"
+            )
         flat = self.spec.placement.flat
         within = self.ranks or (world().rank,)
         self.count = len(replicas)
@@ -150,7 +190,10 @@ class _Mean(reducer.LeafGradient):
 
     def put(self, grad: torch.Tensor) -> None:
         if grad.requires_grad or grad.layout is not torch.strided:
-            raise GlobalTensorError("DistributedDataParallel: gradients that are sparse, or differentiated again, cannot be averaged over replicas")
+            raise GlobalTensorError(
+                "DistributedDataParallel: gradients that are sparse, or differentiated again, "
+                "cannot be averaged over replicas"
+            )
         super().put(grad.div_(self.count))
 
     def settle(self) -> torch.Tensor | None:

@@ -1,4 +1,5 @@
-"""A wrapper around a module that shows the module's own attributes, and its own keys in state dicts."""
+"""A wrapper around a module that shows the module's own attributes, and its own keys in state
+dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ __all__ = ["Transparent"]
 
 
 class Transparent(nn.Module):
-    """Wraps ``module``. What the wrapper doesn't have is looked for there; ``state_dict()`` has no prefix ``module.``, ``load_state_dict`` takes both."""
+    """Wraps ``module``. What the wrapper doesn't have is looked for there; ``state_dict()`` has no
+    prefix ``module.``, ``load_state_dict`` takes both."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +33,9 @@ class Transparent(nn.Module):
         taken = type(state_dict)(state_dict)
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            taken._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()} | metadata
+            taken._metadata = {
+                f"module.{name}".rstrip("."): entry for name, entry in metadata.items()
+            } | metadata
         return super().load_state_dict(taken, strict, assign)
 
 
@@ -48,7 +52,8 @@ def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, meta
 
 
 def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so already."""
+    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so
+    already."""
     known = wrapper.get_submodule("module").state_dict().keys()
     for key in [k for k in state if k.startswith(prefix) and k[len(prefix) :] in known]:
         state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -1,4 +1,5 @@
-"""Make global batches of the batches that each rank's own loader gives: the habit from DistributedDataParallel, said out loud."""
+"""Make global batches of the batches that each rank's own loader gives: the habit from
+DistributedDataParallel, said out loud."""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ from ...sharding.tensor_kinds import Described, described, refuse
 __all__ = ["GlobalBatches"]
 
 _END = object()
-#: What a rank tells the others of its batch: its structure, and shape and dtype (`described`) of each tensor; None: its loader has ended.
+#: What a rank tells the others of its batch: its structure, and shape and dtype (`described`) of
+#: each tensor; None: its loader has ended.
 _Told = tuple[Any, list[Described]]
 
 
 class GlobalBatches:
-    """An iterable of global batches, of which each rank's own ``loader`` gives the rows of that rank.
+    """An iterable of global batches, of which each rank's own ``loader`` gives the rows of that
+    rank.
 
-    For a loader that reads other rows on every rank, such as ``DataLoader(dataset, 8, sampler=DistributedSampler(dataset))``: 8 rows a rank become a batch of
-    8 x ranks. Tensors of the batch [rows, ...] are joined along the dims that ``sbp`` splits (``split(0)`` if not given, on one axis). Tensors that have no
-    such dim, and all along a broadcast axis, are the same on every rank. Batches may nest dicts, lists and tuples; what is no tensor stays each rank's own.
-    ``placement``: all ranks' CPUs if not given; ranks outside it iterate, too, and their loader is not asked.
-    ``uneven``: what happens if a loader ends before the others: ``"error"``, or ``"stop"``, which leaves the rest of the others unread.
-    `GlobalDataLoader` reads the rows of one device's batches instead.
+    For a loader that reads other rows on every rank, such as ``DataLoader(dataset, 8,
+    sampler=DistributedSampler(dataset))``: 8 rows a rank become a batch of 8 x ranks. Tensors of
+    the batch [rows, ...] are joined along the dims that ``sbp`` splits (``split(0)`` if not given,
+    on one axis). Tensors that have no such dim, and all along a broadcast axis, are the same on
+    every rank. Batches may nest dicts, lists and tuples; what is no tensor stays each rank's own.
+    ``placement``: all ranks' CPUs if not given; ranks outside it iterate, too, and their loader is
+    not asked. ``uneven``: what happens if a loader ends before the others: ``"error"``, or
+    ``"stop"``, which leaves the rest of the others unread. `GlobalDataLoader` reads the rows of one
+    device's batches instead.
 
-    Iterating is collective. It raises, on every rank, GlobalTensorError if a loader ends early, ShapeError if rows are not balanced (of n rows over p ranks the
-    first n mod p hold one more), and DivergenceError if ranks that are to read the same rows do not.
+    Iterating is collective. It raises, on every rank, GlobalTensorError if a loader ends early,
+    ShapeError if rows are not balanced (of n rows over p ranks the first n mod p hold one more),
+    and DivergenceError if ranks that are to read the same rows do not.
 
     >>> import globaltensor as flow
     >>> rows = torch.utils.data.DataLoader(torch.arange(6.).view(6, 1), batch_size=3)
@@ -43,17 +50,29 @@ class GlobalBatches:
     [torch.Size([3, 1]), torch.Size([3, 1])]
     """
 
-    def __init__(self, loader: Iterable[Any], placement: Placement | None = None, sbp: Any = None, *, uneven: str = "error") -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        placement: Placement | None = None,
+        sbp: Any = None,
+        *,
+        uneven: str = "error",
+    ) -> None:
         self.loader, self.uneven = loader, uneven
         self.placement = Placement.all("cpu") if placement is None else placement
         check_placement(self.placement)
         if uneven not in ("error", "stop"):
             raise GlobalTensorError(f'GlobalBatches: uneven is "error" or "stop", not {uneven!r}')
         if sbp is None and self.placement.axes > 1:
-            raise SbpError(f"GlobalBatches: the placement has {self.placement.axes} axes: give sbp with one entry for each, such as [split(0), broadcast]")
+            raise SbpError(
+                f"GlobalBatches: the placement has {self.placement.axes} axes: give sbp with one "
+                f"entry for each, such as [split(0), broadcast]"
+            )
         self.layout = as_layout(split(0) if sbp is None else sbp, self.placement.axes)
         if any(e.is_partial for e in self.layout):
-            raise SbpError("GlobalBatches: sbp is split(dim) or broadcast on each axis, not partial")
+            raise SbpError(
+                "GlobalBatches: sbp is split(dim) or broadcast on each axis, not partial"
+            )
 
     def __len__(self) -> int:
         """Return the number of batches of this rank's loader."""
@@ -67,33 +86,54 @@ class GlobalBatches:
         while True:
             batch = next(batches, _END)
             tensors = tensors_in(batch, []) if batch is not _END else []
-            mine = None if batch is _END else (replaced(batch, iter([torch.empty(0)] * len(tensors))), [described(t) for t in tensors])
-            told: Sequence[_Told | None] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+            mine = (
+                None
+                if batch is _END
+                else (
+                    replaced(batch, iter([torch.empty(0)] * len(tensors))),
+                    [described(t) for t in tensors],
+                )
+            )
+            told: Sequence[_Told | None] = (
+                here.comm(tuple(range(here.size))).all_gather_object(mine)
+                if here.size > 1
+                else [mine]
+            )
             if not self._go_on(told, number):
                 return
             shell, metas = told[here.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
-            parts = [self._joined(i, tensors[i] if inside else None, told) for i in range(len(metas))]
+            parts = [
+                self._joined(i, tensors[i] if inside else None, told) for i in range(len(metas))
+            ]
             number += 1
             yield replaced(shell, iter(parts))
 
     def _go_on(self, told: Sequence[_Told | None], number: int) -> bool:
-        """Whether every rank has another batch. Raises GlobalTensorError where some have not, or other batches."""
+        """Whether every rank has another batch. Raises GlobalTensorError where some have not, or
+        other batches."""
         ranks = self.placement.flat
         ended = [r for r in ranks if told[r] is None]
         if ended:
             if len(ended) < len(ranks) and self.uneven == "error":
                 going = min(set(ranks) - set(ended))
                 raise GlobalTensorError(
-                    f"GlobalBatches: the loader of rank {ended[0]} has ended after {number} batches, that of rank {going} has more. Give every rank as many "
-                    'batches (DistributedSampler and drop_last=True do), or pass uneven="stop" to leave the rest unread'
+                    f"GlobalBatches: the loader of rank {ended[0]} has ended after {number} "
+                    f"batches, that of rank {going} has more. Give every rank as many "
+                    'batches (DistributedSampler and drop_last=True do), or pass uneven="stop" to '
+                    "leave the rest unread"
                 )
             return False
         counts = {r: len(told[r][1]) for r in ranks}  # type: ignore[index]
         if len(set(counts.values())) > 1:
-            raise GlobalTensorError(f"GlobalBatches: batches of other structure on other ranks; numbers of tensors by rank: {counts}")
+            raise GlobalTensorError(
+                f"GlobalBatches: batches of other structure on other ranks; numbers of tensors by "
+                f"rank: {counts}"
+            )
         return True
 
-    def _joined(self, i: int, local: torch.Tensor | None, told: Sequence[_Told | None]) -> GlobalTensor:
+    def _joined(
+        self, i: int, local: torch.Tensor | None, told: Sequence[_Told | None]
+    ) -> GlobalTensor:
         here, where = world(), self.placement
         held = {r: told[r][1][i] for r in where.flat}  # type: ignore[index]
         refuse(f"GlobalBatches: tensor {i} of a batch", held)
@@ -105,5 +145,10 @@ class GlobalBatches:
         alike = [a for a, e in enumerate(layout) if e.is_broadcast]
         same = where.fiber(here.rank, alike) if alike else ()
         if len(same) > 1:
-            check_replicated(local, same, f"tensor {i} of a batch, on ranks that are to read the same rows", place=("GlobalBatches", i))
+            check_replicated(
+                local,
+                same,
+                f"tensor {i} of a batch, on ranks that are to read the same rows",
+                place=("GlobalBatches", i),
+            )
         return GlobalTensor.wrap(local.to(here.device(where.type)), spec)

@@ -1,7 +1,8 @@
 """GlobalDataLoader: batches of global tensors, of which each rank reads its share.
 
-The order of samples, and so every batch, is that of one device. Along the axes that split dim 0 each rank reads its own rows; along the others one rank
-reads and gives to the rest, so that a replica of a model loads once, and random augmentations are the same wherever a sample is.
+The order of samples, and so every batch, is that of one device. Along the axes that split dim 0
+each rank reads its own rows; along the others one rank reads and gives to the rest, so that a
+replica of a model loads once, and random augmentations are the same wherever a sample is.
 """
 
 from __future__ import annotations
@@ -27,20 +28,26 @@ __all__ = ["GlobalDataLoader"]
 
 
 class GlobalDataLoader:
-    """Batches of a map-style ``dataset`` as global tensors: ``GlobalDataLoader(dataset, 64, placement=p, sbp=flow.sbp.split(0), shuffle=True)``.
+    """Batches of a map-style ``dataset`` as global tensors: ``GlobalDataLoader(dataset, 64,
+    placement=p, sbp=flow.sbp.split(0), shuffle=True)``.
 
-    ``batch_size`` counts the samples of the global batch. ``sbp``: for each axis of the placement ``split(0)`` (the samples), ``broadcast``, or ``split(d)`` of
-    another dim, which is cut after reading (broadcast where a tensor has no such dim). A last batch that is smaller splits by the balanced rule; some ranks
-    may hold no row of it. What ``collate_fn`` returns may nest dicts, lists and tuples; what is no tensor in it stays as the rank that read it has it.
+    ``batch_size`` counts the samples of the global batch. ``sbp``: for each axis of the placement
+    ``split(0)`` (the samples), ``broadcast``, or ``split(d)`` of another dim, which is cut after
+    reading (broadcast where a tensor has no such dim). A last batch that is smaller splits by the
+    balanced rule; some ranks may hold no row of it. What ``collate_fn`` returns may nest dicts,
+    lists and tuples; what is no tensor in it stays as the rank that read it has it.
 
-    The batches are those of ``DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, 1, 0, shuffle, seed))`` on one device, whatever the
-    placement; ``sampler`` gives another order, the same on every rank. ``set_epoch`` changes the order, ``state_dict`` remembers the place in it, on
-    any number of ranks. On accelerators the next batch is copied from pinned memory while the last one is used. Other options (``num_workers``,
-    ``prefetch_factor``, ``persistent_workers``, ...) go to torch's DataLoader.
+    The batches are those of ``DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset,
+    1, 0, shuffle, seed))`` on one device, whatever the placement; ``sampler`` gives another order,
+    the same on every rank. ``set_epoch`` changes the order, ``state_dict`` remembers the place in
+    it, on any number of ranks. On accelerators the next batch is copied from pinned memory while
+    the last one is used. Other options (``num_workers``, ``prefetch_factor``,
+    ``persistent_workers``, ...) go to torch's DataLoader.
 
-    All ranks of the world must iterate together, those outside the placement too. ``check_meta=False`` leaves out the exchange of shapes with each batch,
-    where nothing else needs it: right only where every rank's share has the same trailing shape and dtypes.
-    Raises SbpError, PlacementError, and ShapeError where the ranks' shares do not form one batch.
+    All ranks of the world must iterate together, those outside the placement too.
+    ``check_meta=False`` leaves out the exchange of shapes with each batch, where nothing else needs
+    it: right only where every rank's share has the same trailing shape and dtypes. Raises SbpError,
+    PlacementError, and ShapeError where the ranks' shares do not form one batch.
     """
 
     def __init__(
@@ -60,27 +67,52 @@ class GlobalDataLoader:
         **options: Any,
     ) -> None:
         if isinstance(dataset, data.IterableDataset) or not isinstance(dataset, Sized):
-            raise GlobalTensorError("GlobalDataLoader reads by index, so that each rank can read its share: the dataset needs __getitem__ and __len__")
+            raise GlobalTensorError(
+                "GlobalDataLoader reads by index, so that each rank can read its share: the "
+                "dataset needs __getitem__ and __len__"
+            )
         if batch_size < 1:
-            raise GlobalTensorError(f"GlobalDataLoader: batch_size is the number of samples in a global batch, at least 1, not {batch_size}")
+            raise GlobalTensorError(
+                f"GlobalDataLoader: batch_size is the number of samples in a global batch, at "
+                f"least 1, not {batch_size}"
+            )
         if sampler is not None and shuffle:
-            raise GlobalTensorError("GlobalDataLoader: sampler and shuffle both say in which order to read: give one")
-        self.placement = Placement.all("cuda" if torch.cuda.is_available() else "cpu") if placement is None else placement
+            raise GlobalTensorError(
+                "GlobalDataLoader: sampler and shuffle both say in which order to read: give one"
+            )
+        self.placement = (
+            Placement.all("cuda" if torch.cuda.is_available() else "cpu")
+            if placement is None
+            else placement
+        )
         check_placement(self.placement)
         self.layout = _checked(as_layout(split(0) if sbp is None else sbp, self.placement.axes))
-        self.dataset, self.batch_size, self.drop_last, self.check_meta = dataset, batch_size, drop_last, check_meta
+        self.dataset, self.batch_size, self.drop_last, self.check_meta = (
+            dataset,
+            batch_size,
+            drop_last,
+            check_meta,
+        )
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.sampler: Any = DistributedSampler(dataset, 1, 0, shuffle, seed) if sampler is None else sampler
+        self.sampler: Any = (
+            DistributedSampler(dataset, 1, 0, shuffle, seed) if sampler is None else sampler
+        )
         self._begin = self._done = 0
         self._share = _Share(self.placement, self.layout)
         self._loader: data.DataLoader[Any] | None = None
         if self._share.reads:
-            pin = torch.cuda.is_available() and self.placement.type == "cuda" if pin_memory is None else pin_memory
+            pin = (
+                torch.cuda.is_available() and self.placement.type == "cuda"
+                if pin_memory is None
+                else pin_memory
+            )
             self._rows = _Rows()
-            # A generator of its own: the ranks that read must not run ahead of the others in torch's random numbers.
+            # A generator of its own: the ranks that read must not run ahead of the others in
+            # torch's random numbers.
             self._generator = torch.Generator()
             self._loader = data.DataLoader(
-                dataset, batch_sampler=self._rows, collate_fn=collate_fn, pin_memory=pin, generator=self._generator, **options
+                dataset, batch_sampler=self._rows, collate_fn=collate_fn, pin_memory=pin,
+                generator=self._generator, **options
             )  # fmt: skip
 
     def __len__(self) -> int:
@@ -89,31 +121,48 @@ class GlobalDataLoader:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch with this number; the next iteration begins at its start, unless it is the one that ``load_state_dict`` continues."""
+        """Choose the order of the epoch with this number; the next iteration begins at its start,
+        unless it is the one that ``load_state_dict`` continues."""
         if epoch != self.epoch:
             self.epoch, self._begin, self._done = epoch, 0, 0
         if isinstance(self.sampler, data.DistributedSampler):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in which epoch: what has been handed out counts, not what has been read ahead. The same on every rank."""
-        fixed = {name: getattr(self, name) for name in ("batch_size", "drop_last", "shuffle", "seed")}
+        """Where in which epoch: what has been handed out counts, not what has been read ahead. The
+        same on every rank."""
+        fixed = {
+            name: getattr(self, name) for name in ("batch_size", "drop_last", "shuffle", "seed")
+        }
         return {"epoch": self.epoch, "batches": self._done, "samples": len(self.sampler), **fixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises GlobalTensorError where it was taken of batches other than this loader's."""
+        """Go on where ``state_dict`` was taken. Raises GlobalTensorError where it was taken of
+        batches other than this loader's."""
         mine = self.state_dict()
         if missing := [name for name in mine if name not in state]:
             has = ", ".join(map(str, state)) or "nothing"
-            raise GlobalTensorError(f"GlobalDataLoader: this is no state of a loader: it has no {', '.join(missing)} (but {has})")
-        other = [f"{name} {state[name]} (here {mine[name]})" for name in mine if name not in ("epoch", "batches") and state[name] != mine[name]]
+            raise GlobalTensorError(
+                f"GlobalDataLoader: this is no state of a loader: it has no {', '.join(missing)} "
+                f"(but {has})"
+            )
+        other = [
+            f"{name} {state[name]} (here {mine[name]})"
+            for name in mine
+            if name not in ("epoch", "batches") and state[name] != mine[name]
+        ]
         if other:
-            raise GlobalTensorError(f"GlobalDataLoader: this state belongs to a loader with {', '.join(other)}, whose batches are others")
+            raise GlobalTensorError(
+                f"GlobalDataLoader: this state belongs to a loader with {', '.join(other)}, whose "
+                f"batches are others"
+            )
         self.set_epoch(int(state["epoch"]))
         self._begin = self._done = int(state["batches"])
 
     def __iter__(self) -> Iterator[Any]:
-        batches = list(data.BatchSampler(self.sampler, self.batch_size, self.drop_last))[self._begin :]
+        batches = list(data.BatchSampler(self.sampler, self.batch_size, self.drop_last))[
+            self._begin :
+        ]
         self._done, self._begin = self._begin, 0
         read: Iterator[Any] = iter(())
         if self._loader is not None:
@@ -135,7 +184,10 @@ def _plain(batch: Any) -> Any:
 def _checked(layout: Sequence[Sbp]) -> tuple[Sbp, ...]:
     for entry in layout:
         if entry.is_partial or (entry.is_split and entry.dim < 0):
-            raise SbpError(f"GlobalDataLoader: sbp is split(0), broadcast, or split(d) with d > 0 on each axis, not {entry!r}")
+            raise SbpError(
+                f"GlobalDataLoader: sbp is split(0), broadcast, or split(d) with d > 0 on each "
+                f"axis, not {entry!r}"
+            )
     return tuple(layout)
 
 
@@ -159,7 +211,9 @@ class _Share:
         here = world()
         self.placement, self.layout, self.rank = placement, layout, here.rank
         self.over_rows = [e if e == split(0) else broadcast for e in layout]
-        given = [a for a, e in enumerate(self.over_rows) if e.is_broadcast]  # the axes along which one rank reads for all
+        given = [
+            a for a, e in enumerate(self.over_rows) if e.is_broadcast
+        ]  # the axes along which one rank reads for all
         where = placement.coordinate(here.rank)
         self.inside = where is not None
         self.fiber = placement.fiber(here.rank, given) if self.inside else ()
@@ -186,21 +240,31 @@ class _Share:
             shell, metas = self._agreed(mine, metas, size)
         else:
             self._check_rows(self.rank, metas, size)
-        parts = iter([self._one(tensors[i] if mine is not None else None, shape, dtype, size) for i, (shape, dtype) in enumerate(metas)])
+        parts = iter(
+            [
+                self._one(tensors[i] if mine is not None else None, shape, dtype, size)
+                for i, (shape, dtype) in enumerate(metas)
+            ]
+        )
         return replaced(shell, parts)
 
     def _agreed(self, mine: Any, metas: list[Any], size: int) -> tuple[Any, list[Any]]:
-        """The structure of the batch, and shape and dtype of its tensors, which all who read must have alike but for the number of rows."""
+        """The structure of the batch, and shape and dtype of its tensors, which all who read must
+        have alike but for the number of rows."""
         here = world()
-        told = here.comm(tuple(range(here.size))).all_gather_object(None if mine is None else (replaced(mine, iter([torch.empty(0)] * len(metas))), metas))
+        told = here.comm(tuple(range(here.size))).all_gather_object(
+            None if mine is None else (replaced(mine, iter([torch.empty(0)] * len(metas))), metas)
+        )
         heard = {r: told[r] for r in sorted(set(self.reader.values())) if told[r] is not None}
         first = min(heard)
         for r, (_, other) in heard.items():
             self._check_rows(r, other, size)
             if [(s[1:], d) for s, d in other] != [(s[1:], d) for s, d in heard[first][1]]:
                 raise ShapeError(
-                    f"GlobalDataLoader: the shares of a batch do not fit together: rank {first} has {_told(heard[first][1])}, rank {r} {_told(other)}. "
-                    "collate_fn sees one share only: let it pad to a length that does not depend on the samples"
+                    f"GlobalDataLoader: the shares of a batch do not fit together: rank {first} "
+                    f"has {_told(heard[first][1])}, rank {r} {_told(other)}. "
+                    "collate_fn sees one share only: let it pad to a length that does not depend "
+                    "on the samples"
                 )
         return heard.get(self.reader.get(self.rank, first), heard[first])[0], heard[first][1]
 
@@ -208,16 +272,27 @@ class _Share:
         rows = self._span(size, rank)[1]
         for shape, _ in metas:
             if shape[:1] != (rows,):
-                raise ShapeError(f"GlobalDataLoader: collate_fn made a tensor of shape {list(shape)} of rank {rank}'s {rows} samples: dim 0 must count them")
+                raise ShapeError(
+                    f"GlobalDataLoader: collate_fn made a tensor of shape {list(shape)} of rank "
+                    f"{rank}'s {rows} samples: dim 0 must count them"
+                )
 
-    def _one(self, local: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> GlobalTensor:
-        layout = [broadcast if e.is_split and e.dim >= max(1, len(shape)) else e for e in self.layout]
+    def _one(
+        self, local: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, size: int
+    ) -> GlobalTensor:
+        layout = [
+            broadcast if e.is_split and e.dim >= max(1, len(shape)) else e for e in self.layout
+        ]
         spec = Spec.make((size, *shape[1:]), dtype, self.placement, layout)
         if not self.inside:
             return GlobalTensor.wrap(placeholder(spec), spec)
         rows = spec.replace(layout=self.over_rows).local_shape(self.rank)
         here = world()
-        whole = torch.empty(rows, dtype=dtype, device=here.device(self.placement.type)) if local is None else local
+        whole = (
+            torch.empty(rows, dtype=dtype, device=here.device(self.placement.type))
+            if local is None
+            else local
+        )
         if len(self.fiber) > 1:
             whole = here.comm(self.fiber).broadcast(whole, 0)
         offsets, lengths = spec.box(self.rank)

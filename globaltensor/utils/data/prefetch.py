@@ -13,7 +13,8 @@ __all__ = ["on_device"]
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches with their tensors on ``device``. To CUDA each is copied on a stream of its own while the one before it is used."""
+    """The batches with their tensors on ``device``. To CUDA each is copied on a stream of its own
+    while the one before it is used."""
     if device.type == "cuda":
         return _ahead(batches, device)
     return batches if device.type == "cpu" else (_moved(batch, device) for batch in batches)

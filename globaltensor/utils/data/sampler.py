@@ -14,10 +14,12 @@ T = TypeVar("T", covariant=True)
 
 
 class DistributedSampler(data.DistributedSampler[T]):
-    """Gives each of ``num_replicas`` ranks its part of a dataset, in an order that follows from ``seed`` and the epoch (``set_epoch``).
+    """Gives each of ``num_replicas`` ranks its part of a dataset, in an order that follows from
+    ``seed`` and the epoch (``set_epoch``).
 
-    By default the replicas are the ranks of the world. Where the dataset does not divide evenly the first samples are given out twice, or with
-    ``drop_last`` the last ones not at all. Raises ValueError where ``rank`` is not one of the replicas.
+    By default the replicas are the ranks of the world. Where the dataset does not divide evenly the
+    first samples are given out twice, or with ``drop_last`` the last ones not at all. Raises
+    ValueError where ``rank`` is not one of the replicas.
     """
 
     def __init__(
@@ -30,4 +32,6 @@ class DistributedSampler(data.DistributedSampler[T]):
         drop_last: bool = False,
     ) -> None:
         replicas = world().size if num_replicas is None else num_replicas
-        super().__init__(dataset, replicas, world().rank if rank is None else rank, shuffle, seed, drop_last)
+        super().__init__(
+            dataset, replicas, world().rank if rank is None else rank, shuffle, seed, drop_last
+        )

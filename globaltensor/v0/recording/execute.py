@@ -1,4 +1,5 @@
-"""A record played in the ``build()`` of a graph: ops run on global tensors, in the mirrored view on this device's own; placements change by boxing."""
+"""A record played in the ``build()`` of a graph: ops run on global tensors, in the mirrored view on
+this device's own; placements change by boxing."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ class Variables(torch.nn.Module):
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         super().__init__()
-        self.numbers = {name: str(i) for i, name in enumerate(named)}  # names of variables may hold what torch forbids
-        self.held = torch.nn.ParameterDict(dict(zip(self.numbers.values(), named.values(), strict=True)))
+        self.numbers = {
+            name: str(i) for i, name in enumerate(named)
+        }  # names of variables may hold what torch forbids
+        self.held = torch.nn.ParameterDict(
+            dict(zip(self.numbers.values(), named.values(), strict=True))
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self.held[self.numbers[name]]
@@ -38,7 +43,8 @@ class Variables(torch.nn.Module):
 
 
 class JobGraph(Graph):
-    """One job as a graph. Inputs are global tensors at `HOME`; so are the results, one list of pieces for each value that the job returns."""
+    """One job as a graph. Inputs are global tensors at `HOME`; so are the results, one list of
+    pieces for each value that the job returns."""
 
     def __init__(self, record: Record, layout: Layout, variables: Variables) -> None:
         super().__init__()
@@ -54,7 +60,10 @@ class JobGraph(Graph):
             replay.run(step)
         if record.training:
             replay.loss().backward()
-        return [[replay.home(ref, value) for value in replay.values[ref.index]] for ref in record.returned]
+        return [
+            [replay.home(ref, value) for value in replay.values[ref.index]]
+            for ref in record.returned
+        ]
 
 
 class _Replay:
@@ -65,7 +74,8 @@ class _Replay:
         self._brought: dict[tuple[int, int, Placement], torch.Tensor] = {}
 
     def take(self, given: Given, value: torch.Tensor) -> None:
-        """An input: cut over the job's devices; in the mirrored view ``value`` has the devices' arrays along a new first dim."""
+        """An input: cut over the job's devices; in the mirrored view ``value`` has the devices'
+        arrays along a new first dim."""
         where = self.layout.placement(given.devices)
         if given.mirrored:
             value = value.to_global(where, split(0)).to_local()[0]  # type: ignore[attr-defined]
@@ -84,12 +94,15 @@ class _Replay:
         for i in range(step.times):
             given = [self._bring(ref, i, where, step.mirrored) for ref in refs]
             args, kwargs = replaced_in_objects((step.args, step.kwargs), iter(given), Ref)
-            for kept, made in zip(pieces, object_tensors(step.op(*args, **kwargs), []), strict=True):  # type: ignore[operator]
+            for kept, made in zip(
+                pieces, object_tensors(step.op(*args, **kwargs), []), strict=True
+            ):  # type: ignore[operator]
                 kept.append(made)
         self.values.update(zip(step.outs, pieces, strict=True))
 
     def loss(self) -> torch.Tensor:
-        """What the gradients are of: the sum over the losses of the mean over each one's elements."""
+        """What the gradients are of: the sum over the losses of the mean over each one's
+        elements."""
         total: Any = None
         for ref in self.record.losses:
             pieces = self.values[ref.index]
@@ -103,7 +116,8 @@ class _Replay:
         return total  # type: ignore[no-any-return]
 
     def home(self, ref: Ref, value: Any) -> torch.Tensor:
-        """A result where the master has it whole; of the mirrored view with one entry for each device along a new first dim."""
+        """A result where the master has it whole; of the mirrored view with one entry for each
+        device along a new first dim."""
         if self.record.mirrored_of[ref.index]:
             value = value.detach().unsqueeze(0).to_global(self.everyone, split(0))
         found: torch.Tensor = value.to_global(HOME, broadcast)
@@ -133,16 +147,24 @@ class _Replay:
             found = found.to_global(sbp=broadcast).to_local()  # type: ignore[attr-defined]
         return [found]
 
-    def _cast(self, step: Step, where: Placement, ref: Ref, sbp: Sbp | None, grad: Sbp | None) -> Pieces:
-        return [x.to_global(sbp=x.sbp if sbp is None else sbp, grad_sbp=grad) for x in self._all(ref, step, where)]
+    def _cast(
+        self, step: Step, where: Placement, ref: Ref, sbp: Sbp | None, grad: Sbp | None
+    ) -> Pieces:
+        return [
+            x.to_global(sbp=x.sbp if sbp is None else sbp, grad_sbp=grad)
+            for x in self._all(ref, step, where)
+        ]
 
-    def _constant(self, step: Step, where: Placement, value: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
+    def _constant(
+        self, step: Step, where: Placement, value: Any, shape: Sequence[int], dtype: torch.dtype
+    ) -> Pieces:
         if step.mirrored:
             return [torch.full(tuple(shape), value, dtype=dtype, device=world().device(where.type))]
         return [full(tuple(shape), value, dtype=dtype, placement=where, sbp=broadcast)]
 
     def _assign(self, step: Step, where: Placement, name: str, ref: Ref, keep: float) -> Pieces:
-        """A variable gets a value, in the mirrored view the mean of the devices' values; of several pieces one after the other."""
+        """A variable gets a value, in the mirrored view the mean of the devices' values; of several
+        pieces one after the other."""
         held = self.variables[name]
         with torch.no_grad():
             for value in self._all(ref, step, where):
@@ -153,11 +175,14 @@ class _Replay:
         return self._variable(step, where, name, False)
 
     def _random(self, step: Step, where: Placement, op: Any, ref: Ref, *args: Any) -> Pieces:
-        """An op that draws numbers: other ones for each part of a split batch, in the mirrored view for each device."""
+        """An op that draws numbers: other ones for each part of a split batch, in the mirrored view
+        for each device."""
         out = []
         for x in self._all(ref, step, where):
             if step.mirrored:
-                out.append(op(x.unsqueeze(0).to_global(self.everyone, split(0)), *args).to_local()[0])
+                out.append(
+                    op(x.unsqueeze(0).to_global(self.everyone, split(0)), *args).to_local()[0]
+                )
             else:
                 out.append(op(x, *args))
         return out
@@ -171,7 +196,10 @@ class _Replay:
 
     def _pack(self, step: Step, where: Placement, ref: Ref, pieces: int) -> Pieces:
         parts = self._all(ref, step, where)
-        return [_lying_as(parts[i], torch.cat(parts[i : i + pieces])) for i in range(0, len(parts), pieces)]
+        return [
+            _lying_as(parts[i], torch.cat(parts[i : i + pieces]))
+            for i in range(0, len(parts), pieces)
+        ]
 
     def _repeat(self, step: Step, where: Placement, ref: Ref, times: int) -> Pieces:
         return [x for x in self._all(ref, step, where) for _ in range(times)]
@@ -181,7 +209,10 @@ class _Replay:
         return [sum(parts[i + 1 : i + times], parts[i]) for i in range(0, len(parts), times)]
 
     def _own(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
-        return [x.to_global(self.everyone, broadcast if variable else split(0)).to_local() for x in self.values[ref.index]]
+        return [
+            x.to_global(self.everyone, broadcast if variable else split(0)).to_local()
+            for x in self.values[ref.index]
+        ]
 
     def _joined(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
         out = []
@@ -194,13 +225,20 @@ class _Replay:
         return out
 
     def _all(self, ref: Ref, step: Step, where: Placement) -> Pieces:
-        return [self._bring(ref, i, where, step.mirrored) for i in range(len(self.values[ref.index]))]
+        return [
+            self._bring(ref, i, where, step.mirrored) for i in range(len(self.values[ref.index]))
+        ]
 
 
 def moved(x: Any, where: Placement) -> Any:
-    """A global tensor on another placement, lying as it did; sums that are not made yet are made."""
+    """A global tensor on another placement, lying as it did; sums that are not made yet are
+    made."""
     return x.to_global(where, [broadcast if e.is_partial else e for e in x.sbp])
 
 
 def _lying_as(like: Any, x: Any) -> Any:
-    return x.to_global(sbp=[broadcast if e.is_partial else e for e in like.sbp]) if isinstance(x, GlobalTensor) and x.sbp != like.sbp else x
+    return (
+        x.to_global(sbp=[broadcast if e.is_partial else e for e in like.sbp])
+        if isinstance(x, GlobalTensor) and x.sbp != like.sbp
+        else x
+    )

@@ -1,4 +1,5 @@
-"""Job functions: ``@flow.global_function(type="train")``. A job function is run once, when the session starts, on blobs; a call runs what it recorded."""
+"""Job functions: ``@flow.global_function(type="train")``. A job function is run once, when the
+session starts, on blobs; a call runs what it recorded."""
 
 from __future__ import annotations
 
@@ -23,18 +24,23 @@ __all__ = ["JobFunction", "global_function"]
 class JobFunction:
     """A job: called with arrays, it returns arrays."""
 
-    def __init__(self, function: Callable[..., Any], training: bool, config: FunctionConfig) -> None:
+    def __init__(
+        self, function: Callable[..., Any], training: bool, config: FunctionConfig
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function, self.training, self.config = function, training, config
         self.name = function.__name__
         self.signature = Signature.of(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the job; the first call starts the session. Raises JobError for arguments that do not fit, or in a job function, SessionError where a machine
-        fails."""
+        """Run the job; the first call starts the session. Raises JobError for arguments that do not
+        fit, or in a job function, SessionError where a machine fails."""
         tape = taping()
         if tape is not None:
-            raise JobError(f"job {self.name} is called in the job function {tape.record.name}: call plain functions there")
+            raise JobError(
+                f"job {self.name} is called in the job function {tape.record.name}: call plain "
+                f"functions there"
+            )
         return session().call(self, self.signature.given(args, kwargs))
 
     def recorded(self, layout: Layout) -> Record:
@@ -42,7 +48,9 @@ class JobFunction:
         config = self.config
         record = Record(self.name, self.training, options=dict(config.options))
         devices = layout.all if config.scope is None else config.scope.devices
-        tape = Tape(record, layout, devices, config.view is not None and config.view.mirrored, config.dtype)
+        tape = Tape(
+            record, layout, devices, config.view is not None and config.view.mirrored, config.dtype
+        )
         blobs = [self._input(tape, name, leaf) for name, leaf in self.signature.placeholders()]
         with tape.recording():
             returned = self.function(**self.signature.filled(blobs))
@@ -56,7 +64,9 @@ class JobFunction:
 
     def _input(self, tape: Tape, name: str, leaf: Any) -> Blob:
         mirrored = leaf.kind.mirrored
-        given = Given(name, tape.number(), leaf.shape, leaf.dtype, mirrored, leaf.batch_axis, tape.devices)
+        given = Given(
+            name, tape.number(), leaf.shape, leaf.dtype, mirrored, leaf.batch_axis, tape.devices
+        )
         tape.record.inputs.append(given)
         return tape.input(given, Blob)  # type: ignore[no-any-return]
 
@@ -66,32 +76,55 @@ class JobFunction:
         if record.optimizer is None:
             record.optimizer = self.config.train.optimizer()
         if record.optimizer is None or not record.losses:
-            raise JobError(f'job {self.name} is of type "train", but trains nothing: call flow.optimizer.SGD(schedule).minimize(loss) in it')
+            raise JobError(
+                f'job {self.name} is of type "train", but trains nothing: call '
+                f"flow.optimizer.SGD(schedule).minimize(loss) in it"
+            )
         if not record.trained:
             raise JobError(f"job {self.name} trains nothing: it has no trainable variable")
         wanted = record.optimizer.variables
         strange = [] if wanted is None else [name for name in wanted if name not in record.trained]
         if strange or wanted == []:
-            told = f"names {', '.join(map(repr, strange))}, which it does not train" if strange else "names none"
-            raise JobError(f"job {self.name}: its optimizer's list of variables {told}; it trains {', '.join(record.trained)}")
+            told = (
+                f"names {', '.join(map(repr, strange))}, which it does not train"
+                if strange
+                else "names none"
+            )
+            raise JobError(
+                f"job {self.name}: its optimizer's list of variables {told}; it trains "
+                f"{', '.join(record.trained)}"
+            )
 
     def __repr__(self) -> str:
         return f"<{'train' if self.training else 'predict'} job {self.name}>"
 
 
-def global_function(type: str | FunctionConfig = "predict", function_config: FunctionConfig | None = None) -> Callable[[Callable[..., Any]], JobFunction]:
-    """Make a function a job. ``type``: "train" or "predict"; ``function_config``: its settings (the older form gives them first).
+def global_function(
+    type: str | FunctionConfig = "predict", function_config: FunctionConfig | None = None
+) -> Callable[[Callable[..., Any]], JobFunction]:
+    """Make a function a job. ``type``: "train" or "predict"; ``function_config``: its settings (the
+    older form gives them first).
 
-    Parameters are annotated with placeholders, the return annotation says what the caller gets (`flow.typing`). All jobs must be defined before the
-    session starts. Raises JobError for another type, annotations that make no sense, or a job defined too late or twice.
+    Parameters are annotated with placeholders, the return annotation says what the caller gets
+    (`flow.typing`). All jobs must be defined before the session starts. Raises JobError for another
+    type, annotations that make no sense, or a job defined too late or twice.
     """
     if isinstance(type, FunctionConfig):
-        logger.warning("flow.global_function(config) is an older form: write flow.global_function(type, config)")
+        logger.warning(
+            "flow.global_function(config) is an older form: write flow.global_function(type, "
+            "config)"
+        )
         type, function_config = "train" if type.train.optimizer() is not None else "predict", type
     if type not in ("train", "predict"):
-        raise JobError(f'global_function: type is "train" or "predict", got {type!r}' + ("; write @flow.global_function()" if callable(type) else ""))
+        raise JobError(
+            f'global_function: type is "train" or "predict", got {type!r}'
+            + ("; write @flow.global_function()" if callable(type) else "")
+        )
     if function_config is not None and not isinstance(function_config, FunctionConfig):
-        raise JobError(f"global_function: function_config is made by flow.function_config(), got {function_config!r}")
+        raise JobError(
+            f"global_function: function_config is made by flow.function_config(), got "
+            f"{function_config!r}"
+        )
 
     def decorated(function: Callable[..., Any]) -> JobFunction:
         job = JobFunction(function, type == "train", function_config or FunctionConfig())

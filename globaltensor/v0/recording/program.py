@@ -1,4 +1,5 @@
-"""What a job function comes to: a list of steps on values that are known by number. Pure data, the same on every machine, that devices replay in a graph."""
+"""What a job function comes to: a list of steps on values that are known by number. Pure data, the
+same on every machine, that devices replay in a graph."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """``op``: a function of tensors, or the name of one of the replay's own steps. ``times``: how often it runs at each call (pieces of an unpacked blob)."""
+    """``op``: a function of tensors, or the name of one of the replay's own steps. ``times``: how
+    often it runs at each call (pieces of an unpacked blob)."""
 
     op: Callable[..., Any] | str
     args: tuple[Any, ...]
@@ -39,11 +41,15 @@ class Step:
         op = self.op if isinstance(self.op, str) else _told(self.op)
         told = [*map(_told, self.args), *(f"{k}={_told(v)}" for k, v in self.kwargs.items())]
         outs = ", ".join(f"%{i}" for i in self.outs)
-        return f"{outs} = {op}({', '.join(told)}) on {self.devices}{' mirrored' if self.mirrored else ''}  # {self.name}"
+        return (
+            f"{outs} = {op}({', '.join(told)}) on "
+            f"{self.devices}{' mirrored' if self.mirrored else ''}  # {self.name}"
+        )
 
 
 def _told(value: Any) -> str:
-    """A value in words that are the same in every process: functions, which some steps are given, by name instead of by where they lie in memory."""
+    """A value in words that are the same in every process: functions, which some steps are given,
+    by name instead of by where they lie in memory."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
         return f"({', '.join(map(_told, value))})"
     return str(getattr(value, "__qualname__", None) or repr(value))
@@ -51,8 +57,9 @@ def _told(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Declared:
-    """A variable as a job first names it. ``regularizer``: factors of |w| and w**2 / 2 in the loss; ``seed``: of its starting values, None: by its name;
-    ``model_name``: "weight" or "bias", which older settings give learning rates of their own."""
+    """A variable as a job first names it. ``regularizer``: factors of |w| and w**2 / 2 in the loss;
+    ``seed``: of its starting values, None: by its name; ``model_name``: "weight" or "bias", which
+    older settings give learning rates of their own."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +75,8 @@ class Declared:
 
 @dataclass(frozen=True)
 class Given:
-    """An input of a job: an array of this shape, or in the mirrored view one for each device. ``split``: the dim that is cut over the devices."""
+    """An input of a job: an array of this shape, or in the mirrored view one for each device.
+    ``split``: the dim that is cut over the devices."""
 
     name: str
     index: int
@@ -81,7 +89,8 @@ class Given:
 
 @dataclass
 class Record:
-    """A job, recorded. ``results``: what the function returned, blobs replaced by `Ref`s; ``optimizer``: an `optimizer.Optimizer`, for a job that trains."""
+    """A job, recorded. ``results``: what the function returned, blobs replaced by `Ref`s;
+    ``optimizer``: an `optimizer.Optimizer`, for a job that trains."""
 
     name: str
     training: bool
@@ -97,7 +106,11 @@ class Record:
     @property
     def trained(self) -> list[str]:
         """Names of the variables that this job trains."""
-        return [name for name, declared in self.variables.items() if declared.trainable and declared.dtype.is_floating_point]
+        return [
+            name
+            for name, declared in self.variables.items()
+            if declared.trainable and declared.dtype.is_floating_point
+        ]
 
     @property
     def returned(self) -> list[Ref]:
@@ -108,10 +121,21 @@ class Record:
     def lines(self) -> list[str]:
         """The record as text, a line each."""
         kind = "train" if self.training else "predict"
-        out = [f"{kind} job {self.name}({', '.join(f'%{g.index}: {g.name} {list(g.shape)} {g.dtype}' for g in self.inputs)})"]
+        out = [
+            (
+                f"{kind} job "
+                f"{self.name}({', '.join(f'%{g.index}: {g.name} {list(g.shape)} {g.dtype}' for g in self.inputs)})"  # noqa: E501
+            )
+        ]
         out += [f"variable {d}" for d in self.variables.values()]
         out += [str(step) for step in self.steps]
-        return [*out, f"losses {self.losses}, optimizer {self.optimizer!r}, returns {self.results!r}, {self.options!r}"]
+        return [
+            *out,
+            (
+                f"losses {self.losses}, optimizer {self.optimizer!r}, returns {self.results!r}, "
+                f"{self.options!r}"
+            ),
+        ]
 
     def digest(self) -> str:
         """Equal for records that do the same."""

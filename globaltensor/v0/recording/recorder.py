@@ -24,10 +24,19 @@ def taping() -> Tape | None:
 
 
 class Tape:
-    """Records one job. ``devices``, ``mirrored``, ``dtype``: what ops get where no scope says otherwise."""
+    """Records one job. ``devices``, ``mirrored``, ``dtype``: what ops get where no scope says
+    otherwise."""
 
-    def __init__(self, record: Record, layout: Layout, devices: Devices, mirrored: bool, dtype: Any) -> None:
-        self.record, self.layout, self.devices, self.mirrored, self.dtype = record, layout, layout.check(devices), mirrored, dtype
+    def __init__(
+        self, record: Record, layout: Layout, devices: Devices, mirrored: bool, dtype: Any
+    ) -> None:
+        self.record, self.layout, self.devices, self.mirrored, self.dtype = (
+            record,
+            layout,
+            layout.check(devices),
+            mirrored,
+            dtype,
+        )
         self.blobs_of: dict[str, Any] = {}  # variables by name
         self.loss_shape: tuple[int, ...] = ()
         self._values = itertools.count()
@@ -64,17 +73,31 @@ class Tape:
     def seen(self, blob: Any) -> Any:
         """The blob, which must be of this job."""
         if blob.tape is not self:
-            raise JobError(f"{blob!r} is of job {blob.tape.record.name}, but is used in {self.record.name}: jobs share variables, by name, not blobs")
+            raise JobError(
+                f"{blob!r} is of job {blob.tape.record.name}, but is used in {self.record.name}: "
+                f"jobs share variables, by name, not blobs"
+            )
         return blob
 
     def add(
-        self, op: Any, args: Any, kwargs: Any, outs: int, times: int, name: str | None, devices: Devices | None = None, mirrored: bool | None = None
+        self,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        outs: int,
+        times: int,
+        name: str | None,
+        devices: Devices | None = None,
+        mirrored: bool | None = None,
     ) -> Step:
         """Record a step on the values ``args``."""
         mirrored = self.scoped_view() if mirrored is None else mirrored
         devices = devices or self.scoped_devices()
         if mirrored and len(devices.ids) != self.layout.size:
-            told = f"the mirrored view runs on all devices, but placement({devices}) names {len(devices.ids)} of {self.layout.size}"
+            told = (
+                f"the mirrored view runs on all devices, but placement({devices}) names "
+                f"{len(devices.ids)} of {self.layout.size}"
+            )
             raise JobError(f"{told}: use the consistent view for ops on some of them")
         numbers = tuple(self.number() for _ in range(outs))
         step = Step(op, args, kwargs, numbers, devices, mirrored, times, self._name(op, name))

@@ -1,4 +1,5 @@
-"""What a job function's annotations say: which arrays go in, in which nest, and how what comes out is handed over."""
+"""What a job function's annotations say: which arrays go in, in which nest, and how what comes out
+is handed over."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _NUMPY_OF = {torch.bfloat16: np.float32}
 
 @dataclass(frozen=True)
 class Signature:
-    """``parameters``: by name a nest of `Placeholder` classes. ``returns``: what comes back, without `Callback`; None: nothing is said."""
+    """``parameters``: by name a nest of `Placeholder` classes. ``returns``: what comes back,
+    without `Callback`; None: nothing is said."""
 
     job: str
     signature: inspect.Signature
@@ -34,7 +36,8 @@ class Signature:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Signature:
-        """Raises JobError where some parameters are annotated and others not, or with something else."""
+        """Raises JobError where some parameters are annotated and others not, or with something
+        else."""
         job = getattr(function, "__name__", "job")
         signature = inspect.signature(function)
         try:
@@ -44,10 +47,16 @@ class Signature:
         bare = [name for name in signature.parameters if name not in hints]
         if bare:
             example = "flow.typing.Numpy.Placeholder((100, 10), dtype=flow.float)"
-            raise JobError(f"job {job}: parameter {bare[0]} has no annotation; every parameter says what array it takes, like {bare[0]}: {example}")
+            raise JobError(
+                f"job {job}: parameter {bare[0]} has no annotation; every parameter says what "
+                f"array it takes, like {bare[0]}: {example}"
+            )
         for name, p in signature.parameters.items():
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                raise JobError(f"job {job}: *{name} takes any number of arguments, but the inputs of a job are known beforehand: name them, or use a Tuple")
+                raise JobError(
+                    f"job {job}: *{name} takes any number of arguments, but the inputs of a job "
+                    f"are known beforehand: name them, or use a Tuple"
+                )
         parameters = {name: _input(job, name, hints[name]) for name in signature.parameters}
         returns = hints.get("return")
         callback = origin(returns) is Callback
@@ -57,7 +66,8 @@ class Signature:
         return Signature(job, signature, parameters, returns, callback)
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values of a call for each placeholder, in order. Raises JobError for a call that does not fit."""
+        """The values of a call for each placeholder, in order. Raises JobError for a call that does
+        not fit."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -86,17 +96,37 @@ class Signature:
             return
         for path, kind, blob in _outputs(self.job, "what it returns", self.returns, returned):
             if not isinstance(blob, Blob):
-                raise JobError(f"job {self.job} says that {path} is {kind.__name__}, but it is no blob: {blob!r}")
+                raise JobError(
+                    f"job {self.job} says that {path} is {kind.__name__}, but it is no blob: "
+                    f"{blob!r}"
+                )
             if blob.mirrored != kind.mirrored:
                 better = "ListNumpy" if blob.mirrored else "Numpy"
-                view = "mirrored: each device has one" if blob.mirrored else "of the consistent view: there is one"
-                raise JobError(f"job {self.job} says that {path} is {kind.__name__}, but {blob!r} is {view}; annotate {better}")
+                view = (
+                    "mirrored: each device has one"
+                    if blob.mirrored
+                    else "of the consistent view: there is one"
+                )
+                raise JobError(
+                    f"job {self.job} says that {path} is {kind.__name__}, but {blob!r} is {view}; "
+                    f"annotate {better}"
+                )
 
-    def handed(self, results: Any, pieces: Mapping[int, list[np.ndarray[Any, Any]]], mirrored: Mapping[int, bool]) -> Any:
+    def handed(
+        self,
+        results: Any,
+        pieces: Mapping[int, list[np.ndarray[Any, Any]]],
+        mirrored: Mapping[int, bool],
+    ) -> Any:
         """What the caller gets: ``results`` with its Refs replaced by arrays."""
         kinds: dict[int, type[Kind]] = {}
         if self.returns is not None:
-            kinds = {i: kind for i, (_, kind, _) in enumerate(_outputs(self.job, "result", self.returns, results))}
+            kinds = {
+                i: kind
+                for i, (_, kind, _) in enumerate(
+                    _outputs(self.job, "result", self.returns, results)
+                )
+            }
         found = []
         for i, ref in enumerate(object_tensors(results, [], Ref)):
             parts = pieces[ref.index]
@@ -109,37 +139,62 @@ class Signature:
         return replaced_in_objects(results, iter(found), Ref)
 
 
-def array_of(job: str, path: str, leaf: type[Placeholder], value: Any, devices: int) -> np.ndarray[Any, Any]:
-    """The array for a placeholder; for a mirrored one the devices' arrays along a new first dim. Raises JobError for another shape or kind of dtype."""
+def array_of(
+    job: str, path: str, leaf: type[Placeholder], value: Any, devices: int
+) -> np.ndarray[Any, Any]:
+    """The array for a placeholder; for a mirrored one the devices' arrays along a new first dim.
+    Raises JobError for another shape or kind of dtype."""
     if not leaf.kind.mirrored:
         return _array(f"job {job}: {path}", leaf, value)
     if not isinstance(value, (list, tuple)) or len(value) != devices:
-        got = f"{len(value)} of them" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
-        raise JobError(f"job {job}: {path} is {leaf.kind.__name__}: a list with one entry for each of {devices} devices is wanted, got {got}")
+        got = (
+            f"{len(value)} of them"
+            if isinstance(value, (list, tuple))
+            else f"a {type(value).__name__}"
+        )
+        raise JobError(
+            f"job {job}: {path} is {leaf.kind.__name__}: a list with one entry for each of "
+            f"{devices} devices is wanted, got {got}"
+        )
     if leaf.kind is ListListNumpy:
-        value = [_pieces(f"job {job}: {path} of device {d}", leaf, parts) for d, parts in enumerate(value)]
-    return np.stack([_array(f"job {job}: {path} of device {d}", leaf, part) for d, part in enumerate(value)])
+        value = [
+            _pieces(f"job {job}: {path} of device {d}", leaf, parts)
+            for d, parts in enumerate(value)
+        ]
+    return np.stack(
+        [_array(f"job {job}: {path} of device {d}", leaf, part) for d, part in enumerate(value)]
+    )
 
 
 def _pieces(where: str, leaf: type[Placeholder], parts: Any) -> np.ndarray[Any, Any]:
     if not isinstance(parts, (list, tuple)) or not parts:
         got = "an empty one" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
-        raise JobError(f"{where} is {leaf.kind.__name__}: a list of one or more arrays is wanted, which together have its shape; got {got}")
+        raise JobError(
+            f"{where} is {leaf.kind.__name__}: a list of one or more arrays is wanted, which "
+            f"together have its shape; got {got}"
+        )
     arrays = [np.asarray(part) for part in parts]
     try:
         return np.concatenate(arrays, leaf.batch_axis or 0)
     except ValueError as error:
         shapes = ", ".join(str(list(a.shape)) for a in arrays)
-        raise JobError(f"{where}: pieces of shapes {shapes} do not make one array: {error}") from error
+        raise JobError(
+            f"{where}: pieces of shapes {shapes} do not make one array: {error}"
+        ) from error
 
 
 def _array(where: str, leaf: type[Placeholder], value: Any) -> np.ndarray[Any, Any]:
     wanted = np.dtype(_NUMPY_OF.get(leaf.dtype) or torch.empty(0, dtype=leaf.dtype).numpy().dtype)
     array = np.asarray(value)
     if array.shape != leaf.shape:
-        raise JobError(f"{where} takes an array of shape {list(leaf.shape)}, got {list(array.shape)}")
+        raise JobError(
+            f"{where} takes an array of shape {list(leaf.shape)}, got {list(array.shape)}"
+        )
     if array.dtype != wanted and not np.can_cast(array.dtype, wanted, "same_kind"):
-        raise JobError(f"{where} takes {wanted}, got {array.dtype}: convert it with .astype(np.{wanted}) where that is meant")
+        raise JobError(
+            f"{where} takes {wanted}, got {array.dtype}: convert it with .astype(np.{wanted}) "
+            f"where that is meant"
+        )
     return np.ascontiguousarray(array, dtype=wanted).reshape(leaf.shape)
 
 
@@ -156,8 +211,14 @@ def _input(job: str, name: str, annotation: Any) -> Any:
     if origin(annotation) is tuple:
         return tuple(_input(job, f"{name}[{i}]", a) for i, a in enumerate(arguments(annotation)))
     shown = getattr(annotation, "__name__", repr(annotation))
-    kinds = "flow.typing.Numpy.Placeholder(shape, dtype), ListNumpy.Placeholder, ListListNumpy.Placeholder or a Tuple of them"
-    raise JobError(f"job {job}: parameter {name} is annotated {shown}; what an input takes is said with {kinds}")
+    kinds = (
+        "flow.typing.Numpy.Placeholder(shape, dtype), ListNumpy.Placeholder, "
+        "ListListNumpy.Placeholder or a Tuple of them"
+    )
+    raise JobError(
+        f"job {job}: parameter {name} is annotated {shown}; what an input takes is said with "
+        f"{kinds}"
+    )
 
 
 def _check_output(job: str, annotation: Any) -> None:
@@ -170,15 +231,20 @@ def _check_output(job: str, annotation: Any) -> None:
                 _check_output(job, a)
         return
     shown = getattr(annotation, "__name__", repr(annotation))
-    raise JobError(f"job {job}: it returns {shown}; what comes out is Numpy, ListNumpy or ListListNumpy of flow.typing, in a Tuple, Dict, Bundle or Callback")
+    raise JobError(
+        f"job {job}: it returns {shown}; what comes out is Numpy, ListNumpy or ListListNumpy of "
+        f"flow.typing, in a Tuple, Dict, Bundle or Callback"
+    )
 
 
-def _pairs(job: str, path: str, wanted: Any, value: Any) -> Iterator[tuple[str, type[Placeholder], Any]]:
+def _pairs(
+    job: str, path: str, wanted: Any, value: Any
+) -> Iterator[tuple[str, type[Placeholder], Any]]:
     if not isinstance(wanted, tuple):
         yield path, wanted, value
         return
     if not isinstance(value, (tuple, list)) or len(value) != len(wanted):
-        got = f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
+        got = f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"  # noqa: E501
         raise JobError(f"job {job}: {path} takes a tuple of {len(wanted)}, got {got}")
     for i, (w, v) in enumerate(zip(wanted, value, strict=True)):
         yield from _pairs(job, f"{path}[{i}]", w, v)
@@ -188,24 +254,41 @@ def _filled(wanted: Any, these: Iterator[Any]) -> Any:
     return tuple(_filled(w, these) for w in wanted) if isinstance(wanted, tuple) else next(these)
 
 
-def _outputs(job: str, path: str, annotation: Any, value: Any) -> Iterator[tuple[str, type[Kind], Any]]:
+def _outputs(
+    job: str, path: str, annotation: Any, value: Any
+) -> Iterator[tuple[str, type[Kind], Any]]:
     """(path, kind, blob) of each value that is returned, in the order of the nest."""
     kind = origin(annotation)
     if kind is None:
         yield path, annotation, value
     elif kind is Bundle:
-        yield from ((path, arguments(annotation)[0], blob) for blob in object_tensors(value, [], (Blob, Ref)))  # type: ignore[arg-type]
+        yield from (
+            (path, arguments(annotation)[0], blob)
+            for blob in object_tensors(value, [], (Blob, Ref))
+        )  # type: ignore[arg-type]
     elif kind is dict:
         if not isinstance(value, dict):
-            raise JobError(f"job {job} says that {path} is a Dict, but it is {type(value).__name__}")
+            raise JobError(
+                f"job {job} says that {path} is a Dict, but it is {type(value).__name__}"
+            )
         for k, v in value.items():
             yield from _outputs(job, f"{path}[{k!r}]", arguments(annotation)[1], v)
     else:
         inner = arguments(annotation)
         if not isinstance(value, (tuple, list)):
-            raise JobError(f"job {job} says that {path} has several values, but it is {type(value).__name__}")
-        kinds = inner * len(value) if kind is list else (inner[0],) * len(value) if inner[-1:] == (Ellipsis,) else inner
+            raise JobError(
+                f"job {job} says that {path} has several values, but it is {type(value).__name__}"
+            )
+        kinds = (
+            inner * len(value)
+            if kind is list
+            else (inner[0],) * len(value)
+            if inner[-1:] == (Ellipsis,)
+            else inner
+        )
         if len(kinds) != len(value):
-            raise JobError(f"job {job} says that {path} has {len(kinds)} values, but it has {len(value)}")
+            raise JobError(
+                f"job {job} says that {path} has {len(kinds)} values, but it has {len(value)}"
+            )
         for i, (a, v) in enumerate(zip(kinds, value, strict=True)):
             yield from _outputs(job, f"{path}[{i}]", a, v)

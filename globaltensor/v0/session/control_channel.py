@@ -1,4 +1,5 @@
-"""The line between the master and another process of its session: JSON values, one on a line, over TCP. No code and no arrays travel here."""
+"""The line between the master and another process of its session: JSON values, one on a line, over
+TCP. No code and no arrays travel here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class Line:
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):  # a host that is gone without a word is noticed
+        for name, seconds in (
+            ("TCP_KEEPIDLE", 10),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", 4),
+        ):  # a host that is gone without a word is noticed
             if (option := getattr(socket, name, None)) is not None:
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
@@ -45,14 +50,17 @@ class Line:
         return True
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """The next message; None where the other end is gone, or this one closed, or what comes is no JSON. Raises TimeoutError."""
+        """The next message; None where the other end is gone, or this one closed, or what comes is
+        no JSON. Raises TimeoutError."""
         until = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
             try:
-                self.connection.settimeout(left)  # fails too where this end has been closed meanwhile
+                self.connection.settimeout(
+                    left
+                )  # fails too where this end has been closed meanwhile
                 came = self.connection.recv(1 << 16)
             except TimeoutError:
                 raise
@@ -76,7 +84,11 @@ class Line:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0: any that is free. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host or (not host and socket.has_dualstack_ipv6()) else socket.AF_INET
+    family = (
+        socket.AF_INET6
+        if ":" in host or (not host and socket.has_dualstack_ipv6())
+        else socket.AF_INET
+    )
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6 and not host:
@@ -91,11 +103,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reached(host: str, port: int, seconds: float, waits: Any = None) -> socket.socket:
-    """A connection, tried again and again for so many seconds. ``waits(why)`` is called after each try that failed. Raises SessionError that says why."""
+    """A connection, tried again and again for so many seconds. ``waits(why)`` is called after each
+    try that failed. Raises SessionError that says why."""
     until, why = time.monotonic() + seconds, ""
     while True:
         try:
-            return socket.create_connection((host, port), max(0.1, min(_TRY_SECONDS, until - time.monotonic())))
+            return socket.create_connection(
+                (host, port), max(0.1, min(_TRY_SECONDS, until - time.monotonic()))
+            )
         except OSError as error:
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         if time.monotonic() + _PAUSE_SECONDS > until:
@@ -110,4 +125,7 @@ def proxies() -> str:
     found = [name for stem in PROXIES for name in (stem, stem.upper()) if os.environ.get(name)]
     if not found:
         return ""
-    return f" {', '.join(found)} {'is' if len(found) == 1 else 'are'} set, but machines of a session talk to each other directly, never through a proxy."
+    return (
+        f" {', '.join(found)} {'is' if len(found) == 1 else 'are'} set, but machines of a "
+        f"session talk to each other directly, never through a proxy."
+    )

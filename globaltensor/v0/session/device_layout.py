@@ -1,6 +1,8 @@
-"""Devices by machine, as the job-function view names them: ``"0:0-3"`` are devices 0 to 3 of machine 0. Pure values.
+"""Devices by machine, as the job-function view names them: ``"0:0-3"`` are devices 0 to 3 of
+machine 0. Pure values.
 
-Device d of machine m is rank ``m * each + d`` of the world, where every machine has ``each`` devices.
+Device d of machine m is rank ``m * each + d`` of the world, where every machine has ``each``
+devices.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ _PATTERN: Final = re.compile(r"(\d+):(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of one kind, ``tag`` "gpu" or "cpu": (machine, device) of each, in the order given."""
+    """Devices of one kind, ``tag`` "gpu" or "cpu": (machine, device) of each, in the order
+    given."""
 
     tag: str
     ids: tuple[tuple[int, int], ...]
 
     @staticmethod
     def parse(tag: str, ids: str | Sequence[str]) -> Devices:
-        """``machine:device`` or ``machine:first-last``, or a list of such. Raises JobError for another tag, other text, or a device named twice.
+        """``machine:device`` or ``machine:first-last``, or a list of such. Raises JobError for
+        another tag, other text, or a device named twice.
 
         >>> Devices.parse("gpu", ["0:0-1", "1:0"]).ids
         ((0, 0), (0, 1), (1, 0))
@@ -39,13 +43,21 @@ class Devices:
         for text in [ids] if isinstance(ids, str) else list(ids):
             match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
             if match is None or (match[3] is not None and int(match[3]) < int(match[2])):
-                raise JobError(f'placement: devices are named "machine:device" or "machine:first-last", like "0:0" and "0:0-3"; got {text!r}')
-            found += [(int(match[1]), device) for device in range(int(match[2]), int(match[3] or match[2]) + 1)]
+                raise JobError(
+                    f'placement: devices are named "machine:device" or "machine:first-last", like '
+                    f'"0:0" and "0:0-3"; got {text!r}'
+                )
+            found += [
+                (int(match[1]), device)
+                for device in range(int(match[2]), int(match[3] or match[2]) + 1)
+            ]
         if not found:
             raise JobError("placement: at least one device must be named")
         twice = sorted({d for d in found if found.count(d) > 1})
         if twice:
-            raise JobError(f"placement: device {twice[0][0]}:{twice[0][1]} is named twice in {ids!r}")
+            raise JobError(
+                f"placement: device {twice[0][0]}:{twice[0][1]} is named twice in {ids!r}"
+            )
         return Devices(_TAGS[tag], tuple(found))
 
     def __str__(self) -> str:
@@ -54,7 +66,8 @@ class Devices:
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices there are: ``each`` on every one of ``machines``. ``kind``: what torch calls those that are tagged "gpu"."""
+    """The devices there are: ``each`` on every one of ``machines``. ``kind``: what torch calls
+    those that are tagged "gpu"."""
 
     machines: int = 1
     each: int = 1
@@ -68,15 +81,27 @@ class Layout:
     @property
     def all(self) -> Devices:
         """Every device, the default placement of a job."""
-        return Devices(self.tag, tuple((m, d) for m in range(self.machines) for d in range(self.each)))
+        return Devices(
+            self.tag, tuple((m, d) for m in range(self.machines) for d in range(self.each))
+        )
 
     def check(self, devices: Devices) -> Devices:
         """The same devices. Raises JobError where this layout has not all of them."""
         missing = [f"{m}:{d}" for m, d in devices.ids if m >= self.machines or d >= self.each]
         if missing:
-            there = f"{self.machines} machine{'s' if self.machines > 1 else ''} with {self.each} device{'s' if self.each > 1 else ''} each"
-            how = f"config.{devices.tag}_device_num(n)" if self.machines > max(m for m, _ in devices.ids) else "env.machine([...])"
-            raise JobError(f"placement({devices}): there is no device {', '.join(missing)}, only {there}; {how} says how many there are")
+            there = (
+                f"{self.machines} machine{'s' if self.machines > 1 else ''} with {self.each} "
+                f"device{'s' if self.each > 1 else ''} each"
+            )
+            how = (
+                f"config.{devices.tag}_device_num(n)"
+                if self.machines > max(m for m, _ in devices.ids)
+                else "env.machine([...])"
+            )
+            raise JobError(
+                f"placement({devices}): there is no device {', '.join(missing)}, only {there}; "
+                f"{how} says how many there are"
+            )
         return devices
 
     def placement(self, devices: Devices) -> Placement:

@@ -1,4 +1,5 @@
-"""What one device of a session does: it holds the variables and the graphs of all jobs, and carries out what the master asks of all devices alike."""
+"""What one device of a session does: it holds the variables and the graphs of all jobs, and carries
+out what the master asks of all devices alike."""
 
 from __future__ import annotations
 
@@ -38,23 +39,36 @@ class _Count(NamedTuple):
 
 
 class Engine:
-    """The jobs of a session on this device. Every method but `names` is collective: all devices call it alike; arrays are those of the master alone."""
+    """The jobs of a session on this device. Every method but `names` is collective: all devices
+    call it alike; arrays are those of the master alone."""
 
-    def __init__(self, records: Sequence[Record], layout: Layout, seed: int, debug: bool = False) -> None:
+    def __init__(
+        self, records: Sequence[Record], layout: Layout, seed: int, debug: bool = False
+    ) -> None:
         self.records = {record.name: record for record in records}
         self.layout = layout
         self.declared = merged(records)
         trained = {name for record in records if record.training for name in record.trained}
         self.variables = created(self.declared, trained, layout, seed)
-        self.random = torch.Generator().manual_seed(seed).get_state()  # of the jobs' own random numbers
+        self.random = (
+            torch.Generator().manual_seed(seed).get_state()
+        )  # of the jobs' own random numbers
         self.counts: dict[str, _Count] = {}  # steps made and the like, by name
-        self.states: dict[str, tuple[torch.nn.Parameter, Update, str]] = {}  # what optimizers keep, by name
+        self.states: dict[
+            str, tuple[torch.nn.Parameter, Update, str]
+        ] = {}  # what optimizers keep, by name
         self.graphs = {record.name: self._graph(record, debug) for record in records}
 
     def _graph(self, record: Record, debug: bool) -> JobGraph:
-        graph = JobGraph(record, self.layout, Variables({name: self.variables[name] for name in record.variables}))
+        graph = JobGraph(
+            record,
+            self.layout,
+            Variables({name: self.variables[name] for name in record.variables}),
+        )
         if record.options.get("amp"):
-            graph.config.enable_amp(True, dtype=torch.float16 if "cuda" in self._kinds() else torch.bfloat16)
+            graph.config.enable_amp(
+                True, dtype=torch.float16 if "cuda" in self._kinds() else torch.bfloat16
+            )
         if record.options.get("compile"):
             graph.config.enable_compile(True)
         if debug:
@@ -62,7 +76,9 @@ class Engine:
         if not record.training:
             return graph
         if record.options.get("zero"):
-            graph.config.enable_zero(True, stage=1, shard_min_size=record.options.get("zero_least", 1024))
+            graph.config.enable_zero(
+                True, stage=1, shard_min_size=record.options.get("zero_least", 1024)
+            )
         wanted = record.optimizer.variables
         names = [name for name in record.trained if wanted is None or name in wanted]
         update = record.optimizer.made([record.variables[name] for name in names], self.variables)
@@ -80,7 +96,9 @@ class Engine:
         for name in names:
             for kept in update.state[self.variables[name]]:
                 key = f"{name}-{kept}"
-                if key in self.states or key in self.variables:  # another job trains this variable too, each with an optimizer of its own
+                if (
+                    key in self.states or key in self.variables
+                ):  # another job trains this variable too, each with an optimizer of its own
                     key = f"{record.name}-{key}"
                 self.states[key] = self.variables[name], update, kept
         return graph
@@ -89,7 +107,8 @@ class Engine:
         return {p.placement.type for p in self.variables.values()}  # type: ignore[attr-defined]
 
     def names(self) -> list[str]:
-        """Of all that is saved: variables, what optimizers keep, the steps made and the scales of losses."""
+        """Of all that is saved: variables, what optimizers keep, the steps made and the scales of
+        losses."""
         return [*self.variables, *self.states, *self.counts]
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -99,7 +118,9 @@ class Engine:
         held = self._held(name)
         return tuple(held.shape), held.dtype
 
-    def run(self, job: str, arrays: Sequence[np.ndarray[Any, Any]] | None = None) -> dict[int, list[np.ndarray[Any, Any]]]:
+    def run(
+        self, job: str, arrays: Sequence[np.ndarray[Any, Any]] | None = None
+    ) -> dict[int, list[np.ndarray[Any, Any]]]:
         """One call of a job -> by value the pieces of what it returns, on the master."""
         record, graph = self.records[job], self.graphs[job]
         inputs = []
@@ -110,31 +131,51 @@ class Engine:
             outs = graph(*inputs)
         if world().rank:
             return {}
-        return {ref.index: [_array(piece._local) for piece in pieces] for ref, pieces in zip(record.returned, outs, strict=True)}
+        return {
+            ref.index: [_array(piece._local) for piece in pieces]
+            for ref, pieces in zip(record.returned, outs, strict=True)
+        }
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """The values of variables, optimizer states and steps by name, on the master. Raises SessionError for a name nobody knows."""
+        """The values of variables, optimizer states and steps by name, on the master. Raises
+        SessionError for a name nobody knows."""
         out = {}
         for name in names:
             if name in self.counts:
-                out[name] = torch.tensor(self.counts[name].read(), dtype=self.counts[name].dtype).numpy()
+                out[name] = torch.tensor(
+                    self.counts[name].read(), dtype=self.counts[name].dtype
+                ).numpy()
                 continue
             held: Any = self._held(name).detach()
-            here = held.to_global(placement=HOME, sbp=broadcast) if isinstance(held, GlobalTensor) else held
+            here = (
+                held.to_global(placement=HOME, sbp=broadcast)
+                if isinstance(held, GlobalTensor)
+                else held
+            )
             if world().rank == 0:
                 out[name] = _array(here._local if isinstance(here, GlobalTensor) else here)
         return out
 
-    def load(self, names: Sequence[str], arrays: Mapping[str, np.ndarray[Any, Any]] | None = None) -> None:
+    def load(
+        self, names: Sequence[str], arrays: Mapping[str, np.ndarray[Any, Any]] | None = None
+    ) -> None:
         """Give variables, optimizer states and steps these values, which are of the right shape."""
         for name in names:
             if name in self.counts:
-                given: Any = None if arrays is None else np.asarray(arrays[name]).reshape(-1).tolist()
-                told = [given] if world().size == 1 else world().comm(tuple(range(world().size))).all_gather_object(given)
+                given: Any = (
+                    None if arrays is None else np.asarray(arrays[name]).reshape(-1).tolist()
+                )
+                told = (
+                    [given]
+                    if world().size == 1
+                    else world().comm(tuple(range(world().size))).all_gather_object(given)
+                )
                 self.counts[name].write(told[0])
                 continue
             held: Any = self._held(name)
-            value: Any = self._at_home(tuple(held.shape), held.dtype, None if arrays is None else arrays[name])
+            value: Any = self._at_home(
+                tuple(held.shape), held.dtype, None if arrays is None else arrays[name]
+            )
             with torch.no_grad():
                 held.copy_(value.to_global(held.placement, held.sbp))
 
@@ -147,7 +188,9 @@ class Engine:
         found: torch.Tensor = update.state[p][kept]
         return found
 
-    def _at_home(self, shape: tuple[int, ...], dtype: torch.dtype, array: np.ndarray[Any, Any] | None) -> torch.Tensor:
+    def _at_home(
+        self, shape: tuple[int, ...], dtype: torch.dtype, array: np.ndarray[Any, Any] | None
+    ) -> torch.Tensor:
         """An array of the master's as a global tensor that it alone holds."""
         spec = Spec.make(shape, dtype, HOME, broadcast)
         if array is None:
@@ -159,7 +202,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """The jobs' numbers go on where the last call ended, whatever the script has drawn in between: it runs on the master alone."""
+        """The jobs' numbers go on where the last call ended, whatever the script has drawn in
+        between: it runs on the master alone."""
         before = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
@@ -189,7 +233,9 @@ def _scale(scaler: Any) -> _Count:
         return [state["scale"], state["_growth_tracker"]]
 
     def write(values: list[Any]) -> None:
-        scaler.load_state_dict({**scaler.state_dict(), "scale": float(values[0]), "_growth_tracker": int(values[1])})
+        scaler.load_state_dict(
+            {**scaler.state_dict(), "scale": float(values[0]), "_growth_tracker": int(values[1])}
+        )
 
     return _Count(2, torch.float64, read, write)
 

@@ -1,4 +1,5 @@
-"""A process's place in the world of a session, told through the variables by which every launcher tells it; and device processes on this machine."""
+"""A process's place in the world of a session, told through the variables by which every launcher
+tells it; and device processes on this machine."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Place:
 
 @contextlib.contextmanager
 def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set in the block; what the script starts later does not take itself for a rank."""
+    """These variables are set in the block; what the script starts later does not take itself for a
+    rank."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -67,28 +69,37 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class Workers:
-    """The processes of this machine's devices 1 and on. They end with this process, however it ends."""
+    """The processes of this machine's devices 1 and on. They end with this process, however it
+    ends."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def launch(self, devices: int) -> None:
-        """Start the processes for so many devices, this process's own not counted: they import torch meanwhile, then wait to be told."""
+        """Start the processes for so many devices, this process's own not counted: they import
+        torch meanwhile, then wait to be told."""
         threads = {}
         if devices and "OMP_NUM_THREADS" not in os.environ:
             threads["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (devices + 1)))
         for _ in range(devices):
             # What is printed there is nobody's: the script does not run there. Errors are shown.
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-            process = subprocess.Popen(tethered([sys.executable, "-u", "-c", _PROGRAM]), env={**os.environ, **threads}, **streams)
+            process = subprocess.Popen(
+                tethered([sys.executable, "-u", "-c", _PROGRAM]),
+                env={**os.environ, **threads},
+                **streams,
+            )
             self.processes.append(process)
             self._write(process, json.dumps(sys.path).encode() + b"\n")
 
     def tell(self, place: Place, first: int, told: Any) -> None:
-        """Tell them that they are the devices after rank ``first``, which is this process's, and what every device is told."""
+        """Tell them that they are the devices after rank ``first``, which is this process's, and
+        what every device is told."""
         parcel = _packed(told) if self.processes else b""
         for rank, process in enumerate(self.processes, first + 1):
-            self._write(process, pickle.dumps((rank, place.variables(rank), dict(_interfaces()))) + parcel)
+            self._write(
+                process, pickle.dumps((rank, place.variables(rank), dict(_interfaces()))) + parcel
+            )
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
@@ -122,7 +133,8 @@ class Workers:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Variables that were set after these processes had started: which network interfaces the backends use."""
+    """Variables that were set after these processes had started: which network interfaces the
+    backends use."""
     return ((name, value) for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME"))
 
 

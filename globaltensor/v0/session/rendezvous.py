@@ -1,5 +1,7 @@
-"""How the machines of a session find each other: the same script runs once on each, every machine knows itself by its address in the list, the first is the
-master. They meet at the master's control port and compare what they run. Every failure is a SessionError within ``seconds()``, on all that have come.
+"""How the machines of a session find each other: the same script runs once on each, every machine
+knows itself by its address in the list, the first is the master. They meet at the master's control
+port and compare what they run. Every failure is a SessionError within ``seconds()``, on all that
+have come.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def seconds() -> float:
 
 
 class SessionRendezvous:
-    """The machines of a session, met. ``machine``: which of them this is; on the master ``lines`` has the line to each other machine by its number."""
+    """The machines of a session, met. ``machine``: which of them this is; on the master ``lines``
+    has the line to each other machine by its number."""
 
     def __init__(self, settings: Settings, each: int, kind: str) -> None:
         self.settings, self.nodes = settings, settings.machines
@@ -52,9 +55,16 @@ class SessionRendezvous:
         self._before = {name: os.environ.get(name) for name in _INTERFACES}
         here = [i for i, node in enumerate(self.nodes) if is_here(node.addr)]
         if not here:
-            told = f"none of the machines of env.machine is this one: it names {', '.join(n.addr for n in self.nodes)}"
-            there = ", ".join(f"{a} ({name})" for name, found in addresses_of().items() for a in found)
-            raise SessionError(f"{told}; this machine ({socket.gethostname()}) has {there or 'no address'}")
+            told = (
+                f"none of the machines of env.machine is this one: it names "
+                f"{', '.join(n.addr for n in self.nodes)}"
+            )
+            there = ", ".join(
+                f"{a} ({name})" for name, found in addresses_of().items() for a in found
+            )
+            raise SessionError(
+                f"{told}; this machine ({socket.gethostname()}) has {there or 'no address'}"
+            )
         self.here = here
         try:
             if here[0] != 0 or not self._serve():
@@ -89,15 +99,23 @@ class SessionRendezvous:
     # The master
 
     def _serve(self) -> bool:
-        """Be the master, if its port is free; wait for all others. False: another process of this machine is the master."""
+        """Be the master, if its port is free; wait for all others. False: another process of this
+        machine is the master."""
         port = self.settings.port
         try:
             self.server = listen("", port)
         except OSError as error:
-            if len(self.here) > 1:  # all on one host, for trying out: the script that came first is the master
+            if (
+                len(self.here) > 1
+            ):  # all on one host, for trying out: the script that came first is the master
                 return False
-            told = f"port {port} of the master {self.own} is taken ({error.strerror}): by another program, or this script runs there already"
-            raise SessionError(f"{told}; name a free one on all machines with flow.env.ctrl_port") from error
+            told = (
+                f"port {port} of the master {self.own} is taken ({error.strerror}): by another "
+                f"program, or this script runs there already"
+            )
+            raise SessionError(
+                f"{told}; name a free one on all machines with flow.env.ctrl_port"
+            ) from error
         _lead(self.own, self.nodes, 0)
         with _Doorbell() as bell:
             while len(self.lines) < len(self.nodes) - 1:
@@ -106,7 +124,10 @@ class SessionRendezvous:
                 line.send(met=True, at=bell.at)
                 answer = self._answer(line)
                 if answer is None or "reached" not in answer:
-                    self.refuse(f"machine {number} ({self.nodes[number].addr}) does not go on: {(answer or {}).get('refused', 'its script has ended')}")
+                    self.refuse(
+                        f"machine {number} ({self.nodes[number].addr}) does not go on: "
+                        f"{(answer or {}).get('refused', 'its script has ended')}"
+                    )
         for line in self.lines.values():
             line.send(go=True)
         return True
@@ -119,7 +140,12 @@ class SessionRendezvous:
             self.refuse(self._absent(missing))
         if time.monotonic() - self._told > _TELL_SECONDS:
             self._told = time.monotonic()
-            logger.warning("the master waits at port %d for machine %s (%s)", self.settings.port, missing, ", ".join(self.nodes[i].addr for i in missing))
+            logger.warning(
+                "the master waits at port %d for machine %s (%s)",
+                self.settings.port,
+                missing,
+                ", ".join(self.nodes[i].addr for i in missing),
+            )
         self.server.settimeout(min(1.0, left))
         try:
             connection, where = self.server.accept()
@@ -135,7 +161,10 @@ class SessionRendezvous:
             return
         number = next((i for i in hello["here"] if i in missing), None)
         if number is None:
-            told = f"machine {hello['here']} of env.machine has come already: the script is started once on each machine"
+            told = (
+                f"machine {hello['here']} of env.machine has come already: the script is "
+                f"started once on each machine"
+            )
             line.send(refused=told)
             line.close()
             return
@@ -151,15 +180,32 @@ class SessionRendezvous:
 
     def _absent(self, missing: Sequence[int]) -> str:
         node, port = self.nodes[missing[0]], self.settings.port
-        told = f"machine {missing[0]} ({node.addr}) has not come to the master's port {port} within {seconds():g} s ({VARIABLE} waits longer)"
+        told = (
+            f"machine {missing[0]} ({node.addr}) has not come to the master's port {port} "
+            f"within {seconds():g} s ({VARIABLE} waits longer)"
+        )
         try:
             reached(node.addr, port, _PROBE_SECONDS).close()
-            why = "it answers at that port itself: does it take itself for the master? Its list of machines must be the same"
+            why = (
+                "it answers at that port itself: does it take itself for the master? Its list "
+                "of machines must be the same"
+            )
         except SessionError as error:
             refused = "refused" in str(error)
-            why = f"its host is there ({error})" if refused else f"its host cannot be reached ({error})"
-            hint = "is this script running there, with the same machines and port, and may it connect to this port (firewalls, containers without --net=host)?"
-            why += f": {hint}" if refused else ": is the address right, and is there a route from here?"
+            why = (
+                f"its host is there ({error})"
+                if refused
+                else f"its host cannot be reached ({error})"
+            )
+            hint = (
+                "is this script running there, with the same machines and port, and may it "
+                "connect to this port (firewalls, containers without --net=host)?"
+            )
+            why += (
+                f": {hint}"
+                if refused
+                else ": is the address right, and is there a route from here?"
+            )
         return f"{told}; {why}{proxies()}"
 
     # The others
@@ -177,19 +223,29 @@ class SessionRendezvous:
         try:
             connection = reached(master.addr, port, max(1.0, self.until - time.monotonic()), waits)
         except SessionError as error:
-            told = f"machine {mine[0]} ({self.nodes[mine[0]].addr}) cannot reach the master at {where}: {error}, for {seconds():g} s ({VARIABLE} waits longer)"
-            hint = "is the script running there, is the port the same on all machines, and does no firewall or container (docker: --net=host) stand between?"
+            told = (
+                f"machine {mine[0]} ({self.nodes[mine[0]].addr}) cannot reach the master at "
+                f"{where}: {error}, for {seconds():g} s ({VARIABLE} waits longer)"
+            )
+            hint = (
+                "is the script running there, is the port the same on all machines, and does "
+                "no firewall or container (docker: --net=host) stand between?"
+            )
             raise SessionError(f"{told}; {hint}{proxies()}") from None
         self.master = Line(connection, f"the master ({master.addr})")
         _lead(self.nodes[mine[0]].addr, self.nodes, mine[0])
-        wait = seconds() + _TELL_SECONDS  # from here on: the master may have begun to wait for the others only now
+        wait = (
+            seconds() + _TELL_SECONDS
+        )  # from here on: the master may have begun to wait for the others only now
         with _Doorbell() as bell:
             self.master.send(card=self.card, here=mine, at=bell.at)
             self.machine = int(self._heard(where, "machine", wait)["machine"])
             met = self._heard(where, "met", wait)
             problem = _unreached(met["at"])
             if problem:
-                why = _advice("the master", met["at"], f"machine {self.machine} ({self.own})", problem)
+                why = _advice(
+                    "the master", met["at"], f"machine {self.machine} ({self.own})", problem
+                )
                 self.master.send(refused=why)
                 raise SessionError(why)
             self.master.send(reached=True)
@@ -200,10 +256,19 @@ class SessionRendezvous:
         try:
             message = self.master.receive(wait)
         except TimeoutError:
-            raise SessionError(f"what listens at {where} is not the master of this session, or it hangs: it said nothing for {wait:.0f} s") from None
+            raise SessionError(
+                f"what listens at {where} is not the master of this session, or it hangs: it said "
+                f"nothing for {wait:.0f} s"
+            ) from None
         if message is None or not {what, "refused"} & message.keys():
-            why = "is no session of globaltensor.v0" if what == "machine" else "has ended while the machines met"
-            raise SessionError(f"what listened at {where} {why}; the port must be one that only the master uses")
+            why = (
+                "is no session of globaltensor.v0"
+                if what == "machine"
+                else "has ended while the machines met"
+            )
+            raise SessionError(
+                f"what listened at {where} {why}; the port must be one that only the master uses"
+            )
         if "refused" in message:
             raise SessionError(str(message["refused"]))
         return message
@@ -215,7 +280,8 @@ class SessionRendezvous:
 
 
 class _Doorbell:
-    """A port that others try: do they reach this machine where its data connections will be? ``at``: address, port, interface."""
+    """A port that others try: do they reach this machine where its data connections will be?
+    ``at``: address, port, interface."""
 
     def __enter__(self) -> _Doorbell:
         name = os.environ.get(_INTERFACES[0], "").split(",")[0]
@@ -245,14 +311,22 @@ def ipv6_local(address: str) -> bool:
 
 
 def _advice(whom: str, at: Sequence[Any], who: str, problem: str) -> str:
-    told = f"{whom} sends and receives data at {at[0]} ({at[2]}), where {who} cannot reach it: {problem}"
-    return f"{told}; set {' and '.join(_INTERFACES)} there to the interface of the network that joins the machines, and open its ports (docker: --net=host)"
+    told = (
+        f"{whom} sends and receives data at {at[0]} ({at[2]}), where {who} cannot reach it: "
+        f"{problem}"
+    )
+    return (
+        f"{told}; set {' and '.join(_INTERFACES)} there to the interface of the network that "
+        f"joins the machines, and open its ports (docker: --net=host)"
+    )
 
 
 def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
-    """Let the backends use the interface of the address by which the others know this machine. What the user has set stays, if it can be right.
+    """Let the backends use the interface of the address by which the others know this machine. What
+    the user has set stays, if it can be right.
 
-    Raises SessionError where it cannot: no such interface, or the loopback interface for machines that are elsewhere.
+    Raises SessionError where it cannot: no such interface, or the loopback interface for machines
+    that are elsewhere.
     """
     found, there = interface_of(_address(own)), addresses_of()
     elsewhere = any(not is_here(n.addr) for n in nodes)
@@ -263,12 +337,22 @@ def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
                 os.environ[variable] = found or "lo"
             continue
         name = told.removeprefix("=").removeprefix("^").split(",")[0].split(":")[0]
-        mend = f"set it to {found}, by which {own} is reached" if found else f"there are {', '.join(there)}"
+        mend = (
+            f"set it to {found}, by which {own} is reached"
+            if found
+            else f"there are {', '.join(there)}"
+        )
         if variable == _INTERFACES[0] and name not in there:
             here = f"this machine ({socket.gethostname()})"
-            raise SessionError(f"machine {number}: {variable} is {told!r}, an interface that {here} does not have; {mend}, or unset it")
+            raise SessionError(
+                f"machine {number}: {variable} is {told!r}, an interface that {here} does not "
+                f"have; {mend}, or unset it"
+            )
         if elsewhere and name == "lo" and not told.startswith("^"):
-            raise SessionError(f"machine {number}: {variable} is {told!r}, which leads to this machine alone; {mend}, or unset it")
+            raise SessionError(
+                f"machine {number}: {variable} is {told!r}, which leads to this machine alone; "
+                f"{mend}, or unset it"
+            )
 
 
 def _address(host: str) -> str:
@@ -282,7 +366,9 @@ def _card(each: int, kind: str, machines: int) -> dict[str, Any]:
     """What all machines must have alike."""
     script = _script()
     return {
-        "script": hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script is not None else "no file",
+        "script": hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+        if script is not None
+        else "no file",
         "path": str(script),
         "library": _library(),
         "torch": torch.__version__,
@@ -312,7 +398,10 @@ def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -
     """What two machines do not have alike; nothing where all is well."""
     card, own = ({**c, "python": list(c["python"])} for c in (card, own))
     if card["script"] != own["script"]:
-        told = f"{whose} runs another script than {mine}: {card['path']} ({card['script']}) there, {own['path']} ({own['script']}) here"
+        told = (
+            f"{whose} runs another script than {mine}: {card['path']} ({card['script']}) "
+            f"there, {own['path']} ({own['script']}) here"
+        )
         return f"{told}; copy the same script to all machines"
     words = {
         "library": "another version of globaltensor",
@@ -325,5 +414,8 @@ def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -
     }
     for key, what in words.items():
         if card[key] != own[key]:
-            return f"{whose} has {what} than {mine}: {card[key]!r} there, {own[key]!r} here; all machines must have the same"
+            return (
+                f"{whose} has {what} than {mine}: {card[key]!r} there, {own[key]!r} here; all "
+                f"machines must have the same"
+            )
     return ""

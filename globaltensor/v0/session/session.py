@@ -1,7 +1,9 @@
-"""The session: the machines and devices that run a script's jobs. It starts at the first job call, or the first look at a variable, and ends with the script.
+"""The session: the machines and devices that run a script's jobs. It starts at the first job call,
+or the first look at a variable, and ends with the script.
 
-Every device is a rank of one world. The master's process is device 0; it tells the others over control lines what to do, and all do it alike: arrays
-travel as global tensors, by boxing. On the other machines the script never gets past the call that starts the session.
+Every device is a rank of one world. The master's process is device 0; it tells the others over
+control lines what to do, and all do it alike: arrays travel as global tensors, by boxing. On the
+other machines the script never gets past the call that starts the session.
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ _LAST_WORDS_SECONDS: Final = 3.0  # for a device that failed to say why
 
 
 class Fetched:
-    """What a call returns of a job that says nothing about it: ``get()`` waits for the arrays, ``async_get(f)`` has ``f`` called with them."""
+    """What a call returns of a job that says nothing about it: ``get()`` waits for the arrays,
+    ``async_get(f)`` has ``f`` called with them."""
 
     def __init__(self, job: str, future: Future[Any], wait: Callable[[Future[Any]], Any]) -> None:
         self._future, self._wait = future, wait
-        future.add_done_callback(functools.partial(_logged, job))  # nobody may ever ask for the arrays
+        future.add_done_callback(
+            functools.partial(_logged, job)
+        )  # nobody may ever ask for the arrays
 
     def get(self) -> Any:
         return self._wait(self._future)
@@ -76,7 +81,9 @@ class Session:
         self._failed = ""  # by which call the devices came out of step, in words
         self._log: list[logging.Handler] = []
         self._starting = threading.RLock()
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
     @property
@@ -87,22 +94,35 @@ class Session:
     # What a script does
 
     def add(self, job: Any) -> None:
-        """A job that the session will run. Raises JobError where it has started, or has one of this name."""
+        """A job that the session will run. Raises JobError where it has started, or has one of this
+        name."""
         if self.engine is not None:
-            raise JobError(f"job {job.name} is defined after the session has started (by the first job call, or a look at a variable): define all jobs before")
+            raise JobError(
+                f"job {job.name} is defined after the session has started (by the first job call, "
+                f"or a look at a variable): define all jobs before"
+            )
         if job.name in self.jobs:
-            raise JobError(f"there is a job {job.name} already: the jobs of a session have names of their own")
+            raise JobError(
+                f"there is a job {job.name} already: the jobs of a session have names of their own"
+            )
         self.jobs[job.name] = job
 
     def call(self, job: Any, given: Sequence[Any]) -> Any:
         """Run a job with these values for its placeholders, as they are now."""
         self.start()
         if self.jobs.get(job.name) is not job:
-            raise SessionError(f"job {job.name} belongs to a session that has been cleared: define it again")
-        arrays = [array_of(job.name, name, leaf, value, self.layout.size) for (name, leaf), value in zip(job.signature.placeholders(), given, strict=True)]
+            raise SessionError(
+                f"job {job.name} belongs to a session that has been cleared: define it again"
+            )
+        arrays = [
+            array_of(job.name, name, leaf, value, self.layout.size)
+            for (name, leaf), value in zip(job.signature.placeholders(), given, strict=True)
+        ]
         record = self.records[job.name]
         fetched = job.signature.returns is None and record.results is not None
-        if job.signature.callback or fetched:  # the call returns before the job has run: the caller may reuse what it gave
+        if (
+            job.signature.callback or fetched
+        ):  # the call returns before the job has run: the caller may reuse what it gave
             arrays = [array.copy() for array in arrays]
 
         def work() -> Any:
@@ -129,19 +149,28 @@ class Session:
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Values by name."""
         self.start()
-        found: dict[str, np.ndarray[Any, Any]] = self._wait(self._later(lambda: self._done("fetch", list(names), lambda engine: engine.fetch(names))))
+        found: dict[str, np.ndarray[Any, Any]] = self._wait(
+            self._later(
+                lambda: self._done("fetch", list(names), lambda engine: engine.fetch(names))
+            )
+        )
         return found
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Values by name, of the right shapes."""
         self.start()
         names = list(arrays)
-        self._wait(self._later(lambda: self._done("load", names, lambda engine: engine.load(names, arrays))))
+        self._wait(
+            self._later(
+                lambda: self._done("load", names, lambda engine: engine.load(names, arrays))
+            )
+        )
 
     # Start
 
     def meet(self) -> None:
-        """Find the other machines, if there are some. Settings count no more. Raises SessionError."""
+        """Find the other machines, if there are some. Settings count no more. Raises
+        SessionError."""
         with self._starting:
             if settings.closed:
                 return
@@ -158,7 +187,8 @@ class Session:
                     raise
 
     def start(self) -> None:
-        """Run all job functions once, start the devices. On machines other than the master this does not return. Raises JobError, SessionError."""
+        """Run all job functions once, start the devices. On machines other than the master this
+        does not return. Raises JobError, SessionError."""
         with self._starting:
             if self.over:
                 raise SessionError(self.over)
@@ -166,7 +196,10 @@ class Session:
                 return
             tape = taping()
             if tape is not None:
-                raise JobError(f"job {tape.record.name}: a job function only says what is to be done; call jobs and look at variables outside of it")
+                raise JobError(
+                    f"job {tape.record.name}: a job function only says what is to be done; call "
+                    f"jobs and look at variables outside of it"
+                )
             workers = Workers()
             try:
                 if not settings.closed:
@@ -191,12 +224,22 @@ class Session:
         workers.end()
 
     def _say_what_devices(self) -> None:
-        asked = settings.gpus or any(s.devices.tag == "gpu" for r in self.records.values() for s in r.steps)
+        asked = settings.gpus or any(
+            s.devices.tag == "gpu" for r in self.records.values() for s in r.steps
+        )
         if self.layout.kind == "cpu" and asked:
-            warnings.warn(f'there is no GPU here: "gpu" devices are CPU devices ({self.layout.each} on this machine)', UserWarning, stacklevel=5)
+            warnings.warn(
+                f'there is no GPU here: "gpu" devices are CPU devices ({self.layout.each} on this '
+                f"machine)",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _begin(self, workers: Workers) -> None:
-        records, digests = list(self.records.values()), {name: record.digest() for name, record in self.records.items()}
+        records, digests = (
+            list(self.records.values()),
+            {name: record.digest() for name, record in self.records.items()},
+        )
         if self.meeting is not None and self.meeting.machine > 0:
             follow_master(self.meeting, self.layout, workers, records, digests)
         atexit.register(self._end_of_script)
@@ -207,16 +250,33 @@ class Session:
         if node is not None and node.ctrl_port_agent:
             port = node.ctrl_port_agent
         seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
-        told = Instruction(records, self.layout, seed, settings.debug, settings.tensor_float, settings.rdma, (where, port), secrets.token_hex(16))
-        with reserved_port(settings.data_port or 0) if self.layout.size > 1 else contextlib.nullcontext(0) as data:
+        told = Instruction(
+            records,
+            self.layout,
+            seed,
+            settings.debug,
+            settings.tensor_float,
+            settings.rdma,
+            (where, port),
+            secrets.token_hex(16),
+        )
+        with (
+            reserved_port(settings.data_port or 0)
+            if self.layout.size > 1
+            else contextlib.nullcontext(0) as data
+        ):
             place = Place(self.layout, where, data)
             crew.agree(digests, place, told)
             crew.gather(place, told)
-            self._thread = threading.Thread(target=self._run, name="globaltensor.v0 session", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="globaltensor.v0 session", daemon=True
+            )
             self._thread.start()
             self.engine = self._wait(self._later(lambda: self._join(told, place)))
         atexit.unregister(self._end_of_script)
-        atexit.register(self._end_of_script)  # the world has registered its end meanwhile; that comes after ours now: what is queued needs the world
+        # the world has registered its end meanwhile; that comes after ours now: what is queued
+        # needs the world
+        atexit.register(self._end_of_script)
         if settings.debug:
             for record in records:
                 logger.debug("%s", "\n".join(record.lines()))
@@ -273,7 +333,8 @@ class Session:
         return future.result()
 
     def _fail(self, future: Future[Any]) -> None:
-        """Something has failed, here or on another device, and the devices are no longer in step. Raises SessionError where the cause is another's."""
+        """Something has failed, here or on another device, and the devices are no longer in step.
+        Raises SessionError where the cause is another's."""
         until = time.monotonic() + _LAST_WORDS_SECONDS
         while time.monotonic() < until and not (self.over and future.done()):
             time.sleep(_TICK_SECONDS)
@@ -288,7 +349,8 @@ class Session:
         self.close(_failure())
 
     def close(self, failed: str = "") -> None:
-        """End all devices, after what has been called has been done. ``failed``: why the script ends, where that is an error; they are told."""
+        """End all devices, after what has been called has been done. ``failed``: why the script
+        ends, where that is an error; they are told."""
         atexit.unregister(self._end_of_script)
         if self._thread is not None:
             self._work.put(None)
@@ -308,7 +370,8 @@ class Session:
         self._over = self._over or "the session has ended"
 
     def _left_the_world(self) -> bool:
-        """Close the world, so that another session can start in this process, unless our thread is still at work in it."""
+        """Close the world, so that another session can start in this process, unless our thread is
+        still at work in it."""
         if self._thread is not None:
             self._thread.join(_LAST_WORDS_SECONDS)
             if self._thread.is_alive():
@@ -321,18 +384,33 @@ class Session:
 def _check_alone() -> None:
     """Raises SessionError where a launcher has made this process one of several ranks."""
     place = detect(os.environ)
-    if (place is not None and place.world_size > 1) or (running() is not None and get_world_size() > 1):
-        told = "this process is one of several ranks already" + (f" (started by {place.source})" if place is not None else "")
-        raise SessionError(f"{told}: a job-function script is started once on each machine, without a launcher, and starts its devices itself")
+    if (place is not None and place.world_size > 1) or (
+        running() is not None and get_world_size() > 1
+    ):
+        told = "this process is one of several ranks already" + (
+            f" (started by {place.source})" if place is not None else ""
+        )
+        raise SessionError(
+            f"{told}: a job-function script is started once on each machine, without a launcher, "
+            f"and starts its devices itself"
+        )
 
 
 def _layout() -> Layout:
-    """The devices that the settings ask for. Raises SessionError where this machine has GPUs, but fewer."""
+    """The devices that the settings ask for. Raises SessionError where this machine has GPUs, but
+    fewer."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tag = "gpu" if settings.gpus is not None or (gpus and settings.cpus is None) else "cpu"
     if gpus and tag == "gpu" and settings.devices > gpus:
-        asked = " and ".join(f"config.{kind}_device_num({n})" for kind, n in (("gpu", settings.gpus), ("cpu", settings.cpus)) if n is not None)
-        told = f"{asked} ask{'' if ' and ' in asked else 's'} for {settings.devices} devices on each machine, one process and one GPU each"
+        asked = " and ".join(
+            f"config.{kind}_device_num({n})"
+            for kind, n in (("gpu", settings.gpus), ("cpu", settings.cpus))
+            if n is not None
+        )
+        told = (
+            f"{asked} ask{'' if ' and ' in asked else 's'} for {settings.devices} devices on "
+            f"each machine, one process and one GPU each"
+        )
         raise SessionError(f"{told}: this machine shows {gpus} GPU{'s' if gpus > 1 else ''}")
     return Layout(max(1, len(settings.machines)), settings.devices, tag, "cuda" if gpus else "cpu")
 
@@ -344,7 +422,11 @@ def _log() -> list[logging.Handler]:
         logger.setLevel(logging.DEBUG if settings.debug else settings.log_level or logging.DEBUG)
     if settings.log_dir is not None:
         os.makedirs(settings.log_dir, exist_ok=True)
-        handlers.append(logging.FileHandler(os.path.join(settings.log_dir, f"session.{os.getpid()}.log"), delay=True))
+        handlers.append(
+            logging.FileHandler(
+                os.path.join(settings.log_dir, f"session.{os.getpid()}.log"), delay=True
+            )
+        )
     if settings.log_to_stderr:
         handlers.append(logging.StreamHandler())
     for handler in handlers:
@@ -365,14 +447,18 @@ def _logged(job: str, future: Future[Any]) -> None:
         logger.error("job %s has failed: %s: %s", job, type(error).__name__, error)
 
 
-def _when_done(wait: Callable[[Future[Any]], Any], future: Future[Any], callback: Callable[[Any], Any]) -> None:
+def _when_done(
+    wait: Callable[[Future[Any]], Any], future: Future[Any], callback: Callable[[Any], Any]
+) -> None:
     """Call it with the result, in a thread of its own: it may call jobs."""
 
     def run() -> None:
         try:
             result = wait(future)
         except Exception:
-            logger.error("a job whose result a callback waits for has failed:\n%s", traceback.format_exc())
+            logger.error(
+                "a job whose result a callback waits for has failed:\n%s", traceback.format_exc()
+            )
             return
         callback(result)
 

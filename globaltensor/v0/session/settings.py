@@ -1,4 +1,5 @@
-"""What a script says before its session starts: devices, machines, ports, logs. ``config`` and ``env`` write here; a session that starts closes it."""
+"""What a script says before its session starts: devices, machines, ports, logs. ``config`` and
+``env`` write here; a session that starts closes it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a session. The agents are the ports by which others reach it, where those are forwarded (containers)."""
+    """One machine of a session. The agents are the ports by which others reach it, where those are
+    forwarded (containers)."""
 
     addr: str
     ctrl_port_agent: int | None = None
@@ -53,14 +55,23 @@ class Settings:
     def port(self) -> int:
         """The control port. Raises SessionError where several machines have none."""
         if self.ctrl_port is None:
-            raise SessionError("several machines need a port by which they meet, the same on all: flow.env.ctrl_port(9988)")
+            raise SessionError(
+                "several machines need a port by which they meet, the same on all: "
+                "flow.env.ctrl_port(9988)"
+            )
         return self.ctrl_port
 
     def check(self) -> None:
         """Raises SessionError for settings that contradict each other."""
         if self.machine_num is not None and self.machine_num != max(1, len(self.machines)):
-            told = f"config.machine_num({self.machine_num}), but env.machine names {len(self.machines) or 'none'}"
-            raise SessionError(f"{told}: give env.machine the address of each machine, or leave out config.machine_num")
+            told = (
+                f"config.machine_num({self.machine_num}), but env.machine names "
+                f"{len(self.machines) or 'none'}"
+            )
+            raise SessionError(
+                f"{told}: give env.machine the address of each machine, or leave out "
+                f"config.machine_num"
+            )
 
     def reset(self) -> None:
         """As it was before the script said anything."""
@@ -73,12 +84,17 @@ settings = Settings()
 
 
 def setting(function: Callable[P, Any]) -> Callable[P, bool]:
-    """A function that says something before the session starts: returns True, or False once nothing can be changed any more (that is logged)."""
+    """A function that says something before the session starts: returns True, or False once nothing
+    can be changed any more (that is logged)."""
 
     @functools.wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> bool:
         if settings.closed:
-            logger.warning("%s: nothing happened, the session has started already: say it before the first job call", function.__name__)
+            logger.warning(
+                "%s: nothing happened, the session has started already: say it before the first "
+                "job call",
+                function.__name__,
+            )
             return False
         function(*args, **kwargs)
         return True
@@ -88,7 +104,12 @@ def setting(function: Callable[P, Any]) -> Callable[P, bool]:
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """The value, an integer in this range. Raises SessionError for another."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < least
+        or (most is not None and value > most)
+    ):
         within = f"at least {least}" if most is None else f"from {least} to {most}"
         raise SessionError(f"{name}({value!r}): an integer is wanted, {within}")
     return value

@@ -1,4 +1,5 @@
-"""A device of a session that is not the master: it does what the master says, until that says it is over, or is gone."""
+"""A device of a session that is not the master: it does what the master says, until that says it is
+over, or is gone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _CONNECT_SECONDS: Final = 60.0
 
 @dataclass
 class Instruction:
-    """What every device of a session is told by the process that starts it. ``master``: address and port of the control line."""
+    """What every device of a session is told by the process that starts it. ``master``: address and
+    port of the control line."""
 
     records: list[Record]
     layout: Layout
@@ -61,7 +63,9 @@ def joined(told: Instruction, variables: Mapping[str, str]) -> Engine:
 def main() -> None:
     """A device process: what it is comes through stdin, while it loads what it will need."""
     end_with(os.getppid())
-    torch.relu(torch.empty(1, device="meta"))  # torch loads much at the first op on a tensor without memory, as captures use them
+    torch.relu(
+        torch.empty(1, device="meta")
+    )  # torch loads much at the first op on a tensor without memory, as captures use them
     try:
         rank, variables, interfaces = pickle.load(sys.stdin.buffer)
         told: Instruction = pickle.load(sys.stdin.buffer)
@@ -73,8 +77,11 @@ def main() -> None:
     follow(line, told, variables, None)
 
 
-def follow(line: Line, told: Instruction, variables: Mapping[str, str], workers: Workers | None) -> None:
-    """Do what the master says; ends this process. ``workers``: the devices that it has started, if it runs the script; then it also says why it ends."""
+def follow(
+    line: Line, told: Instruction, variables: Mapping[str, str], workers: Workers | None
+) -> None:
+    """Do what the master says; ends this process. ``workers``: the devices that it has started, if
+    it runs the script; then it also says why it ends."""
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -85,7 +92,9 @@ def follow(line: Line, told: Instruction, variables: Mapping[str, str], workers:
         while (message := line.receive()) is not None:
             if message.get("do") == "end":
                 over.set()
-                if message.get("why"):  # also where this process waits in a collective: nobody will come
+                if message.get(
+                    "why"
+                ):  # also where this process waits in a collective: nobody will come
                     leave(f"the master has ended: {message['why']}", 1)
             orders.put(message)
         if not over.is_set():
@@ -103,14 +112,17 @@ def follow(line: Line, told: Instruction, variables: Mapping[str, str], workers:
                 leave("", 0)
             else:
                 assert engine is not None
-                {"run": engine.run, "fetch": engine.fetch, "load": engine.load}[order["do"]](order["what"])  # type: ignore[operator]
+                {"run": engine.run, "fetch": engine.fetch, "load": engine.load}[order["do"]](
+                    order["what"]
+                )  # type: ignore[operator]
     except BaseException:
         line.send(failed=traceback.format_exc())
         leave(traceback.format_exc(), 1)
 
 
 def _leave(words: str, code: int, workers: Workers | None) -> None:
-    """End at once, without what the script would do after its first job call: that is the master's."""
+    """End at once, without what the script would do after its first job call: that is the
+    master's."""
     if words:
         logger.error(words)
     if workers is not None:

@@ -1,4 +1,5 @@
-"""The other devices of a session as its master sees them: it starts those of its own machine, hears of the others, tells all what to do and when it is over."""
+"""The other devices of a session as its master sees them: it starts those of its own machine, hears
+of the others, tells all what to do and when it is over."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _HELLO_SECONDS: Final = 10.0
 
 
 class WorkerPool:
-    """Devices 1 and on. ``lost``: what has become of one that failed, in words; nothing as long as all is well."""
+    """Devices 1 and on. ``lost``: what has become of one that failed, in words; nothing as long as
+    all is well."""
 
     def __init__(self, layout: Layout, meeting: SessionRendezvous | None, workers: Workers) -> None:
         self.layout, self.meeting, self.workers, self.lost = layout, meeting, workers, ""
@@ -34,22 +36,29 @@ class WorkerPool:
             self.server = listen("127.0.0.1", 0)
 
     def agree(self, digests: Mapping[str, str], place: Place, told: Instruction) -> None:
-        """Every machine has recorded the same jobs, and learns where the devices meet. Raises SessionError, on all machines, where one has not."""
+        """Every machine has recorded the same jobs, and learns where the devices meet. Raises
+        SessionError, on all machines, where one has not."""
         meeting = self.meeting
         if meeting is None:
             return
         for line in meeting.lines.values():
             line.send(records=True)
             theirs = _heard(line, line.peer).get("records") or {}
-            differ = sorted(name for name in {*digests, *theirs} if theirs.get(name) != digests.get(name))
+            differ = sorted(
+                name for name in {*digests, *theirs} if theirs.get(name) != digests.get(name)
+            )
             if differ:
-                meeting.refuse(f"{line.peer} has recorded other jobs than the master: {', '.join(differ)}; the script must do the same on all machines")
+                meeting.refuse(
+                    f"{line.peer} has recorded other jobs than the master: {', '.join(differ)}; "
+                    f"the script must do the same on all machines"
+                )
         data = settings.machines[0].data_port_agent or place.port
         for line in meeting.lines.values():
             line.send(place=[place.addr, data], seed=told.seed, token=told.token)
 
     def gather(self, place: Place, told: Instruction) -> None:
-        """Tell the devices of this machine who they are, and wait until all have come. Raises SessionError where one ends before, or does not come in time."""
+        """Tell the devices of this machine who they are, and wait until all have come. Raises
+        SessionError where one ends before, or does not come in time."""
         each = self.layout.each
         self.workers.tell(place, 0, told)
         if self.meeting is not None:
@@ -57,13 +66,28 @@ class WorkerPool:
         until = time.monotonic() + _START_SECONDS
         while len(self.lines) < self.layout.size - 1:
             for device, code in self.workers.dead().items():
-                raise SessionError(f"the process of device 0:{device} ended with code {code} before it began; what it wrote to stderr says why")
+                raise SessionError(
+                    f"the process of device 0:{device} ended with code {code} before it began; "
+                    f"what it wrote to stderr says why"
+                )
             if time.monotonic() > until:
-                missing = [f"{r // each}:{r % each}" for r in range(1, self.layout.size) if r not in self.lines]
-                raise SessionError(f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come within {_START_SECONDS:g} s")
+                missing = [
+                    f"{r // each}:{r % each}"
+                    for r in range(1, self.layout.size)
+                    if r not in self.lines
+                ]
+                raise SessionError(
+                    f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come "
+                    f"within {_START_SECONDS:g} s"
+                )
             self._welcome(told.token)
         for line in self.lines.values():
-            threading.Thread(target=self._watch, args=(line,), name=f"globaltensor.v0 line to {line.peer}", daemon=True).start()
+            threading.Thread(
+                target=self._watch,
+                args=(line,),
+                name=f"globaltensor.v0 line to {line.peer}",
+                daemon=True,
+            ).start()
 
     def tell(self, **order: Any) -> None:
         """All of them."""
@@ -71,7 +95,8 @@ class WorkerPool:
             line.send(**order)
 
     def close(self) -> None:
-        """Let go of all, who have been told that it is over. The processes of this machine are gone afterwards."""
+        """Let go of all, who have been told that it is over. The processes of this machine are gone
+        afterwards."""
         self.workers.end()
         for line in self.lines.values():
             line.close()
@@ -102,9 +127,15 @@ class WorkerPool:
         self.lost = self.lost or f"{line.peer} is gone: its process has ended, or its machine"
 
 
-def follow_master(meeting: SessionRendezvous, layout: Layout, workers: Workers, records: list[Any], digests: Mapping[str, str]) -> None:
-    """What the first device of another machine does: tell the others there who they are, then what the master says. Does not return; raises SessionError
-    where the machines do not agree."""
+def follow_master(
+    meeting: SessionRendezvous,
+    layout: Layout,
+    workers: Workers,
+    records: list[Any],
+    digests: Mapping[str, str],
+) -> None:
+    """What the first device of another machine does: tell the others there who they are, then what
+    the master says. Does not return; raises SessionError where the machines do not agree."""
     line = meeting.master
     assert line is not None
     asked = _heard(line, "the master")
@@ -115,14 +146,24 @@ def follow_master(meeting: SessionRendezvous, layout: Layout, workers: Workers, 
         raise SessionError(str(asked["refused"]))
     place = Place(layout, *asked["place"])
     where = meeting.nodes[0].addr, meeting.nodes[0].ctrl_port_agent or settings.port
-    told = Instruction(records, layout, asked["seed"], settings.debug, settings.tensor_float, settings.rdma, where, asked["token"])
+    told = Instruction(
+        records,
+        layout,
+        asked["seed"],
+        settings.debug,
+        settings.tensor_float,
+        settings.rdma,
+        where,
+        asked["token"],
+    )
     first = meeting.machine * layout.each
     workers.tell(place, first, told)
     follow(line, told, place.variables(first), workers)
 
 
 def _heard(line: Line, who: str) -> dict[str, Any]:
-    """A machine's answer; it may still be on its way to its first job call. Raises SessionError where it has ended."""
+    """A machine's answer; it may still be on its way to its first job call. Raises SessionError
+    where it has ended."""
     told = time.monotonic()
     while True:
         try:
@@ -130,8 +171,12 @@ def _heard(line: Line, who: str) -> dict[str, Any]:
         except TimeoutError:
             if time.monotonic() - told > _TELL_SECONDS:
                 told = time.monotonic()
-                logger.warning("waiting for %s, whose script has not come to its first job call", who)
+                logger.warning(
+                    "waiting for %s, whose script has not come to its first job call", who
+                )
             continue
         if answer is None:
-            raise SessionError(f"{who} has ended before its first job call: its own output says why")
+            raise SessionError(
+                f"{who} has ended before its first job call: its own output says why"
+            )
         return answer

@@ -1,7 +1,9 @@
-"""Multi-head attention (Vaswani et al. 2017), as nn.MultiheadAttention and the layers of nn.Transformer call it.
+"""Multi-head attention (Vaswani et al. 2017), as nn.MultiheadAttention and the layers of
+nn.Transformer call it.
 
-torch's own body joins sequence and batch into one dim for the output projection, and batch and heads for the masks. What is split in the inner one of two
-joined dims cannot stay split, so here the dims stay apart: split sequences, batches and heads all pass through.
+torch's own body joins sequence and batch into one dim for the output projection, and batch and
+heads for the masks. What is split in the inner one of two joined dims cannot stay split, so here
+the dims stay apart: split sequences, batches and heads all pass through.
 """
 
 from __future__ import annotations
@@ -21,22 +23,37 @@ __all__: list[str] = []
 
 
 def _multi_head_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, in_proj_weight: Tensor | None, in_proj_bias: Tensor | None,
-    bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
-    training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None, k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None, static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Tensor | None, in_proj_bias: Tensor | None,
+    bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float,
+    out_proj_weight: Tensor, out_proj_bias: Tensor | None,
+    training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None, static_v: Tensor | None = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """query [l, n, e] or [l, e], key and value [s, n, e] or [s, e] -> (result like query, weights [n, l, s], or [n, h, l, s], or None)."""
+    """query [l, n, e] or [l, e], key and value [s, n, e] or [s, e] -> (result like query, weights
+    [n, l, s], or [n, h, l, s], or None)."""
     single = query.ndim == 2
     if single:
-        batched = {id(t): t.unsqueeze(1) for t in (query, key, value)}  # what was one tensor stays one
+        batched = {
+            id(t): t.unsqueeze(1) for t in (query, key, value)
+        }  # what was one tensor stays one
         query, key, value = (batched[id(t)] for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
+    weights = (
+        (q_proj_weight, k_proj_weight, v_proj_weight)
+        if use_separate_proj_weight
+        else in_proj_weight
+    )
     q, k, v = _projected(query, key, value, weights, in_proj_bias)
     if bias_k is not None and bias_v is not None:
-        k, v = (torch.cat([t, b.expand(1, t.shape[1], t.shape[2])]) for t, b in ((k, bias_k), (v, bias_v)))
+        k, v = (
+            torch.cat([t, b.expand(1, t.shape[1], t.shape[2])])
+            for t, b in ((k, bias_k), (v, bias_v))
+        )
     # [l, n, e] -> [n, h, l, d]
     q, k, v = (t.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
     n, d = q.shape[0], q.shape[3]
@@ -61,21 +78,38 @@ def _multi_head_attention_forward(
     return out, shares
 
 
-def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """The three projections; in one product where one tensor is all three and the weights lie in one."""
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The three projections; in one product where one tensor is all three and the weights lie in
+    one."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
     if isinstance(weights, tuple):
-        return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True))
+        return tuple(
+            F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
     if query is key and key is value:
         return F.linear(query, weights, bias).chunk(3, -1)
     if key is value:
         q_weight, rest = weights.split([query.shape[-1], 2 * query.shape[-1]])
-        q_bias, rest_bias = (None, None) if bias is None else bias.split([query.shape[-1], 2 * query.shape[-1]])
+        q_bias, rest_bias = (
+            (None, None) if bias is None else bias.split([query.shape[-1], 2 * query.shape[-1]])
+        )
         return F.linear(query, q_weight, q_bias), *F.linear(key, rest, rest_bias).chunk(2, -1)
-    return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights.chunk(3), biases, strict=True))
+    return tuple(
+        F.linear(t, w, b)
+        for t, w, b in zip((query, key, value), weights.chunk(3), biases, strict=True)
+    )
 
 
-def _mask(attn_mask: Tensor | None, padding: Tensor | None, n: int, heads: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+def _mask(
+    attn_mask: Tensor | None,
+    padding: Tensor | None,
+    n: int,
+    heads: int,
+    keys: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
     """Both masks as one that is added to the scores; keys that were appended are seen."""
     both = None
     if attn_mask is not None:

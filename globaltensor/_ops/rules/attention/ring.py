@@ -1,13 +1,18 @@
-"""Attention of the rows a rank has to keys that lie on several ranks, exact, and never holding all of them. On local tensors, differentiable.
+"""Attention of the rows a rank has to keys that lie on several ranks, exact, and never holding all
+of them. On local tensors, differentiable.
 
-The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers"), and each
-block's result is merged by its log-sum-exp (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the result and the
-log-sum-exp of each row alone; the backward sends the blocks round again, their gradients a round behind, and these home from the last rank that adds to
-them. Blocks travel while those before them are worked on. Large ones go round a few heads at a time, so that what is held beside inputs and results is small.
+The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023,
+"Ring attention with blockwise transformers"), and each block's result is merged by its log-sum-exp
+(Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the
+result and the log-sum-exp of each row alone; the backward sends the blocks round again, their
+gradients a round behind, and these home from the last rank that adds to them. Blocks travel while
+those before them are worked on. Large ones go round a few heads at a time, so that what is held
+beside inputs and results is small.
 
-Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have unequal work: the last does the most. Rows and keys
-may then be dealt out in pairs first, chunk i with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of chunks), after
-which every rank does the same work in every round.
+Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have
+unequal work: the last does the most. Rows and keys may then be dealt out in pairs first, chunk i
+with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of
+chunks), after which every rank does the same work in every round.
 """
 
 from __future__ import annotations
@@ -27,13 +32,31 @@ from ....distributed.communicator import Communicator, flatten
 from ....distributed.world import world
 from ....sharding.spec import balanced_split
 from ..helpers import zeros_connected
-from .blocks import HALF, Rows, Stretch, block, block_backward, cut, key_slice, members, merge, sees, shared, tasks, wide
+from .blocks import (
+    HALF,
+    Rows,
+    Stretch,
+    block,
+    block_backward,
+    cut,
+    key_slice,
+    members,
+    merge,
+    sees,
+    shared,
+    tasks,
+    wide,
+)
 
 __all__ = ["RingLayout", "ring_attention", "zigzag_chunks"]
 
-Block: TypeAlias = Tensor | tuple[Tensor, Tensor]  # the keys and values of a rank, flat in one tensor as they travel, or the two of them
+Block: TypeAlias = (
+    Tensor | tuple[Tensor, Tensor]
+)  # the keys and values of a rank, flat in one tensor as they travel, or the two of them
 
-_BLOCK: Final = 1 << 20  # bytes of keys and values that go round the ring at a time, if they can be cut so
+_BLOCK: Final = (
+    1 << 20
+)  # bytes of keys and values that go round the ring at a time, if they can be cut so
 _DEAL: Final = 1 << 24  # bytes of tensors that are dealt at a time
 
 
@@ -41,9 +64,10 @@ _DEAL: Final = 1 << 24  # bytes of tensors that are dealt at a time
 class RingLayout:
     """How the rows and keys of an attention lie, seen by one rank.
 
-    ``ring``: the ranks round which keys go, in the order of their keys. ``merged``: the ranks that have the same rows and other keys. ``rows``, ``keys``:
-    what each rank of the ring holds. ``dealt``: the same after dealing in pairs; None where nothing is dealt. ``holders``: (rank, keys) of every rank of
-    the ring or merged, in the order of their keys.
+    ``ring``: the ranks round which keys go, in the order of their keys. ``merged``: the ranks that
+    have the same rows and other keys. ``rows``, ``keys``: what each rank of the ring holds.
+    ``dealt``: the same after dealing in pairs; None where nothing is dealt. ``holders``: (rank,
+    keys) of every rank of the ring or merged, in the order of their keys.
     """
 
     ring: tuple[int, ...]
@@ -62,15 +86,23 @@ class RingLayout:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """How far along the ring each rank's block of keys goes: to the last rank with a row that sees some of it."""
+        """How far along the ring each rank's block of keys goes: to the last rank with a row that
+        sees some of it."""
         rows, keys = self.turns
         p = len(self.ring)
-        seen = [[any(sees(r, k, self.causal) for r in rows[(j + t) % p] for k in keys[j]) for t in range(p)] for j in range(p)]
+        seen = [
+            [
+                any(sees(r, k, self.causal) for r in rows[(j + t) % p] for k in keys[j])
+                for t in range(p)
+            ]
+            for j in range(p)
+        ]
         return tuple(max((t for t in range(p) if s[t]), default=0) for s in seen)
 
 
 def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
-    """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p with chunk 2p-1-i.
+    """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p
+    with chunk 2p-1-i.
 
     >>> zigzag_chunks(8, 2)
     (((0, 2), (6, 2)), ((2, 2), (4, 2)))
@@ -79,17 +111,24 @@ def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
     return tuple((chunks[i], chunks[2 * parts - 1 - i]) for i in range(parts))
 
 
-# ---------------------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- what travels
 
 
-def _dealt(way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool = False) -> list[Tensor]:
-    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on, or back. No gradient.
+def _dealt(
+    way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool = False
+) -> list[Tensor]:
+    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on,
+    or back. No gradient.
 
-    They go in one exchange, large ones one by one. The lists are emptied, so that what nobody else holds makes room for what comes.
+    They go in one exchange, large ones one by one. The lists are emptied, so that what nobody else
+    holds makes room for what comes.
     """
     assert way.dealt is not None
     tensors = [*rows, *keys]
-    if len(tensors) > 1 and max(n for _, n in (*way.rows, *way.keys)) * sum(_row_bytes(t) for t in tensors) > _DEAL:
+    if (
+        len(tensors) > 1
+        and max(n for _, n in (*way.rows, *way.keys)) * sum(_row_bytes(t) for t in tensors) > _DEAL
+    ):
         del tensors
         found = [t for _ in range(len(rows)) for t in _dealt(way, [rows.pop(0)], [], back)]
         return found + [t for _ in range(len(keys)) for t in _dealt(way, [], [keys.pop(0)], back)]
@@ -104,21 +143,44 @@ def _dealt(way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool =
     for i in range(p):
         gives = [[s for s, _ in _common(before[me], after[i])] for before, after in moves]
         if any(gives):
-            sends[i] = torch.cat([t[..., s, :].reshape(-1) for t, some in zip(tensors, gives, strict=True) for s in some])
+            sends[i] = torch.cat(
+                [
+                    t[..., s, :].reshape(-1)
+                    for t, some in zip(tensors, gives, strict=True)
+                    for s in some
+                ]
+            )
         # The sender goes through its own stretches in order, and so come the parts.
-        takes[i] = [[s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)] for before, after in moves]
+        takes[i] = [
+            [s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)]
+            for before, after in moves
+        ]
     takes = {i: some for i, some in takes.items() if any(some)}
     like = tensors[0].new_empty(0)
-    shapes = [(*t.shape[:-2], sum(n for _, n in after[me]), t.shape[-1]) for t, (_, after) in zip(tensors, moves, strict=True)]
+    shapes = [
+        (*t.shape[:-2], sum(n for _, n in after[me]), t.shape[-1])
+        for t, (_, after) in zip(tensors, moves, strict=True)
+    ]
     each = [math.prod(t.shape[:-2]) * t.shape[-1] for t in tensors]
     for some in (tensors, rows, keys):
         some.clear()
-    came = comm.exchange(sends, {i: sum(n * (s.stop - s.start) for n, some in zip(each, lists, strict=True) for s in some) for i, lists in takes.items()}, like)
+    came = comm.exchange(
+        sends,
+        {
+            i: sum(
+                n * (s.stop - s.start) for n, some in zip(each, lists, strict=True) for s in some
+            )
+            for i, lists in takes.items()
+        },
+        like,
+    )
     del sends
     outs = [like.new_empty(shape) for shape in shapes]
     for i, lists in takes.items():
         mine = [out[..., s, :] for out, some in zip(outs, lists, strict=True) for s in some]
-        for part, flat in zip(mine, came.pop(i).split_with_sizes([part.numel() for part in mine]), strict=True):
+        for part, flat in zip(
+            mine, came.pop(i).split_with_sizes([part.numel() for part in mine]), strict=True
+        ):
             part.copy_(flat.view(part.shape))
     return outs
 
@@ -135,14 +197,17 @@ def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
         for b, m in theirs:
             low, high = max(a, b), min(a + n, b + m)
             if low < high:
-                found.append((slice(at + low - a, at + high - a), slice(there + low - b, there + high - b)))
+                found.append(
+                    (slice(at + low - a, at + high - a), slice(there + low - b, there + high - b))
+                )
             there += m
         at += n
     return found
 
 
 class _Round:
-    """The rounds of a ring as one of its ranks goes through them: which block it has, whether it gets another, and what it passes on."""
+    """The rounds of a ring as one of its ranks goes through them: which block it has, whether it
+    gets another, and what it passes on."""
 
     def __init__(self, way: RingLayout, k: Tensor, v: Tensor) -> None:
         self.comm: Communicator = world().comm(way.ring)
@@ -170,24 +235,40 @@ class _Round:
             return flat
         n = sum(length for _, length in self.keys[j])
         k, v = flat.split_with_sizes(self.sizes(j))
-        return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(*self.shapes[1][:-2], n, self.shapes[1][-1])
+        return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(
+            *self.shapes[1][:-2], n, self.shapes[1][-1]
+        )
 
     def pass_on(self, t: int, flat: Block | None, like: Tensor) -> Callable[[], Tensor | None]:
-        """Start passing on the block of round ``t`` -> a function that waits for that of the next round, None where this rank gets none."""
+        """Start passing on the block of round ``t`` -> a function that waits for that of the next
+        round, None where this rank gets none."""
         if t + 1 == self.count:
             return lambda: None
-        sends = {(self.me + 1) % self.p: flat} if isinstance(flat, Tensor) and t + 1 <= self.hops[self.block(t)] else {}
-        takes = {(self.me - 1) % self.p: sum(self.sizes(self.block(t + 1)))} if self.has(t + 1) else {}
+        sends = (
+            {(self.me + 1) % self.p: flat}
+            if isinstance(flat, Tensor) and t + 1 <= self.hops[self.block(t)]
+            else {}
+        )
+        takes = (
+            {(self.me - 1) % self.p: sum(self.sizes(self.block(t + 1)))} if self.has(t + 1) else {}
+        )
         started = self.comm.exchange_async(sends, takes, like)
         return lambda: next(iter(started.wait().values()), None)
 
-    def hand_on(self, t: int, sums: Tensor | None, like: Tensor) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        """Start handing on the gradients of the block of round ``t``, with what this rank and those before it add: to the next rank that sees the block, or
-        home -> a function that waits for (those of the next round's block so far, those of the own block if they come home now)."""
+    def hand_on(
+        self, t: int, sums: Tensor | None, like: Tensor
+    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        """Start handing on the gradients of the block of round ``t``, with what this rank and those
+        before it add: to the next rank that sees the block, or home -> a function that waits for
+        (those of the next round's block so far, those of the own block if they come home now)."""
         me, p, j = self.me, self.p, self.block(t)
         if self.count == 1:
             return lambda: (None, sums)
-        goes_on, comes, last = t + 1 <= self.hops[j], t + 1 < self.count and self.has(t + 1), self.hops[me]
+        goes_on, comes, last = (
+            t + 1 <= self.hops[j],
+            t + 1 < self.count and self.has(t + 1),
+            self.hops[me],
+        )
         sends: dict[int, Tensor] = {}
         takes: dict[int, int] = {}
         if sums is not None and (goes_on or t):
@@ -200,7 +281,9 @@ class _Round:
 
         def arrived() -> tuple[Tensor | None, Tensor | None]:
             found = started.wait()
-            home = found[(me + t) % p] if t and t == last else sums if not t and not goes_on else None
+            home = (
+                found[(me + t) % p] if t and t == last else sums if not t and not goes_on else None
+            )
             return found[(me - 1) % p] if comes else None, home
 
         return arrived
@@ -210,27 +293,42 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([flatten(k), flatten(v)])
 
 
-# ---------------------------------------------------------------------------------------------------------------- forward and backward
+# ----------------------------------------------------------------------------- forward and backward
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> Tensor:
-    """softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys: [..., l, e], [..., s, e], [..., s, f] -> [..., l, f].
+    """softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys: [..., l, e], [...,
+    s, e], [..., s, f] -> [..., l, f].
 
-    Leading dims broadcast. ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1]. Every rank of ``way.ring`` and ``way.merged`` must call it.
-    A row that sees no key is zero, as in torch. The gradients of k and v are those of the own keys, by all ranks of the ring; those of q and the mask are
-    of the own rows, by the ring's keys: along ``merged`` they are shares. Differentiable any number of times (then the keys are gathered).
+    Leading dims broadcast. ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1]. Every
+    rank of ``way.ring`` and ``way.merged`` must call it. A row that sees no key is zero, as in
+    torch. The gradients of k and v are those of the own keys, by all ranks of the ring; those of q
+    and the mask are of the own rows, by the ring's keys: along ``merged`` they are shares.
+    Differentiable any number of times (then the keys are gathered).
     """
-    if not (q.requires_grad or k.requires_grad or v.requires_grad or (mask is not None and mask.requires_grad)) or not torch.is_grad_enabled():
+    if (
+        not (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (mask is not None and mask.requires_grad)
+        )
+        or not torch.is_grad_enabled()
+    ):
         with _uncast(q):
             return _forward(q, k, v, mask, way)[0]
     return _Attend.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
+) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp of the rows as they are worked on)."""
     if _dry(way):
         lead = shared(q, k, v)
-        return q.new_empty(*lead, q.shape[-2], v.shape[-1]), q.new_empty(*lead, _worked_on(way), 1, dtype=_kind(q))
+        return q.new_empty(*lead, q.shape[-2], v.shape[-1]), q.new_empty(
+            *lead, _worked_on(way), 1, dtype=_kind(q)
+        )
     shares = _shares(q, k, v, way)
     if len(shares) == 1:
         return _some_forward(q, k, v, mask, way)
@@ -253,7 +351,9 @@ def _dry(way: RingLayout) -> bool:
     return here.dry
 
 
-def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> tuple[Tensor, Tensor]:
+def _some_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
+) -> tuple[Tensor, Tensor]:
     dtype, lead = q.dtype, shared(q, k, v)
     rows, keys = way.turns
     if way.dealt:
@@ -275,11 +375,27 @@ def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Rin
     return (_dealt(way, [out], [], back=True)[0] if way.dealt else out), total
 
 
-def _attend_to(out: Tensor, total: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, way: RingLayout) -> None:
+def _attend_to(
+    out: Tensor,
+    total: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rows: Rows,
+    keys: Rows,
+    way: RingLayout,
+) -> None:
     """Take a block of keys into account."""
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
         for of in members(q, k, v, part):
-            merge(of(out)[..., r, :], of(total)[..., r, :], *block(of(q)[..., r, :], of(k)[..., c, :], of(v)[..., c, :], part, square, way.scale))
+            merge(
+                of(out)[..., r, :],
+                of(total)[..., r, :],
+                *block(
+                    of(q)[..., r, :], of(k)[..., c, :], of(v)[..., c, :], part, square, way.scale
+                ),
+            )
 
 
 def _kind(t: Tensor) -> torch.dtype:
@@ -288,16 +404,22 @@ def _kind(t: Tensor) -> torch.dtype:
 
 
 def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[Tensor], Tensor]]:
-    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part.
+    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a
+    tensor to its part.
 
-    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that have their keys in common may be parted too: the keys then
-    go round once for each part, which is of no fewer bytes than they are.
+    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that
+    have their keys in common may be parted too: the keys then go round once for each part, which is
+    of no fewer bytes than they are.
     """
     if len(way.ring) == 1:
         return [lambda t: t]
     keys = max(n for _, (_, n) in way.holders) * (_row_bytes(k) + _row_bytes(v))
     rows = max(n for _, n in way.rows) * _row_bytes(q) if way.dealt else 0
-    dims = [d for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1) if q.shape[d] > 1 and k.shape[d] == v.shape[d]]
+    dims = [
+        d
+        for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1)
+        if q.shape[d] > 1 and k.shape[d] == v.shape[d]
+    ]
     parts = _parts(q, [d for d in dims if k.shape[d] == q.shape[d]], max(keys, rows) // _BLOCK)
     again = _parts(q, [d for d in dims if k.shape[d] == 1], rows // max(keys, len(parts) * _BLOCK))
     return [lambda t, some=some, more=more: more(some(t)) for some in parts for more in again]  # type: ignore[misc]
@@ -308,7 +430,10 @@ def _parts(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], T
     if not dims or wanted < 2:
         return [lambda t: t]
     dim = max(dims, key=lambda d: q.shape[d])
-    return [partial(_share, dim, *piece) for piece in balanced_split(q.shape[dim], min(q.shape[dim], wanted))]
+    return [
+        partial(_share, dim, *piece)
+        for piece in balanced_split(q.shape[dim], min(q.shape[dim], wanted))
+    ]
 
 
 def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
@@ -333,7 +458,9 @@ def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor,
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
+    ) -> Tensor:
         with _uncast(q):
             out, total = _forward(q, k, v, mask, way)
         ctx.way = way
@@ -355,7 +482,15 @@ def _uncast(q: Tensor) -> Any:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, way: RingLayout, needed: Sequence[bool]
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    way: RingLayout,
+    needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     grad = grad.clone() if torch_private.is_zero_tensor(grad) else grad
     slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
@@ -366,10 +501,17 @@ def _backward(
         found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
     else:
         # Keys that several parts have in common get the sum of their gradients.
-        found = [torch.zeros_like(t, dtype=kind, memory_format=torch.contiguous_format) for t, kind in ((q, q.dtype), (k, total.dtype), (v, total.dtype))]
+        found = [
+            torch.zeros_like(t, dtype=kind, memory_format=torch.contiguous_format)
+            for t, kind in ((q, q.dtype), (k, total.dtype), (v, total.dtype))
+        ]
         for of in shares:
-            masked = (None, None) if mask is None else (of(mask), None if slopes is None else of(slopes))
-            some = _some_backward(of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way)
+            masked = (
+                (None, None) if mask is None else (of(mask), None if slopes is None else of(slopes))
+            )
+            some = _some_backward(
+                of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way
+            )
             for gradient in found:
                 of(gradient).add_(some.pop(0))
         found = [gradient.to(q.dtype) for gradient in found]
@@ -378,7 +520,15 @@ def _backward(
 
 
 def _some_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, slopes: Tensor | None, way: RingLayout
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    slopes: Tensor | None,
+    way: RingLayout,
 ) -> list[Tensor]:
     """The gradients of q, k and v; that of the mask is added to ``slopes``."""
     if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
@@ -396,7 +546,9 @@ def _some_backward(
         if held is not None:
             sums = total.new_zeros(sum(ring.sizes(j)))
             its = grad, q, *ring.opened(held, j), mask, out, total
-            _attend_to_backward((dq, *ring.opened(sums, j)), slopes, its, rows[ring.me], keys[j], way)
+            _attend_to_backward(
+                (dq, *ring.opened(sums, j)), slopes, its, rows[ring.me], keys[j], way
+            )
             del its
         held = passing()
         before, home = handing()
@@ -420,12 +572,28 @@ def _none_yet() -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
-def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor | None, its: tuple[Any, ...], rows: Rows, keys: Rows, way: RingLayout) -> None:
-    """Add the gradients by a block of keys to those of (q, k, v) and the mask; ``its``: the arguments of `block_backward` for all rows and the block."""
+def _attend_to_backward(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    slopes: Tensor | None,
+    its: tuple[Any, ...],
+    rows: Rows,
+    keys: Rows,
+    way: RingLayout,
+) -> None:
+    """Add the gradients by a block of keys to those of (q, k, v) and the mask; ``its``: the
+    arguments of `block_backward` for all rows and the block."""
     grad, q, k, v, mask, out, total = its
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
         for of in members(q, k, v, part):
-            some = of(grad)[..., r, :], of(q)[..., r, :], of(k)[..., c, :], of(v)[..., c, :], part, of(out)[..., r, :], of(total)[..., r, :]
+            some = (
+                of(grad)[..., r, :],
+                of(q)[..., r, :],
+                of(k)[..., c, :],
+                of(v)[..., c, :],
+                part,
+                of(out)[..., r, :],
+                of(total)[..., r, :],
+            )
             *found, of_mask = block_backward(*some, square, way.scale, slopes is not None)
             for gradient, where in zip(gradients, (r, c, c), strict=True):
                 of(gradient)[..., where, :].add_(found.pop(0))
@@ -433,11 +601,20 @@ def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor
                 cut(slopes, r, key_slice(keys, c)).add_(of_mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------- differentiated again
+# ----------------------------------------------------------------------------- differentiated again
 
 
-def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout, needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients by ordinary operations on all keys, so that they have gradients themselves (create_graph). The keys are gathered for it."""
+def _differentiably(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    way: RingLayout,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients by ordinary operations on all keys, so that they have gradients themselves
+    (create_graph). The keys are gathered for it."""
     ranks, held = zip(*way.holders, strict=True)
     lengths = tuple(n for _, n in held)
     with torch.enable_grad():
@@ -450,25 +627,37 @@ def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
             hidden = torch.arange(scores.shape[-1], device=q.device) > rows[:, None]
             scores = scores.masked_fill(hidden, -math.inf)
         if mask is not None:
-            scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype is torch.bool else scores + mask
+            scores = (
+                scores.masked_fill(mask.logical_not(), -math.inf)
+                if mask.dtype is torch.bool
+                else scores + mask
+            )
         blind = (scores == -math.inf).all(-1, keepdim=True)
-        out = (scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ values).to(q.dtype)
-        wanted = [t for t, need in zip((q, k, v, mask), needed, strict=True) if need and t is not None]
-        # No element of a rank may be in the graph, but its gradients must be: the others' way round goes through here.
+        out = (scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ values).to(
+            q.dtype
+        )
+        wanted = [
+            t for t, need in zip((q, k, v, mask), needed, strict=True) if need and t is not None
+        ]
+        # No element of a rank may be in the graph, but its gradients must be: the others' way round
+        # goes through here.
         out = out + zeros_connected((), out.dtype, [q, k, v] if mask is None else [q, k, v, mask])
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return [next(found) if need else None for need in needed]
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank's rows [..., n, e], one after the other. Its backward is `_Scattered`, whose backward it is."""
+    """Every rank's rows [..., n, e], one after the other. Its backward is `_Scattered`, whose
+    backward it is."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.lengths = ranks, lengths
         lead, e = t.shape[:-2], t.shape[-1]
         parts = world().comm(ranks).all_gather(t, [math.prod(lead) * n * e for n in lengths])
-        return torch.cat([part.view(*lead, n, e) for part, n in zip(parts, lengths, strict=True)], -2)
+        return torch.cat(
+            [part.view(*lead, n, e) for part, n in zip(parts, lengths, strict=True)], -2
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -1,12 +1,15 @@
-"""Attention: parallel over batch, heads and rows of queries, and over a split sequence (context parallelism) in one of three ways.
+"""Attention: parallel over batch, heads and rows of queries, and over a split sequence (context
+parallelism) in one of three ways.
 
 ring    keys and values go round the ranks in blocks; each rank holds its own rows and two blocks (_ops/rules/attention/ring.py)
 heads   queries, keys and values go from a split sequence to split heads in all-to-alls, the result comes back in one (Jacobs et al. 2023,
-        "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence transformer models")
+        "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
+        transformer models")
 gather  every rank holds all keys and values
 
-Where keys are split and queries are whole on an axis, each rank attends to its keys, and the results are merged by their log-sum-exp.
-"""
+Where keys are split and queries are whole on an axis, each rank attends to its keys, and the
+results are merged by their log-sum-exp.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,19 +40,25 @@ __all__ = ["context_parallel"]
 
 METHODS: Final = ("auto", "ring", "heads", "gather")
 _SMALL: Final = 1 << 18  # bytes of keys and values up to which holding them all is no matter
-_THERE_AND_BACK: Final = 1.5  # a ring's backward sends the blocks and their gradients: twice its forward, where the other ways send the same again
-_BALANCED: Final = 512  # rows of a rank from which dealing causal rows out in pairs is worth its exchanges
+# a ring's backward sends the blocks and their gradients: twice its forward, where the other ways
+# send the same again
+_THERE_AND_BACK: Final = 1.5
+_BALANCED: Final = (
+    512  # rows of a rank from which dealing causal rows out in pairs is worth its exchanges
+)
 
 _method: ContextVar[str] = ContextVar("globaltensor_attention", default="auto")
 
 
 @contextmanager
 def context_parallel(method: str) -> Iterator[None]:
-    """Choose how ``scaled_dot_product_attention`` works in this block if the sequence of its keys is split: "ring", "heads", "gather", or "auto".
+    """Choose how ``scaled_dot_product_attention`` works in this block if the sequence of its keys
+    is split: "ring", "heads", "gather", or "auto".
 
-    "auto" takes what moves the fewest bytes among the first two ("heads" only where the heads divide by the ranks), and "gather" for short sequences.
-    Dropout needs "heads" or "gather"; with "ring" it gathers. All ranks must say the same. Raises SbpError for another name, and at an attention
-    without heads or batch to split under "heads".
+    "auto" takes what moves the fewest bytes among the first two ("heads" only where the heads
+    divide by the ranks), and "gather" for short sequences. Dropout needs "heads" or "gather"; with
+    "ring" it gathers. All ranks must say the same. Raises SbpError for another name, and at an
+    attention without heads or batch to split under "heads".
 
     >>> with context_parallel("ring"):
     ...     pass
@@ -63,23 +72,28 @@ def context_parallel(method: str) -> Iterator[None]:
         _method.reset(token)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the rule
+# ----------------------------------------------------------------------------------------- the rule
 
 _L, _S = "l", "s"  # the sequence of queries and of keys
 
 
 def _describe(
-    op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> None:  # fmt: skip
-    """Parallel over all but the keys; under a causal mask not over rows either, for a row's mask depends on its place."""
+    """Parallel over all but the keys; under a causal mask not over rows either, for a row's mask
+    depends on its place."""
     shapes = [a.shape[:-2] for a in (query, key, value)]
     groups = shapes[0][-1] // max(1, shapes[1][-1]) if enable_gqa and query.ndim > 2 else 1
     if groups > 1 and shapes[1][-1] == shapes[2][-1]:
         named, lead = align([s[:-1] for s in shapes])
         if _common(query, key, groups):
             # Heads of queries are the factor; who has some of them has all heads of keys.
-            named, lead = [(*n, name) for n, name in zip(named, ("q", None, None), strict=True)], (*lead, "q")
+            named, lead = (
+                [(*n, name) for n, name in zip(named, ("q", None, None), strict=True)],
+                (*lead, "q"),
+            )
         else:
             # Heads of keys are the factor; each stands for a group of heads of queries.
             named, lead = [(*n, "h") for n in named], (*lead, "h")
@@ -102,26 +116,39 @@ def _describe(
 
 
 def _common(query: Arg, key: Arg, groups: int) -> bool:
-    """Whether ranks that share out the heads of queries cannot share out those of keys, which are fewer, as evenly: then all of them have these."""
+    """Whether ranks that share out the heads of queries cannot share out those of keys, which are
+    fewer, as evenly: then all of them have these."""
     by_heads = _axes(query.spec, query.ndim - 3)
-    ranks = math.prod(query.spec.placement.shape[a] for a in by_heads or _axes(key.spec, key.ndim - 2))
+    ranks = math.prod(
+        query.spec.placement.shape[a] for a in by_heads or _axes(key.spec, key.ndim - 2)
+    )
     whole_groups = by_heads and not any(query.spec.layout[a].unit % groups for a in by_heads)
     return bool(key.shape[-3] % ranks) and not whole_groups
 
 
-def _with_own_heads(split: LocalContext, groups: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_own_heads(
+    split: LocalContext, groups: int, function: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """``function``, given of all heads of keys and values those of this rank's heads of queries."""
     if not split.is_split("q"):
         return function
     first, n = split.box("q")
     start, stop = first // groups, -(-(first + n) // groups)
-    even = stop - start <= 1 or not (first % groups or n % groups)  # else heads of keys serve here unequal numbers of heads of queries
+    even = stop - start <= 1 or not (
+        first % groups or n % groups
+    )  # else heads of keys serve here unequal numbers of heads of queries
     each = None if even else torch.arange(first, first + n) // groups
 
     def own(t: Tensor) -> Tensor:
-        return t.narrow(-3, start, stop - start) if each is None else t.index_select(-3, each.to(t.device))
+        return (
+            t.narrow(-3, start, stop - start)
+            if each is None
+            else t.index_select(-3, each.to(t.device))
+        )
 
-    return lambda query, key, value, *args, **kwargs: function(query, own(key), own(value), *args, **kwargs)
+    return lambda query, key, value, *args, **kwargs: function(
+        query, own(key), own(value), *args, **kwargs
+    )
 
 
 def _mask(op: OpDescription, mask: Arg, query: Arg, lead: Dims) -> None:
@@ -139,9 +166,18 @@ def _mask(op: OpDescription, mask: Arg, query: Arg, lead: Dims) -> None:
 
 @rule("scaled_dot_product_attention")
 def _attention(
-    op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, **how: Any
+    op: OpDescription,
+    query: Arg,
+    key: Arg,
+    value: Arg,
+    attn_mask: Arg | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
 ) -> None:
-    sequence = [a for a in (key, value) if min(a.ndim, query.ndim) >= 2 and _axes(a.spec, a.ndim - 2)]
+    sequence = [
+        a for a in (key, value) if min(a.ndim, query.ndim) >= 2 and _axes(a.spec, a.ndim - 2)
+    ]
     if sequence or (is_causal and query.ndim >= 2 and _axes(query.spec, query.ndim - 2)):
         op.compose(_over_sequence)
     _describe(op, query, key, value, attn_mask, dropout_p, is_causal, **how)
@@ -156,29 +192,52 @@ def _over_sequence(*args: Any, **kwargs: Any) -> Tensor:
     return _BY[_method.get()](*args, **kwargs)
 
 
-# ---------------------------------------------------------------------------------------------------------------- over a split sequence
+# ---------------------------------------------------------------------------- over a split sequence
 
 
 def _by(method: str) -> Callable[..., Tensor]:
-    """Attention by one method, as a function that has a rule of its own: plans are kept by function, so each method has its plans."""
+    """Attention by one method, as a function that has a rule of its own: plans are kept by
+    function, so each method has its plans."""
 
     def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if has_torch_function(tensors):
             return handle_torch_function(
-                scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, **how
+                scaled_dot_product_attention,
+                tensors,
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                **how,
             )
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **how
+        )
 
     def describe(
-        op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+        op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
-        _describe(op, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        _describe(
+            op,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
         op.whole = {_S}
         call = _Call(op, method, query, key, value, attn_mask, dropout_p, is_causal, scale)
         op.menu, op.traffic, op.local = call.menu, call.traffic, call.local
@@ -189,7 +248,8 @@ def _by(method: str) -> Callable[..., Tensor]:
 
 @dataclasses.dataclass
 class _Call:
-    """One attention over a split sequence, as planned: what may be done on each axis, what it costs, and what a rank then runs."""
+    """One attention over a split sequence, as planned: what may be done on each axis, what it
+    costs, and what a rank then runs."""
 
     op: OpDescription
     method: str
@@ -203,7 +263,8 @@ class _Call:
 
     @property
     def heads(self) -> Factor | None:
-        """The factor that is split where the sequence no longer is: heads, or the batch where there are none."""
+        """The factor that is split where the sequence no longer is: heads, or the batch where there
+        are none."""
         lead = self.op.out[0][:-2]
         return lead[-1] if lead else None
 
@@ -221,13 +282,18 @@ class _Call:
         unit = k.unit if self.split_keys(k, self.key) else v.unit
         rows = [s for s in derived if s.factor == _L]
         ways = {
-            "ring": [] if self.dropout else [*(self._with_keys(s, unit) for s in rows), *self._merging(q, unit)],
+            "ring": []
+            if self.dropout
+            else [*(self._with_keys(s, unit) for s in rows), *self._merging(q, unit)],
             "heads": self._by_heads(derived, q),
             "gather": rows,
         }
         if self.method == "heads" and self.heads is None:
             shape = list(self.query.shape)
-            raise SbpError(f"attention('heads'): a query of shape {shape} has no dim of heads, or batch, to split; take attention('ring') or 'gather'")
+            raise SbpError(
+                f"attention('heads'): a query of shape {shape} has no dim of heads, or batch, to "
+                f"split; take attention('ring') or 'gather'"
+            )
         if self.method != "auto":
             return ways[self.method] or rows
         found = ways["ring"]
@@ -241,12 +307,19 @@ class _Call:
 
     def _with_keys(self, rows: Signature, unit: int) -> Signature:
         """Rows split, and keys too."""
-        ins = [Sbp("split", a.ndim - 2, unit) if a is self.key or a is self.value else e for a, e in zip(self.op.args, rows.ins, strict=True)]
+        ins = [
+            Sbp("split", a.ndim - 2, unit) if a is self.key or a is self.value else e
+            for a, e in zip(self.op.args, rows.ins, strict=True)
+        ]
         return Signature(tuple(ins), rows.outs, _L)
 
     def _merging(self, q: Sbp, unit: int) -> list[Signature]:
         """Keys split, rows whole."""
-        none = next(s for s in self.op.derived(0) if s.factor is None and not any(e.is_partial for e in s.ins))
+        none = next(
+            s
+            for s in self.op.derived(0)
+            if s.factor is None and not any(e.is_partial for e in s.ins)
+        )
         return [] if q.is_split else [dataclasses.replace(self._with_keys(none, unit), factor=_S)]
 
     def _by_heads(self, derived: list[Signature], q: Sbp) -> list[Signature]:
@@ -259,7 +332,11 @@ class _Call:
     def _others(self, arg: Arg, axis: int, dim: int | None = None) -> int:
         """Over how many ranks other axes split an operand, or one dim of it."""
         entries = enumerate(arg.spec.layout)
-        return math.prod(arg.spec.placement.shape[a] for a, e in entries if a != axis and e.is_split and dim in (None, e.dim))
+        return math.prod(
+            arg.spec.placement.shape[a]
+            for a, e in entries
+            if a != axis and e.is_split and dim in (None, e.dim)
+        )
 
     def _heads_divide(self, axis: int) -> bool:
         if min(self.key.ndim, self.query.ndim) < 3 or self.heads is None:
@@ -267,42 +344,72 @@ class _Call:
         arg = self.query if self.op.dims[self.key.index][-3] is None else self.key
         if self.op.dims[arg.index][-3] != self.heads:
             return False
-        return arg.shape[-3] % (self._others(arg, axis, arg.ndim - 3) * arg.spec.placement.shape[axis]) == 0
+        return (
+            arg.shape[-3] % (self._others(arg, axis, arg.ndim - 3) * arg.spec.placement.shape[axis])
+            == 0
+        )
 
     def _held(self, axis: int) -> int:
         return (self.key.spec.nbytes + self.value.spec.nbytes) // self._others(self.key, axis)
 
     # what it costs
 
-    def _kinds(self, ins: tuple[Spec, ...], factors: dict[Factor, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _kinds(
+        self, ins: tuple[Spec, ...], factors: dict[Factor, tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes along which keys go round, and those along which results are merged."""
         keys = ins[self.key.index]
-        return tuple(a for a in factors.get(_L, ()) if self.split_keys(keys.layout[a], self.key)), factors.get(_S, ())
+        return tuple(
+            a for a in factors.get(_L, ()) if self.split_keys(keys.layout[a], self.key)
+        ), factors.get(_S, ())
 
-    def _natural(self, ins: tuple[Spec, ...], out: Spec, factors: dict[Factor, tuple[int, ...]]) -> Spec:
+    def _natural(
+        self, ins: tuple[Spec, ...], out: Spec, factors: dict[Factor, tuple[int, ...]]
+    ) -> Spec:
         """How the result lies as it is computed: split as the heads are, where they are."""
         layout = list(out.layout)
         for axis in factors.get(self.heads, ()):
-            # Of an operand with one element for each of the factor: a spec forgets units that change nothing, which others' multiples need.
-            having = [(i, dims.index(self.heads)) for i, dims in enumerate(self.op.dims) if self.heads in dims]
+            # Of an operand with one element for each of the factor: a spec forgets units that
+            # change nothing, which others' multiples need.
+            having = [
+                (i, dims.index(self.heads))
+                for i, dims in enumerate(self.op.dims)
+                if self.heads in dims
+            ]
             i = next(i for i, d in having if self.op.scale.get((i, d), 1) == 1)
             at = self.op.out[0].index(self.heads)
-            layout[axis] = Sbp("split", at, ins[i].layout[axis].unit * self.op.scale.get((~0, at), 1))
+            layout[axis] = Sbp(
+                "split", at, ins[i].layout[axis].unit * self.op.scale.get((~0, at), 1)
+            )
         return out.replace(layout=layout)
 
     def traffic(self, choice: SignatureChoice) -> float:
-        """Seconds for which the local functions communicate: rounds of a ring, the merging of results, the way back from split heads."""
+        """Seconds for which the local functions communicate: rounds of a ring, the merging of
+        results, the way back from split heads."""
         placement, cluster, out = self.query.spec.placement, current_cluster(), choice.outs[0]
         ring, merged = self._kinds(choice.ins, choice.factors)
         seconds = 0.0
         if ring:
             ranks = placement.fiber(placement.flat[0], ring)
-            query, key, value = (choice.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.query, self.key, self.value))
-            seconds += _THERE_AND_BACK * (len(ranks) - 1) * cluster.seconds("exchange", key + value, ranks[:2])
-            if self._deals(len(ranks)):  # all three there, as many rows of results as of queries back
+            query, key, value = (
+                choice.ins[a.index].local_numel() * a.dtype.itemsize
+                for a in (self.query, self.key, self.value)
+            )
+            seconds += (
+                _THERE_AND_BACK
+                * (len(ranks) - 1)
+                * cluster.seconds("exchange", key + value, ranks[:2])
+            )
+            if self._deals(
+                len(ranks)
+            ):  # all three there, as many rows of results as of queries back
                 seconds += cluster.seconds("all_to_all", 2 * query + key + value, ranks)
         if merged:
-            seconds += cluster.seconds("all_reduce", out.local_numel() * out.dtype.itemsize, placement.fiber(placement.flat[0], merged))
+            seconds += cluster.seconds(
+                "all_reduce",
+                out.local_numel() * out.dtype.itemsize,
+                placement.fiber(placement.flat[0], merged),
+            )
         natural = self._natural(choice.ins, out, choice.factors)
         return seconds if natural is out else seconds + plan_boxing(natural, out).seconds
 
@@ -328,24 +435,51 @@ class _Call:
             if self.dropout:
                 return _plain(self.op, split, rows)
         way = self._way(split, ring, merged)
-        rounds = (len(way.ring) - 1) * sum(split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value))
+        rounds = (len(way.ring) - 1) * sum(
+            split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value)
+        )
         asked = _method.get() == "ring"  # plans are made for each method
         kind = split.outs[0].dtype
 
-        def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        def run(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
             if rounds or merged:
-                log.exchange("scaled_dot_product_attention: keys and values round the ring" if rounds else "scaled_dot_product_attention", rounds, asked)
+                log.exchange(
+                    "scaled_dot_product_attention: keys and values round the ring"
+                    if rounds
+                    else "scaled_dot_product_attention",
+                    rounds,
+                    asked,
+                )
             # Autocast casts the arguments of torch's function, so here too.
             query, key, value = query.to(kind), key.to(kind), value.to(kind)
             if attn_mask is not None:
                 attn_mask = attn_mask if attn_mask.dtype is torch.bool else attn_mask.to(kind)
                 attn_mask = attn_mask if attn_mask.ndim > 1 else attn_mask.unsqueeze(0)
-            groups = query.shape[-3] // key.shape[-3] if min(query.ndim, key.ndim) > 2 and key.shape[-3] > 1 else 1
+            groups = (
+                query.shape[-3] // key.shape[-3]
+                if min(query.ndim, key.ndim) > 2 and key.shape[-3] > 1
+                else 1
+            )
             if groups <= 1:  # as many heads of keys, or one that they have in common
                 return ring_attention(query, key, value, attn_mask, way)
-            query, key, value = query.unflatten(-3, (key.shape[-3], groups)), key.unsqueeze(-3), value.unsqueeze(-3)
+            query, key, value = (
+                query.unflatten(-3, (key.shape[-3], groups)),
+                key.unsqueeze(-3),
+                value.unsqueeze(-3),
+            )
             if attn_mask is not None and attn_mask.ndim > 2:
-                attn_mask = attn_mask.unsqueeze(-3) if attn_mask.shape[-3] == 1 else attn_mask.unflatten(-3, (key.shape[-4], groups))
+                attn_mask = (
+                    attn_mask.unsqueeze(-3)
+                    if attn_mask.shape[-3] == 1
+                    else attn_mask.unflatten(-3, (key.shape[-4], groups))
+                )
             return ring_attention(query, key, value, attn_mask, way).flatten(-4, -3)
 
         return run
@@ -359,28 +493,58 @@ class _Call:
         offsets, lengths = ins[arg.index].box(rank)
         return offsets[arg.ndim - 2], lengths[arg.ndim - 2]
 
-    def _way(self, split: LocalContext, ring: tuple[int, ...], merged: tuple[int, ...]) -> RingLayout:
+    def _way(
+        self, split: LocalContext, ring: tuple[int, ...], merged: tuple[int, ...]
+    ) -> RingLayout:
         placement, rank, ins = self.query.spec.placement, split.rank, split.ins
         members = placement.fiber(rank, ring) if ring else (rank,)
         rows = tuple(self._stretch(ins, self.query, r) for r in members)
         keys = tuple(self._stretch(ins, self.key, r) for r in members)
         all_ranks = placement.fiber(rank, (*ring, *merged)) if ring or merged else (rank,)
-        holders = sorted(((r, self._stretch(ins, self.key, r)) for r in all_ranks), key=lambda held: (held[1], held[0]))
+        holders = sorted(
+            ((r, self._stretch(ins, self.key, r)) for r in all_ranks),
+            key=lambda held: (held[1], held[0]),
+        )
         scale = 1 / math.sqrt(max(1, self.query.shape[-1])) if self.scale is None else self.scale
         n, p = self.query.shape[-2], len(members)
         whole = sum(length for _, length in rows) == n == sum(length for _, length in keys)
         dealt = (zigzag_chunks(n, p), zigzag_chunks(n, p)) if whole and self._deals(p) else None
-        return RingLayout(members, placement.fiber(rank, merged) if merged else (rank,), rows, keys, tuple(holders), self.causal, scale, dealt)
+        return RingLayout(
+            members,
+            placement.fiber(rank, merged) if merged else (rank,),
+            rows,
+            keys,
+            tuple(holders),
+            self.causal,
+            scale,
+            dealt,
+        )
 
 
-def _plain(op: OpDescription, split: LocalContext, rows: tuple[int, int] | None = None) -> Callable[..., Any]:
-    """torch's own, on the keys there are; of ``rows`` that are not the first under a causal mask, with that mask written out."""
+def _plain(
+    op: OpDescription, split: LocalContext, rows: tuple[int, int] | None = None
+) -> Callable[..., Any]:
+    """torch's own, on the keys there are; of ``rows`` that are not the first under a causal mask,
+    with that mask written out."""
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **how: Any) -> Tensor:
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **how: Any,
+    ) -> Tensor:
         if rows is not None:
             at = torch.arange(rows[0], rows[0] + rows[1], device=query.device)
-            attn_mask, is_causal = torch.arange(key.shape[-2], device=query.device) <= at[:, None], False
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
+            attn_mask, is_causal = (
+                torch.arange(key.shape[-2], device=query.device) <= at[:, None],
+                False,
+            )
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **how
+        )
 
     op = dataclasses.replace(op, local=lambda split: run)
     return skip_when_empty(op)(split)

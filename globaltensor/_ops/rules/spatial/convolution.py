@@ -1,4 +1,5 @@
-"""Convolution, unpooling and sampling: parallel over batch and channels. Input channels of a convolution are contracted; split space needs a halo."""
+"""Convolution, unpooling and sampling: parallel over batch and channels. Input channels of a
+convolution are contracted; split space needs a halo."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _Bound = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Form:
-    """One form of call. ``windows``: of each dim of space. ``channels``: input channels of a group, where there are groups.
+    """One form of call. ``windows``: of each dim of space. ``channels``: input channels of a group,
+    where there are groups.
 
     ``lopsided``: torch pads one side more than the other, which no number for both sides says.
     """
@@ -38,11 +40,26 @@ class _Form:
 def _conv(space: int, transposed: bool) -> None:
     function = getattr(torch, f"conv{'_transpose' if transposed else ''}{space}d")
 
-    def bind(input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> dict[str, Any]:
+    def bind(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> dict[str, Any]:
         return locals()
 
     def bind_transposed(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
     ) -> dict[str, Any]:
         return locals()
 
@@ -52,13 +69,23 @@ def _conv(space: int, transposed: bool) -> None:
         call = read(*args, **kwargs)
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
         if bias is not None and weight.ndim == space + 2:
-            _check_bias(weight.shape, bias.shape, weight.shape[1] * groups if transposed else weight.shape[0], transposed)
+            _check_bias(
+                weight.shape,
+                bias.shape,
+                weight.shape[1] * groups if transposed else weight.shape[0],
+                transposed,
+            )
         lead: Dims = ("n",) if x.ndim == space + 2 else ()
         at = len(lead)
         room = _room(op, x, at + 1)
         if groups == 1:
             kernel: Dims = ("i", "o") if transposed else ("o", "i")
-            product(op, [(*lead, "i", *room), (*kernel, *[None] * space)], [x, weight], (*lead, "o", *room))
+            product(
+                op,
+                [(*lead, "i", *room), (*kernel, *[None] * space)],
+                [x, weight],
+                (*lead, "o", *room),
+            )
             if bias is not None:
                 op.set(bias, ("o",))
                 op.addends = frozenset([bias.index])
@@ -66,15 +93,20 @@ def _conv(space: int, transposed: bool) -> None:
         else:
             _grouped(op, call, lead, room, transposed)
         windows = {at + 1 + k: _window(call, at + 1 + k, k, space) for k in range(space)}
-        lopsided = call["padding"] == "same" and any(2 * w.left != w.dilation * (w.kernel - 1) for w in windows.values())
-        form = _Form(function, read, windows, x.shape[at] // groups if groups > 1 else None, lopsided)
+        lopsided = call["padding"] == "same" and any(
+            2 * w.left != w.dilation * (w.kernel - 1) for w in windows.values()
+        )
+        form = _Form(
+            function, read, windows, x.shape[at] // groups if groups > 1 else None, lopsided
+        )
         op.local = _local_conv(form, _spread if transposed else _slid)
 
     register(function, describe)
 
 
 def _room(op: OpDescription, x: Arg, first: int) -> Dims:
-    """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of a halo."""
+    """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of
+    a halo."""
     room: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
     op.exchanges = {f for f in room if f is not None}
     return room
@@ -83,20 +115,36 @@ def _room(op: OpDescription, x: Arg, first: int) -> Dims:
 def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
     """The window along dim ``d`` of the input, the ``k``-th of its dims of space."""
     x, weight, padding = call["input"], call["weight"], call["padding"]
-    kernel, stride, dilation = weight.shape[weight.ndim - space + k], pair_up(call["stride"], space)[k], pair_up(call["dilation"], space)[k]
+    kernel, stride, dilation = (
+        weight.shape[weight.ndim - space + k],
+        pair_up(call["stride"], space)[k],
+        pair_up(call["dilation"], space)[k],
+    )
     if padding == "same":  # of an odd number the larger half stands behind
         return Window(x.shape[d], kernel, stride, dilation * (kernel - 1) // 2, dilation)
-    return Window(x.shape[d], kernel, stride, 0 if padding == "valid" else pair_up(padding, space)[k], dilation)
+    return Window(
+        x.shape[d],
+        kernel,
+        stride,
+        0 if padding == "valid" else pair_up(padding, space)[k],
+        dilation,
+    )
 
 
-def _grouped(op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool) -> None:
+def _grouped(
+    op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool
+) -> None:
     """Whole groups of channels may be split; the dims of one group may not."""
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     op.set(x, (*lead, "g", *room))
     op.set(weight, ("g", *[None] * (weight.ndim - 1)))
     op.out = [(*lead, "g", *room)]
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
-    op.scale = {(x.index, len(lead)): x.shape[len(lead)] // groups, (weight.index, 0): weight.shape[0] // groups, (~0, len(lead)): outputs}
+    op.scale = {
+        (x.index, len(lead)): x.shape[len(lead)] // groups,
+        (weight.index, 0): weight.shape[0] // groups,
+        (~0, len(lead)): outputs,
+    }
     op.linear = [frozenset([x.index]), frozenset([weight.index])]
     if bias is not None:
         op.set(bias, ("g",))
@@ -104,16 +152,31 @@ def _grouped(op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, tr
         op.linear = [g | {bias.index} for g in op.linear]
 
 
-def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -> Callable[[LocalContext], Callable[..., Any]]:
-    """What a rank runs: torch's own with the groups it has, with a halo where space is split, and nothing where it has no element."""
+def _local_conv(
+    form: _Form, over_space: Callable[..., Callable[..., Tensor]]
+) -> Callable[[LocalContext], Callable[..., Any]]:
+    """What a rank runs: torch's own with the groups it has, with a halo where space is split, and
+    nothing where it has no element."""
 
     def local(split: LocalContext) -> Callable[..., Any]:
-        over, first, shape = split_room(split), min(form.windows), split.ins[0].local_shape(split.rank)
-        lacking = 0 in shape[:first] or any(0 in spec.local_shape(split.rank) for spec in split.ins[1:])
-        groups = {} if form.channels is None or lacking else {"groups": shape[first - 1] // form.channels}
+        over, first, shape = (
+            split_room(split),
+            min(form.windows),
+            split.ins[0].local_shape(split.rank),
+        )
+        lacking = 0 in shape[:first] or any(
+            0 in spec.local_shape(split.rank) for spec in split.ins[1:]
+        )
+        groups = (
+            {}
+            if form.channels is None or lacking
+            else {"groups": shape[first - 1] // form.channels}
+        )
         nothing = _nothing(form, split)
         if over:
-            return over_space(form, split, over, groups, nothing if lacking or 0 in split.out_shape() else None)
+            return over_space(
+                form, split, over, groups, nothing if lacking or 0 in split.out_shape() else None
+            )
         if lacking or 0 in shape:
             return nothing
         if not split.is_split("g"):
@@ -131,14 +194,25 @@ def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
         call = form.read(*args, **kwargs)
         bias, one = call["bias"], (1,) * call["weight"].ndim
         out = connected_zeros(
-            shape, form.function(dummy_like(call["input"], *one), dummy_like(call["weight"], *one), None if bias is None else dummy_like(bias, 1))
+            shape,
+            form.function(
+                dummy_like(call["input"], *one),
+                dummy_like(call["weight"], *one),
+                None if bias is None else dummy_like(bias, 1),
+            ),
         )
         return _added(out, bias, call["weight"].ndim - 2)  # of no input channels, the bias remains
 
     return run
 
 
-def _slid(form: _Form, split: LocalContext, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _slid(
+    form: _Form,
+    split: LocalContext,
+    over: list[int],
+    groups: dict[str, int],
+    nothing: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:
     """A convolution: the kernel slides over the part and its halo."""
     ours = {d: w for d, w in form.windows.items() if d in over or form.lopsided}
     geometry = settle_windows(split, ours, over)
@@ -147,13 +221,24 @@ def _slid(form: _Form, split: LocalContext, over: list[int], groups: dict[str, i
     def run(*args: Any, **kwargs: Any) -> Tensor:
         call = {**form.read(*args, **kwargs), **groups}
         call["input"] = laid_out(call["input"], geometry)
-        return nothing(**call) if nothing is not None else form.function(**{**call, "padding": padding})  # type: ignore[no-any-return]
+        return (
+            nothing(**call)
+            if nothing is not None
+            else form.function(**{**call, "padding": padding})
+        )  # type: ignore[no-any-return]
 
     return run
 
 
-def _spread(form: _Form, split: LocalContext, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """A transposed convolution: each element spreads over the kernel; fetch those that reach the results here, and cut off what lies beyond."""
+def _spread(
+    form: _Form,
+    split: LocalContext,
+    over: list[int],
+    groups: dict[str, int],
+    nothing: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:
+    """A transposed convolution: each element spreads over the kernel; fetch those that reach the
+    results here, and cut off what lies beyond."""
     reaches, sides = {}, {}
     offsets, lengths = split.outs[0].box(split.rank)
     for d in over:
@@ -163,7 +248,10 @@ def _spread(form: _Form, split: LocalContext, over: list[int], groups: dict[str,
         low, high = w.sources(a, b)
         if low == high:
             nothing = nothing or _nothing(form, split)
-        sides[d] = (low * w.stride - w.left - a, b - ((high - 1) * w.stride - w.left + w.dilation * (w.kernel - 1) + 1))
+        sides[d] = (
+            low * w.stride - w.left - a,
+            b - ((high - 1) * w.stride - w.left + w.dilation * (w.kernel - 1) + 1),
+        )
     padding = [0 if d in over else w.left for d, w in form.windows.items()]
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -174,17 +262,22 @@ def _spread(form: _Form, split: LocalContext, over: list[int], groups: dict[str,
             return nothing(**call)
         bias, more = call["bias"], pair_up(call["output_padding"], len(padding))
         more = tuple(0 if d in over else n for d, n in zip(form.windows, more, strict=True))
-        out = padded(form.function(**{**call, "bias": None, "padding": padding, "output_padding": more}), sides)
+        out = padded(
+            form.function(**{**call, "bias": None, "padding": padding, "output_padding": more}),
+            sides,
+        )
         return _added(out, bias, len(padding))
 
     return run
 
 
 def _check_bias(weight: Sequence[int], bias: Sequence[int], outputs: int, transposed: bool) -> None:
-    """Raise what torch's kernels raise of a bias of another shape; those for meta tensors take it."""
+    """Raise what torch's kernels raise of a bias of another shape; those for meta tensors take
+    it."""
     if tuple(bias) != (outputs,):
         raise RuntimeError(
-            f"Given {'transposed=1, ' if transposed else ''}weight of size {list(weight)}, expected bias to be 1-dimensional with {outputs} elements, "
+            f"Given {'transposed=1, ' if transposed else ''}weight of size {list(weight)}, "
+            f"expected bias to be 1-dimensional with {outputs} elements, "
             f"but got bias of size {list(bias)} instead"
         )
 
@@ -199,10 +292,18 @@ for _space in (1, 2, 3):
     _conv(_space, True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- unpooling, sampling
+# ------------------------------------------------------------------------------ unpooling, sampling
 
 
-def _unpool(op: OpDescription, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:
+def _unpool(
+    op: OpDescription,
+    input: Arg,
+    indices: Arg,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    output_size: Any = None,
+) -> None:
     space = len(kernel_size) if isinstance(kernel_size, (tuple, list)) else input.ndim - 2
     dims = (*range(input.ndim - space), *[None] * space)
     op.set(input, dims)
@@ -210,7 +311,11 @@ def _unpool(op: OpDescription, input: Arg, indices: Arg, kernel_size: Any, strid
     op.out = [dims]
     # The size may be given with batch and channels, of which a part has others.
     room = None if output_size is None else list(output_size)[-space:]
-    op.local = lambda split: lambda input, indices, *args, **kwargs: op.function(input, indices, kernel_size, stride, padding, room)
+    op.local = lambda split: (
+        lambda input, indices, *args, **kwargs: op.function(
+            input, indices, kernel_size, stride, padding, room
+        )
+    )
     op.local = skip_when_empty(op)
 
 
@@ -229,7 +334,9 @@ def _grid_sample(op: OpDescription, input: Arg, grid: Arg, *args: Any, **kwargs:
 register(F.grid_sample, _grid_sample)
 
 
-def _affine_grid(op: OpDescription, theta: Arg, size: Any, align_corners: bool | None = None) -> None:
+def _affine_grid(
+    op: OpDescription, theta: Arg, size: Any, align_corners: bool | None = None
+) -> None:
     op.set(theta, ("n", None, None))
     op.out = [("n", *[None] * (len(size) - 1))]
 
@@ -257,7 +364,9 @@ def _unfold(op: OpDescription, input: Arg, kernel_size: Any, *args: Any, **kwarg
     op.local = skip_when_empty(op, F.unfold)
 
 
-def _fold(op: OpDescription, input: Arg, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> None:
+def _fold(
+    op: OpDescription, input: Arg, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any
+) -> None:
     lead: Dims = ("n",) if input.ndim == 3 else ()
     op.set(input, (*lead, "c", None))
     op.out = [(*lead, "c", None, None)]

@@ -1,7 +1,9 @@
-"""Ops over a split dim whose results need elements of neighbours: each rank fetches what its part of the result is made of, and nothing more.
+"""Ops over a split dim whose results need elements of neighbours: each rank fetches what its part
+of the result is made of, and nothing more.
 
-A rule says for an interval of the result which positions of the operand it takes; ranks of the dim exchange those (boxing/halo_exchange.py). The result lies
-balanced in its own size, whatever that is.
+A rule says for an interval of the result which positions of the operand it takes; ranks of the dim
+exchange those (boxing/halo_exchange.py). The result lies balanced in its own size, whatever that
+is.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ....sharding.spec import Spec
 from ..notation import LocalContext
 
 __all__ = [
-    "Geometry", "Window", "clipped", "fibers", "interval", "is_spread", "laid_out", "moved", "padded",
+    "Geometry", "Window", "clipped", "fibers", "interval", "is_spread", "laid_out", "moved",
+    "padded",
     "pair_up", "reach_of", "settle_windows", "split_room", "weighed",
 ]  # fmt: skip
 
@@ -31,8 +34,11 @@ def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
 
 
 def split_room(split: LocalContext) -> list[int]:
-    """The dims of operand 0 along which its rule exchanges here: split, and over more than one rank."""
-    return [d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)]
+    """The dims of operand 0 along which its rule exchanges here: split, and over more than one
+    rank."""
+    return [
+        d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)
+    ]
 
 
 def is_spread(split: LocalContext, dim: int) -> bool:
@@ -40,12 +46,20 @@ def is_spread(split: LocalContext, dim: int) -> bool:
     return len(fibers(split.ins[0], split.rank, dim)) > 1
 
 
-def reach_of(split: LocalContext, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]) -> HaloPlan:
-    """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of result 0 along ``out_dim`` that it makes."""
+def reach_of(
+    split: LocalContext, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]
+) -> HaloPlan:
+    """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of
+    result 0 along ``out_dim`` that it makes."""
     src, dst = split.ins[0], split.outs[0]
     ranks = fibers(src, split.rank, dim)
     parts = [interval(dst, r, out_dim) for r in ranks]
-    return HaloPlan(ranks, split.rank, [interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
+    return HaloPlan(
+        ranks,
+        split.rank,
+        [interval(src, r, dim) for r in ranks],
+        [wanted(a, b) if a < b else () for a, b in parts],
+    )
 
 
 def interval(spec: Spec, rank: int, dim: int) -> Interval:
@@ -54,12 +68,13 @@ def interval(spec: Spec, rank: int, dim: int) -> Interval:
     return offsets[dim], offsets[dim] + lengths[dim]
 
 
-# ---------------------------------------------------------------------------------------------------------------- windows
+# ------------------------------------------------------------------------------------------ windows
 
 
 @dataclass(frozen=True)
 class Window:
-    """A kernel along one dim of ``size`` elements; ``left``: how much padding stands before them."""
+    """A kernel along one dim of ``size`` elements; ``left``: how much padding stands before
+    them."""
 
     size: int
     kernel: int
@@ -68,14 +83,22 @@ class Window:
     dilation: int = 1
 
     def span(self, a: int, b: int) -> Interval:
-        """The positions, padding included, under the windows a to b; none where there is no window."""
+        """The positions, padding included, under the windows a to b; none where there is no
+        window."""
         start = a * self.stride - self.left
-        return (start, (b - 1) * self.stride - self.left + self.dilation * (self.kernel - 1) + 1) if a < b else (0, 0)
+        return (
+            (start, (b - 1) * self.stride - self.left + self.dilation * (self.kernel - 1) + 1)
+            if a < b
+            else (0, 0)
+        )
 
     def sources(self, a: int, b: int) -> Interval:
-        """The elements whose spread kernels (those of a transposed convolution) reach the results a to b."""
+        """The elements whose spread kernels (those of a transposed convolution) reach the results a
+        to b."""
         low = -(-(a + self.left - self.dilation * (self.kernel - 1)) // self.stride)
-        return clipped((low, (b - 1 + self.left) // self.stride + 1), self.size) if a < b else (0, 0)
+        return (
+            clipped((low, (b - 1 + self.left) // self.stride + 1), self.size) if a < b else (0, 0)
+        )
 
 
 def clipped(interval: Interval, n: int) -> Interval:
@@ -86,7 +109,8 @@ def clipped(interval: Interval, n: int) -> Interval:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one rank does along one dim: fetch by ``reach`` (None: it has the dim whole), then pad, so that it stands on ``start`` to ``stop``."""
+    """What one rank does along one dim: fetch by ``reach`` (None: it has the dim whole), then pad,
+    so that it stands on ``start`` to ``stop``."""
 
     dim: int
     reach: HaloPlan | None
@@ -97,8 +121,11 @@ class Geometry:
     mine: Interval  # which windows are its own
 
 
-def settle_windows(split: LocalContext, windows: dict[int, Window], split_dims: Sequence[int]) -> list[Geometry]:
-    """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand where those of the operand do."""
+def settle_windows(
+    split: LocalContext, windows: dict[int, Window], split_dims: Sequence[int]
+) -> list[Geometry]:
+    """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand
+    where those of the operand do."""
     found = []
     for d, w in windows.items():
         mine = interval(split.outs[0], split.rank, d)
@@ -107,14 +134,17 @@ def settle_windows(split: LocalContext, windows: dict[int, Window], split_dims: 
             reach = reach_of(split, d, d, lambda a, b, w=w: [clipped(w.span(a, b), w.size)])  # type: ignore[misc]
             low, high = clipped((start, stop), w.size)
             left = min(stop - start, max(0, -start))
-            found.append(Geometry(d, reach, start, stop, left, stop - start - left - (high - low), mine))
+            found.append(
+                Geometry(d, reach, start, stop, left, stop - start - left - (high - low), mine)
+            )
         else:
             found.append(Geometry(d, None, start, stop, -start, max(0, stop - w.size), mine))
     return found
 
 
 def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Tensor:
-    """A local part with what its windows reach over: fetched from neighbours, and padding at the ends."""
+    """A local part with what its windows reach over: fetched from neighbours, and padding at the
+    ends."""
     for g in geometry:
         if g.reach is not None:
             x = fetch_halo(x, g.dim, g.reach)
@@ -136,13 +166,17 @@ def pair_up(value: int | Sequence[int], space: int) -> tuple[int, ...]:
     return tuple(int(v) for v in (values * space if len(values) == 1 else values))
 
 
-# ---------------------------------------------------------------------------------------------------------------- elements that change places
+# ---------------------------------------------------------------------- elements that change places
 
 
-def moved(split: LocalContext, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0) -> Callable[[Tensor], Tensor]:
-    """The function that gives a rank its part of a result whose element i along ``dim`` is the operand's at position ``positions``.
+def moved(
+    split: LocalContext, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0
+) -> Callable[[Tensor], Tensor]:
+    """The function that gives a rank its part of a result whose element i along ``dim`` is the
+    operand's at position ``positions``.
 
-    ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may stand at the ends only.
+    ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may
+    stand at the ends only.
     """
 
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
@@ -165,14 +199,21 @@ def moved(split: LocalContext, dim: int, positions: Callable[[int, int], np.ndar
     return run
 
 
-def weighed(split: LocalContext, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> Callable[[Tensor], Tensor]:
-    """The function that gives a rank its part of a result whose elements along ``dim`` are weighted sums of a few of the operand's.
+def weighed(
+    split: LocalContext, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+) -> Callable[[Tensor], Tensor]:
+    """The function that gives a rank its part of a result whose elements along ``dim`` are weighted
+    sums of a few of the operand's.
 
-    ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b - a].
+    ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b -
+    a].
     """
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
     positions, weights = taps(*interval(split.outs[0], split.rank, dim))
-    device, shape = world().device(split.outs[0].placement.type), [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))]
+    device, shape = (
+        world().device(split.outs[0].placement.type),
+        [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))],
+    )
     places = torch.from_numpy(np.searchsorted(_needed(positions), positions)).to(device)
     shares = torch.from_numpy(weights).to(device)
 

@@ -1,4 +1,5 @@
-"""interpolate: parallel over batch and channels; a split dim of space is resampled from the part and a halo, dim by dim, as the modes are products."""
+"""interpolate: parallel over batch and channels; a split dim of space is resampled from the part
+and a halo, dim by dim, as the modes are products."""
 
 from __future__ import annotations
 
@@ -36,14 +37,20 @@ def _interpolate(
     split_dims = {d for d in space if input.is_split(d)}
     if mode == "area" and split_dims:
         pool = getattr(F, f"adaptive_avg_pool{len(space)}d")
-        op.compose(lambda input, *args, **kwargs: pool(input, _sizes(input.shape[2:], size, scale_factor)))
+        op.compose(
+            lambda input, *args, **kwargs: pool(input, _sizes(input.shape[2:], size, scale_factor))
+        )
     if mode in (*_NEAREST, *_LINEAR, "bicubic") and not antialias:
         op.exchanges = split_dims
     op.set(input, ("n", "c", *[d if d in op.exchanges else None for d in space]))
     op.out = [op.dims[input.index]]
     op.local = skip_when_empty(op, F.interpolate)
     whole = op.local
-    factors = [None] * len(space) if scale_factor is None or recompute_scale_factor else _each(scale_factor, len(space))
+    factors = (
+        [None] * len(space)
+        if scale_factor is None or recompute_scale_factor
+        else _each(scale_factor, len(space))
+    )
     align = bool(align_corners)
 
     def local(split: LocalContext) -> Callable[..., Any]:
@@ -63,7 +70,12 @@ def _interpolate(
             # What is resampled already keeps its size.
             given: dict[str, Any] = {"size": split.out_shape()[2:]}
             if any(f is not None for f in factors):
-                given = {"scale_factor": [1.0 if d in over else f for d, f in zip(space, factors, strict=True)], "recompute_scale_factor": False}
+                given = {
+                    "scale_factor": [
+                        1.0 if d in over else f for d, f in zip(space, factors, strict=True)
+                    ],
+                    "recompute_scale_factor": False,
+                }
             return F.interpolate(input, mode=mode, align_corners=align_corners, **given)
 
         return run
@@ -78,10 +90,15 @@ def _each(value: Any, n: int) -> list[Any]:
 def _sizes(shape: Sequence[int], size: Any, scale_factor: Any) -> list[int]:
     if size is not None:
         return _each(size, len(shape))
-    return [math.floor(float(n * s)) for n, s in zip(shape, _each(scale_factor, len(shape)), strict=True)]
+    return [
+        math.floor(float(n * s))
+        for n, s in zip(shape, _each(scale_factor, len(shape)), strict=True)
+    ]
 
 
-def _step(split: LocalContext, d: int, mode: str, align: bool, factor: float | None) -> Callable[[Tensor], Tensor]:
+def _step(
+    split: LocalContext, d: int, mode: str, align: bool, factor: float | None
+) -> Callable[[Tensor], Tensor]:
     n, m = split.ins[0].shape[d], split.outs[0].shape[d]
     if mode in _NEAREST:
         return moved(split, d, lambda a, b: _nearest(n, m, mode, factor)[a:b])
@@ -91,12 +108,16 @@ def _step(split: LocalContext, d: int, mode: str, align: bool, factor: float | N
 @lru_cache(maxsize=64)
 def _nearest(n: int, m: int, mode: str, factor: float | None) -> np.ndarray:
     """What torch takes for nearest, rounding included: asked of torch."""
-    given: dict[str, Any] = {"size": m} if factor is None else {"scale_factor": factor, "recompute_scale_factor": False}
+    given: dict[str, Any] = (
+        {"size": m} if factor is None else {"scale_factor": factor, "recompute_scale_factor": False}
+    )
     found = F.interpolate(torch.arange(n, dtype=torch.float64).view(1, 1, n), mode=mode, **given)
     return found.view(-1).long().numpy()  # type: ignore[no-any-return]
 
 
-def _taps(n: int, m: int, cubic: bool, align: bool, factor: float | None, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+def _taps(
+    n: int, m: int, cubic: bool, align: bool, factor: float | None, a: int, b: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Positions and weights of the results a to b of ``m``, from ``n`` elements."""
     o = np.arange(a, b, dtype=np.float64)
     if align:
@@ -112,7 +133,9 @@ def _taps(n: int, m: int, cubic: bool, align: bool, factor: float | None, a: int
     t = at - low
     near = [((_CUBIC + 2) * u - (_CUBIC + 3)) * u * u + 1 for u in (t, 1 - t)]
     far = [((_CUBIC * u - 5 * _CUBIC) * u + 8 * _CUBIC) * u - 4 * _CUBIC for u in (1 + t, 2 - t)]
-    return np.stack([(low + k).clip(0, n - 1) for k in (-1, 0, 1, 2)]), np.stack([far[0], near[0], near[1], far[1]])
+    return np.stack([(low + k).clip(0, n - 1) for k in (-1, 0, 1, 2)]), np.stack(
+        [far[0], near[0], near[1], far[1]]
+    )
 
 
 register(F.interpolate, _interpolate)

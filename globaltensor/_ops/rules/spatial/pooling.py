@@ -1,4 +1,5 @@
-"""Pooling: parallel over batch and channels; over a split dim of space with a halo, which a pool without overlap hardly needs."""
+"""Pooling: parallel over batch and channels; over a split dim of space with a halo, which a pool
+without overlap hardly needs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ _Pool = Callable[[Tensor, dict[str, Any], dict[int, Window], Sequence[Geometry]]
 def _reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
     """The arguments of a call by name; those without a default come first."""
     every = {**dict.fromkeys(names.split(), inspect.Parameter.empty), **defaults}
-    signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v) for n, v in every.items()])
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v)
+            for n, v in every.items()
+        ]
+    )
 
     def read(*args: Any, **kwargs: Any) -> dict[str, Any]:
         bound = signature.bind(*args, **kwargs)
@@ -36,14 +42,24 @@ def _reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
     return read
 
 
-_read_max = _reader("input kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-_read_average = _reader("input kernel_size", stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+_read_max = _reader(
+    "input kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+)
+_read_average = _reader(
+    "input kernel_size",
+    stride=None,
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    divisor_override=None,
+)
 _read_adaptive = _reader("input output_size", return_indices=False)
 _read_power = _reader("input norm_type kernel_size", stride=None, ceil_mode=False)
 
 
 def _parallel(op: OpDescription, space: int) -> int:
-    """Every operand: leading dims parallel, the last ``space`` whole (further operands may be shorter: their leading dims count) -> how many lead."""
+    """Every operand: leading dims parallel, the last ``space`` whole (further operands may be
+    shorter: their leading dims count) -> how many lead."""
     lead = op.args[0].ndim - space
     if lead < 0:
         raise FormError(f"an operand of {op.args[0].ndim} dims")
@@ -63,13 +79,27 @@ def _keep_split(op: OpDescription, x: Arg, dims: Sequence[int]) -> None:
 def _windows(call: dict[str, Any], shape: Sequence[int], lead: int) -> dict[int, Window]:
     space = len(shape) - lead
     kernel = pair_up(call["kernel_size"], space)
-    stride = kernel if call["stride"] is None or call["stride"] in ((), []) else pair_up(call["stride"], space)
+    stride = (
+        kernel
+        if call["stride"] is None or call["stride"] in ((), [])
+        else pair_up(call["stride"], space)
+    )
     padding, dilation = pair_up(call["padding"], space), pair_up(call.get("dilation", 1), space)
-    return {lead + k: Window(shape[lead + k], kernel[k], stride[k], padding[k], dilation[k]) for k in range(space)}
+    return {
+        lead + k: Window(shape[lead + k], kernel[k], stride[k], padding[k], dilation[k])
+        for k in range(space)
+    }
 
 
-def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], pool: _Pool, lowest: bool = False) -> None:
-    """A pool whose windows lie at even distances. ``lowest``: what pads is never the largest element, instead of 0."""
+def _windowed(
+    function: Any,
+    space: int,
+    read: Callable[..., dict[str, Any]],
+    pool: _Pool,
+    lowest: bool = False,
+) -> None:
+    """A pool whose windows lie at even distances. ``lowest``: what pads is never the largest
+    element, instead of 0."""
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
@@ -78,7 +108,13 @@ def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], po
         x = op.args[0]
         _keep_split(op, x, range(lead, x.ndim))
         windows = _windows(read(*args, **kwargs), x.shape, lead) if op.exchanges else {}
-        pad = 0.0 if not lowest else float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+        pad = (
+            0.0
+            if not lowest
+            else float("-inf")
+            if x.dtype.is_floating_point
+            else torch.iinfo(x.dtype).min
+        )
 
         def local(split: LocalContext) -> Callable[..., Any]:
             over = split_room(split)
@@ -89,7 +125,11 @@ def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], po
             def run(*args: Any, **kwargs: Any) -> Any:
                 call = read(*args, **kwargs)
                 part = laid_out(call["input"], geometry, pad)
-                return pool(part, call, windows, geometry) if 0 not in split.out_shape() else _nothing(split, part)
+                return (
+                    pool(part, call, windows, geometry)
+                    if 0 not in split.out_shape()
+                    else _nothing(split, part)
+                )
 
             return run
 
@@ -99,49 +139,68 @@ def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], po
 
 
 def _nothing(split: LocalContext, x: Tensor) -> Any:
-    made = [zeros_connected(split.out_shape(i), spec.dtype, [x]) for i, spec in enumerate(split.outs)]
+    made = [
+        zeros_connected(split.out_shape(i), spec.dtype, [x]) for i, spec in enumerate(split.outs)
+    ]
     return made[0] if len(made) == 1 else tuple(made)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the largest
+# -------------------------------------------------------------------------------------- the largest
 
 
 def _largest(space: int, indices: bool) -> _Pool:
     function = getattr(F, f"max_pool{space}d")
 
-    def pool(x: Tensor, call: dict[str, Any], windows: dict[int, Window], geometry: Sequence[Geometry]) -> Any:
-        kernel, stride, dilation = ([getattr(w, n) for w in windows.values()] for n in ("kernel", "stride", "dilation"))
+    def pool(
+        x: Tensor, call: dict[str, Any], windows: dict[int, Window], geometry: Sequence[Geometry]
+    ) -> Any:
+        kernel, stride, dilation = (
+            [getattr(w, n) for w in windows.values()] for n in ("kernel", "stride", "dilation")
+        )
         if not (indices or call["return_indices"]):
             return function(x, kernel, stride, 0, dilation)
         values, at = function(x, kernel, stride, 0, dilation, False, True)
-        return values, _global_indices(at, x.shape[-space:], [g.start for g in geometry], [w.size for w in windows.values()])
+        return values, _global_indices(
+            at, x.shape[-space:], [g.start for g in geometry], [w.size for w in windows.values()]
+        )
 
     return pool
 
 
-def _global_indices(local: Tensor, extents: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Indices into a part that is laid out from ``starts`` on -> indices into the whole space of ``sizes``."""
+def _global_indices(
+    local: Tensor, extents: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """Indices into a part that is laid out from ``starts`` on -> indices into the whole space of
+    ``sizes``."""
     whole, rest, step = torch.zeros_like(local), local, 1
-    for extent, start, size in zip(reversed(extents), reversed(starts), reversed(sizes), strict=True):
-        # In a window where nothing is larger than what pads, torch names the first element that is not padding.
+    for extent, start, size in zip(
+        reversed(extents), reversed(starts), reversed(sizes), strict=True
+    ):
+        # In a window where nothing is larger than what pads, torch names the first element that is
+        # not padding.
         whole = whole + (rest % extent + start).clamp(0, size - 1) * step
         rest, step = rest // extent, step * size
     return whole
 
 
-# ---------------------------------------------------------------------------------------------------------------- averages
+# ----------------------------------------------------------------------------------------- averages
 
 
 def _average(space: int) -> _Pool:
     function = getattr(F, f"avg_pool{space}d")
 
-    def pool(x: Tensor, call: dict[str, Any], windows: dict[int, Window], geometry: Sequence[Geometry]) -> Tensor:
+    def pool(
+        x: Tensor, call: dict[str, Any], windows: dict[int, Window], geometry: Sequence[Geometry]
+    ) -> Tensor:
         kernel = [w.kernel for w in windows.values()]
         mean = function(x, kernel, [w.stride for w in windows.values()])
         full = math.prod(kernel)
         if call["divisor_override"]:
             return mean * (full / call["divisor_override"])  # type: ignore[no-any-return]
-        counts = [_counted(g, w, call["count_include_pad"]) for g, w in zip(geometry, windows.values(), strict=True)]
+        counts = [
+            _counted(g, w, call["count_include_pad"])
+            for g, w in zip(geometry, windows.values(), strict=True)
+        ]
         if all(n == w.kernel for per, w in zip(counts, windows.values(), strict=True) for n in per):
             return mean  # type: ignore[no-any-return]
         more = torch.ones((), dtype=torch.float64)
@@ -153,13 +212,14 @@ def _average(space: int) -> _Pool:
 
 
 def _counted(g: Geometry, w: Window, padding: bool) -> list[int]:
-    """By how many elements along one dim each window here divides: padding counts or does not, what is beyond it never does."""
+    """By how many elements along one dim each window here divides: padding counts or does not, what
+    is beyond it never does."""
     first, last = (-w.left, w.size + w.left) if padding else (0, w.size)
     starts = [o * w.stride - w.left for o in range(*g.mine)]
     return [min(s + w.kernel, last) - max(s, first) for s in starts]
 
 
-# ---------------------------------------------------------------------------------------------------------------- others
+# ------------------------------------------------------------------------------------------- others
 
 
 def _power(function: Any, space: int) -> None:
@@ -182,18 +242,27 @@ def _power(function: Any, space: int) -> None:
 
 
 def _adaptive(function: Any, space: int) -> None:
-    """Where the windows divide a split dim evenly, a part of them is a pool of the same kind; else the dim is made whole."""
+    """Where the windows divide a split dim evenly, a part of them is a pool of the same kind; else
+    the dim is made whole."""
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         op.local = skip_when_empty(op, function)
         whole, x, call = op.local, op.args[0], _read_adaptive(*args, **kwargs)
-        asked = call["output_size"] if isinstance(call["output_size"], (tuple, list)) else [call["output_size"]]
-        wanted = dict(zip(range(lead, x.ndim), asked * space if len(asked) == 1 else asked, strict=True))
+        asked = (
+            call["output_size"]
+            if isinstance(call["output_size"], (tuple, list))
+            else [call["output_size"]]
+        )
+        wanted = dict(
+            zip(range(lead, x.ndim), asked * space if len(asked) == 1 else asked, strict=True)
+        )
         sizes = {d: x.shape[d] if n is None else int(n) for d, n in wanted.items()}
         even = [d for d, n in sizes.items() if n and x.shape[d] % n == 0]
         _keep_split(op, x, even)
-        windows = {d: Window(x.shape[d], x.shape[d] // sizes[d], x.shape[d] // sizes[d], 0) for d in even}
+        windows = {
+            d: Window(x.shape[d], x.shape[d] // sizes[d], x.shape[d] // sizes[d], 0) for d in even
+        }
 
         def local(split: LocalContext) -> Callable[..., Any]:
             over = split_room(split)
@@ -211,7 +280,9 @@ def _adaptive(function: Any, space: int) -> None:
                 if len(split.outs) == 1:
                     return function(x, here[lead:])
                 values, at = function(x, here[lead:], *[True] * bool(call["return_indices"]))
-                return values, _global_indices(at, x.shape[lead:], [starts.get(d, 0) for d in sizes], split.ins[0].shape[lead:])
+                return values, _global_indices(
+                    at, x.shape[lead:], [starts.get(d, 0) for d in sizes], split.ins[0].shape[lead:]
+                )
 
             return run
 
@@ -224,8 +295,17 @@ def _fractional(function: Any, space: int) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         op.random = len(op.args) == 1
-        for samples in op.args[1:]:  # of each channel of each element of the batch; there may be more than the batch has, and of no batch the first counts
-            op.set(samples, (0 if lead > 1 and samples.shape[0] == op.args[0].shape[0] else None, lead - 1, None))
+        # of each channel of each element of the batch; there may be more than the batch has, and of
+        # no batch the first counts
+        for samples in op.args[1:]:
+            op.set(
+                samples,
+                (
+                    0 if lead > 1 and samples.shape[0] == op.args[0].shape[0] else None,
+                    lead - 1,
+                    None,
+                ),
+            )
             op.whole = {d for d in range(lead) if d not in op.dims[samples.index]}
         op.local = skip_when_empty(op, function)
 
@@ -236,11 +316,15 @@ def _declare() -> None:
     for space in (1, 2, 3):
         for where in (F, torch):
             for kind, declare in (
-                ("max_pool{}d", lambda f, n: _windowed(f, n, _read_max, _largest(n, False), lowest=True)),
-                ("max_pool{}d_with_indices", lambda f, n: _windowed(f, n, _read_max, _largest(n, True), lowest=True)),
+                ("max_pool{}d", lambda f,
+                    n: _windowed(f, n, _read_max, _largest(n, False), lowest=True)),
+                ("max_pool{}d_with_indices", lambda f,
+                    n: _windowed(f, n, _read_max, _largest(n, True), lowest=True)),
                 ("avg_pool{}d", lambda f, n: _windowed(f, n, _read_average, _average(n))),
-                ("lp_pool{}d", _power), ("adaptive_avg_pool{}d", _adaptive), ("adaptive_max_pool{}d", _adaptive),
-                ("adaptive_max_pool{}d_with_indices", _adaptive), ("fractional_max_pool{}d", _fractional),
+                ("lp_pool{}d", _power), ("adaptive_avg_pool{}d", _adaptive),
+                ("adaptive_max_pool{}d", _adaptive),
+                ("adaptive_max_pool{}d_with_indices", _adaptive),
+                ("fractional_max_pool{}d", _fractional),
                 ("fractional_max_pool{}d_with_indices", _fractional),
             ):  # fmt: skip
                 function = getattr(where, kind.format(space), None)

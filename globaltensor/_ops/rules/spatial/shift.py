@@ -1,5 +1,6 @@
-"""Functions that move elements along a dim, pad or repeat it, or look at neighbours: flip, roll, rot90, pad, repeat, diff, unfold. A split dim stays split:
-ranks hand each other what changes places."""
+"""Functions that move elements along a dim, pad or repeat it, or look at neighbours: flip, roll,
+rot90, pad, repeat, diff, unfold. A split dim stays split: ranks hand each other what changes
+places."""
 
 from __future__ import annotations
 
@@ -24,8 +25,15 @@ __all__: list[str] = []
 _Positions = Callable[[int, int], np.ndarray]
 
 
-def _moves(op: OpDescription, x: Arg, places: dict[int, _Positions], rest: Callable[[Tensor, list[int]], Tensor], value: float = 0.0) -> None:
-    """Elements change places along the dims of ``places``. ``rest(part, dims)`` moves them along those of the dims that this rank has whole."""
+def _moves(
+    op: OpDescription,
+    x: Arg,
+    places: dict[int, _Positions],
+    rest: Callable[[Tensor, list[int]], Tensor],
+    value: float = 0.0,
+) -> None:
+    """Elements change places along the dims of ``places``. ``rest(part, dims)`` moves them along
+    those of the dims that this rank has whole."""
     op.exchanges = {d for d in places if x.is_split(d)}
     op.set(x, [None if d in places and d not in op.exchanges else d for d in range(x.ndim)])
     op.out = [op.dims[x.index]]
@@ -40,7 +48,9 @@ def _moves(op: OpDescription, x: Arg, places: dict[int, _Positions], rest: Calla
             for step in steps:
                 out = step(out)
             out = rest(out, whole)
-            return out.clone() if out is input else out  # where nothing moves torch gives a copy too
+            return (
+                out.clone() if out is input else out
+            )  # where nothing moves torch gives a copy too
 
         return run
 
@@ -55,7 +65,16 @@ def _flip(op: OpDescription, input: Arg, dims: Any, *more: int) -> None:
     def backwards(n: int) -> _Positions:
         return lambda a, b: np.arange(n - 1 - a, n - 1 - b, -1)
 
-    _moves(op, input, {(k := input.dim(d)): backwards(input.shape[k]) for d in _as_tuple(dims, more) if input.ndim}, lambda part, whole: part.flip(whole))
+    _moves(
+        op,
+        input,
+        {
+            (k := input.dim(d)): backwards(input.shape[k])
+            for d in _as_tuple(dims, more)
+            if input.ndim
+        },
+        lambda part, whole: part.flip(whole),
+    )
     passes(op)
 
 
@@ -116,19 +135,42 @@ def _padded(n: int, left: int, mode: str) -> _Positions:
 
 
 @rule([F.pad, torch.constant_pad_nd])
-def _pad(op: OpDescription, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
+def _pad(
+    op: OpDescription,
+    input: Arg,
+    pad: Sequence[int],
+    mode: Any = "constant",
+    value: float | None = None,
+) -> None:
     if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
         mode, value = "constant", mode
-    sides = {input.ndim - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2) if any(pad[2 * k : 2 * k + 2])}
+    sides = {
+        input.ndim - 1 - k: (pad[2 * k], pad[2 * k + 1])
+        for k in range(len(pad) // 2)
+        if any(pad[2 * k : 2 * k + 2])
+    }
 
     def rest(part: Tensor, whole: list[int]) -> Tensor:
-        here = [n for k in range(len(pad) // 2) for n in (pad[2 * k : 2 * k + 2] if input.ndim - 1 - k in whole else (0, 0))]
+        here = [
+            n
+            for k in range(len(pad) // 2)
+            for n in (pad[2 * k : 2 * k + 2] if input.ndim - 1 - k in whole else (0, 0))
+        ]
         if not whole or part.numel():
             return F.pad(part, here, mode, value) if whole else part
         # The other modes refuse empty parts, which have nothing to reflect.
-        return connected_zeros(F.pad(part, here).shape, F.pad(dummy_like(part, *[n or 1 for n in part.shape]), here, mode, value))
+        return connected_zeros(
+            F.pad(part, here).shape,
+            F.pad(dummy_like(part, *[n or 1 for n in part.shape]), here, mode, value),
+        )
 
-    _moves(op, input, {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()}, rest, value or 0.0)
+    _moves(
+        op,
+        input,
+        {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()},
+        rest,
+        value or 0.0,
+    )
     if mode != "constant" or not value:
         passes(op)
 
@@ -154,11 +196,19 @@ def _repeat(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     _moves(op, input, {d: again(input.shape[d]) for d, n in enumerate(times) if n != 1}, rest)
 
 
-# ---------------------------------------------------------------------------------------------------------------- neighbours
+# --------------------------------------------------------------------------------------- neighbours
 
 
-def _beside(op: OpDescription, x: Arg, d: int, windows: Window, function: Callable[[Tensor], Tensor], nothing: Callable[[Tensor], Tensor]) -> None:
-    """Each element of the result along ``d`` is of a window of the operand's. ``nothing(part)``: the result where a rank has none of it, made of its part."""
+def _beside(
+    op: OpDescription,
+    x: Arg,
+    d: int,
+    windows: Window,
+    function: Callable[[Tensor], Tensor],
+    nothing: Callable[[Tensor], Tensor],
+) -> None:
+    """Each element of the result along ``d`` is of a window of the operand's. ``nothing(part)``:
+    the result where a rank has none of it, made of its part."""
     op.exchanges = {d}
 
     def local(split: LocalContext) -> Callable[..., Tensor] | None:
@@ -177,7 +227,14 @@ def _beside(op: OpDescription, x: Arg, d: int, windows: Window, function: Callab
 
 
 @rule("diff")
-def _diff(op: OpDescription, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> None:
+def _diff(
+    op: OpDescription,
+    input: Arg,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Arg | None = None,
+    append: Arg | None = None,
+) -> None:
     d = input.dim(dim)
     alone = prepend is None and append is None and input.is_split(d) and 0 < n < input.shape[d]
     op.set(input, [None if k == d and not alone else k for k in range(input.ndim)])
@@ -186,7 +243,14 @@ def _diff(op: OpDescription, input: Arg, n: int = 1, dim: int = -1, prepend: Arg
             op.set(other, op.dims[input.index])
     op.linear, op.out = [frozenset(range(len(op.args)))], [op.dims[input.index]]
     if alone:
-        _beside(op, input, d, Window(input.shape[d], n + 1, 1, 0), lambda part: part.diff(n, d), lambda part: part)
+        _beside(
+            op,
+            input,
+            d,
+            Window(input.shape[d], n + 1, 1, 0),
+            lambda part: part.diff(n, d),
+            lambda part: part,
+        )
 
 
 @rule([torch.Tensor.unfold])
@@ -198,4 +262,11 @@ def _unfold(op: OpDescription, input: Arg, dimension: int, size: int, step: int)
     passes(op)
     if near:
         windows = Window(input.shape[d], size, step, 0)
-        _beside(op, input, d, windows, lambda part: part.unfold(d, size, step), lambda part: part.unsqueeze(-1).expand(*part.shape, size))
+        _beside(
+            op,
+            input,
+            d,
+            windows,
+            lambda part: part.unfold(d, size, step),
+            lambda part: part.unsqueeze(-1).expand(*part.shape, size),
+        )

@@ -1,7 +1,9 @@
-"""The backend "mpi": torch.distributed's process groups over mpi4py, on any build of torch. Docs: docs/mpi.md.
+"""The backend "mpi": torch.distributed's process groups over mpi4py, on any build of torch. Docs:
+docs/mpi.md.
 
-``register()`` makes ``torch.distributed.init_process_group("mpi")`` known to torch; `library` starts and ends MPI, `messages` are rounds of messages
-with bounded waits, `collectives` are made of rounds, `reduction` adds up, `work` drives them, `group` is what torch sees.
+``register()`` makes ``torch.distributed.init_process_group("mpi")`` known to torch; `library`
+starts and ends MPI, `messages` are rounds of messages with bounded waits, `collectives` are made of
+rounds, `reduction` adds up, `work` drives them, `group` is what torch sees.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make the backend "mpi" known to torch, and start MPI if it isn't started yet. Again: nothing. Raises WorldError without mpi4py or an MPI library."""
+    """Make the backend "mpi" known to torch, and start MPI if it isn't started yet. Again: nothing.
+    Raises WorldError without mpi4py or an MPI library."""
     library()
     torch_private.register_mpi(_create)
 
@@ -23,4 +26,11 @@ def register() -> None:
 def _create(asked: Any, options: object) -> Any:
     from .process_group import MpiGroup
 
-    return MpiGroup(asked.store, asked.group_rank, asked.group_size, asked.timeout, str(asked.group_id), list(asked.global_ranks_in_group))
+    return MpiGroup(
+        asked.store,
+        asked.group_rank,
+        asked.group_size,
+        asked.timeout,
+        str(asked.group_id),
+        list(asked.global_ranks_in_group),
+    )

@@ -1,7 +1,9 @@
-"""Collectives as generators of rounds, on contiguous tensors. Each rank reduces its share in rank order, so every rank gets the same bits.
+"""Collectives as generators of rounds, on contiguous tensors. Each rank reduces its share in rank
+order, so every rank gets the same bits.
 
-Made of messages rather than MPI's own collectives: those reduce no bfloat16, cannot be given up, and write past the end of a tensor where another rank
-gives a longer one. Measured on two ranks of one host they are no faster either (26 MB: 8.3 ms, these 7.8 ms; 4 KB: the same).
+Made of messages rather than MPI's own collectives: those reduce no bfloat16, cannot be given up,
+and write past the end of a tensor where another rank gives a longer one. Measured on two ranks of
+one host they are no faster either (26 MB: 8.3 ms, these 7.8 ms; 4 KB: the same).
 """
 
 from __future__ import annotations
@@ -18,17 +20,33 @@ from .progress import Steps
 from .reduction import Reduction
 from .requests import Round, Team, receive
 
-__all__ = ["EAGER", "all_gather", "all_reduce", "all_reduce_pair", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "EAGER",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_pair",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
-#: Where a rank would get up to so many bytes, a reduction gathers all and adds locally: in one round, which a busy machine delays once and not twice.
+#: Where a rank would get up to so many bytes, a reduction gathers all and adds locally: in one
+#: round, which a busy machine delays once and not twice.
 _SMALL: Final = 1 << 18
-#: Of a reduction's bytes so many are on their way at once: they are added while they are still in the cache.
+#: Of a reduction's bytes so many are on their way at once: they are added while they are still in
+#: the cache.
 _CACHED: Final = 1 << 22
 #: So many pieces of memory of that size are kept.
 _SPARE: Final = 4
-#: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many rounds as their number has bits.
+#: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many
+#: rounds as their number has bits.
 _FEW: Final = 4
-#: So often a small message is looked out for before all that waiting needs is made: some 20 microseconds.
+#: So often a small message is looked out for before all that waiting needs is made: some 20
+#: microseconds.
 _LOOKS: Final = 50
 #: Up to so many bytes a message is on its way at once, whatever the receiver does.
 EAGER: Final = 1 << 14
@@ -56,7 +74,8 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
             here.send(t, (root + other) % size)
         yield here
         return
-    # A tree: the rank at place 0b1xx has it from 0b0xx, and gives it to those that have one more bit.
+    # A tree: the rank at place 0b1xx has it from 0b0xx, and gives it to those that have one more
+    # bit.
     reach = 1 << (size - 1).bit_length()
     if place:
         lowest = 1 << place.bit_length() - 1
@@ -120,15 +139,24 @@ def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, 
 
 def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     """The reduction of everyone's ``t``, in place."""
-    return (_all_reduce_small if t.nbytes * (team.size - 1) <= _SMALL else _all_reduce_large)(team, tag, t, fold)
+    return (_all_reduce_small if t.nbytes * (team.size - 1) <= _SMALL else _all_reduce_large)(
+        team, tag, t, fold
+    )
 
 
 def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps | None:
-    """As ``all_reduce``, for a small ``t`` of two ranks that mostly come at the same time -> None where it is over at once, else the steps that are left.
+    """As ``all_reduce``, for a small ``t`` of two ranks that mostly come at the same time -> None
+    where it is over at once, else the steps that are left.
 
-    Of a 4 KB all_reduce most of the time goes into the objects that stand for it: here are as few as can be.
+    Of a 4 KB all_reduce most of the time goes into the objects that stand for it: here are as few
+    as can be.
     """
-    other, nbytes, theirs, status = 1 - team.index, t.nbytes, torch.empty_like(t), team.library.api.Status()
+    other, nbytes, theirs, status = (
+        1 - team.index,
+        t.nbytes,
+        torch.empty_like(t),
+        team.library.api.Status(),
+    )
     parts, at = (t, theirs) if other else (theirs, t), theirs.data_ptr()
     requests = [team.comm.Isend(team.memory(t.data_ptr(), nbytes), team.members[other], tag)]
     for _ in range(_LOOKS):
@@ -143,7 +171,9 @@ def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps |
                 return _folded_later(Round.begun(team, tag, requests, [], parts), parts, t, fold)
             fold(parts, t)
             return None
-    return _folded_later(Round.begun(team, tag, requests, [(other, at, nbytes)], parts), parts, t, fold)
+    return _folded_later(
+        Round.begun(team, tag, requests, [(other, at, nbytes)], parts), parts, t, fold
+    )
 
 
 def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction) -> Steps:
@@ -152,7 +182,8 @@ def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reducti
 
 
 def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    """Each rank reduces its share, a piece in a round, and gives the piece to all in the next round, while it is still in the cache."""
+    """Each rank reduces its share, a piece in a round, and gives the piece to all in the next
+    round, while it is still in the cache."""
     chunks, others = _chunks(t, team.size), _others(team)
     mine, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
     memory = Scratch(t, team.size - 1, min(length, mine.numel()))
@@ -195,8 +226,11 @@ def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     fold(parts, t)
 
 
-def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, fold: Reduction) -> Steps:
-    """The reduction of everyone's ``chunks[i]`` into ``out`` of the rank at index i; ``out`` may be the own chunk."""
+def reduce_scatter(
+    team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, fold: Reduction
+) -> Steps:
+    """The reduction of everyone's ``chunks[i]`` into ``out`` of the rank at index i; ``out`` may be
+    the own chunk."""
     me, mine = team.index, chunks[team.index].view(-1)
     if team.size == 1:
         fold([mine], out.view(-1))
@@ -205,7 +239,8 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
     longest = max(chunk.numel() for chunk in flat)
     length = _piece(mine, team.size, longest)
     memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
-    # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
+    # Every rank goes through the rounds of the longest chunk, which all know; without an element
+    # there is one round as well: sizes are compared.
     for at in range(0, max(1, longest), length):
         here, rows = Round(team, tag), iter(memory.rows)
         for other in _others(team):
@@ -223,10 +258,13 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
 
 
 def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
-    """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are left as they are."""
+    """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are
+    left as they are."""
     at_root = team.index == root
     if t.nbytes * (team.size - 1) <= _SMALL or team.size == 1:
-        parts = [t if i == root else torch.empty_like(t) for i in range(team.size)] if at_root else None
+        parts = (
+            [t if i == root else torch.empty_like(t) for i in range(team.size)] if at_root else None
+        )
         yield from gather(team, tag, t, parts, root)
         if parts is not None:
             fold(parts, t)
@@ -238,14 +276,19 @@ def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps
 
 
 class Scratch:
-    """Memory for what others send: the same again and again, as first touches of new memory take longer than the sums."""
+    """Memory for what others send: the same again and again, as first touches of new memory take
+    longer than the sums."""
 
     _spare: ClassVar[list[Tensor]] = []
 
     def __init__(self, like: Tensor, rows: int, length: int) -> None:
         nbytes = rows * length * like.itemsize
         self._bytes = self._borrow() if like.is_cpu and nbytes <= _CACHED else None
-        memory = like.new_empty(rows * length) if self._bytes is None else self._bytes[:nbytes].view(like.dtype)
+        memory = (
+            like.new_empty(rows * length)
+            if self._bytes is None
+            else self._bytes[:nbytes].view(like.dtype)
+        )
         self.rows = memory.view(rows, length)
 
     def _borrow(self) -> Tensor:
@@ -264,7 +307,8 @@ class Scratch:
 def _piece(t: Tensor, size: int, chunk: int) -> int:
     """Number of elements of each rank that are reduced at once, of the longest ``chunk`` elements.
 
-    As many fewer than memory is kept for as there would be pieces: ranks that give different sizes, each of whole pieces, have pieces that differ.
+    As many fewer than memory is kept for as there would be pieces: ranks that give different sizes,
+    each of whole pieces, have pieces that differ.
     """
     most = max(1, _CACHED // (t.itemsize * (size - 1)))
     return max(1, most - -(-chunk // most))
@@ -286,7 +330,8 @@ def _chunks(t: Tensor, n: int) -> list[Tensor]:
 
 
 def _others(team: Team) -> Sequence[int]:
-    """The indexes of the other ranks, each rank beginning with its next: not all send to the first at once."""
+    """The indexes of the other ranks, each rank beginning with its next: not all send to the first
+    at once."""
     return [*range(team.index + 1, team.size), *range(team.index)]
 
 

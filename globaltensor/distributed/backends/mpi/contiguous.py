@@ -11,7 +11,8 @@ __all__ = ["Memory", "plain"]
 
 
 class Memory:
-    """The memory of one operation's tensors. Tensors that lie contiguous on the host are used as they are; what is written for others is copied at the end.
+    """The memory of one operation's tensors. Tensors that lie contiguous on the host are used as
+    they are; what is written for others is copied at the end.
 
     ``cuda_aware``: MPI takes CUDA memory too; else that goes through the host.
     """
@@ -43,7 +44,9 @@ class Memory:
         here = t.is_cpu or self._cuda_aware
         if here and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
             return t.detach()
-        return self.replace(t, torch.empty(t.shape, dtype=t.dtype, device=t.device if here else "cpu"))
+        return self.replace(
+            t, torch.empty(t.shape, dtype=t.dtype, device=t.device if here else "cpu")
+        )
 
     def change(self, t: Tensor) -> Tensor:
         """Memory with the values of ``t``, which will have those written there."""
@@ -56,7 +59,8 @@ class Memory:
         return memory
 
     def _wait_for(self, t: Tensor) -> None:
-        """Kernels that the caller has queued may still be writing or reading it. What is copied back goes to the same queue."""
+        """Kernels that the caller has queued may still be writing or reading it. What is copied
+        back goes to the same queue."""
         stream = torch.cuda.current_stream(t.device)
         stream.synchronize()
         self._streams.append(stream)
@@ -80,4 +84,9 @@ class Memory:
 
 def plain(t: Tensor) -> bool:
     """Whether MPI can use the memory of ``t`` as it is."""
-    return t.layout is torch.strided and t.is_cpu and t.is_contiguous() and not (t.requires_grad or t.is_conj() or t.is_neg())
+    return (
+        t.layout is torch.strided
+        and t.is_cpu
+        and t.is_contiguous()
+        and not (t.requires_grad or t.is_conj() or t.is_neg())
+    )

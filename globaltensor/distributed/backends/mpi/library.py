@@ -1,4 +1,5 @@
-"""MPI in this process: started at first use, told of ranks that leave, ended so that no other rank waits for one that is gone."""
+"""MPI in this process: started at first use, told of ranks that leave, ended so that no other rank
+waits for one that is gone."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Library", "library"]
 
-_INSTALL: Final = "pip install globaltensor[mpi] brings mpi4py and an Open MPI; with another MPI on this machine pip install mpi4py is enough"
-#: Seconds between a rank's farewell and the error of those who still wait for it: what it had sent before may be on its way.
+_INSTALL: Final = (
+    "pip install globaltensor[mpi] brings mpi4py and an Open MPI; with another MPI "
+    "on this machine pip install mpi4py is enough"
+)
+#: Seconds between a rank's farewell and the error of those who still wait for it: what it had sent
+#: before may be on its way.
 _GRACE: Final = 1.0
 
 
@@ -38,16 +43,22 @@ class Library:
         api, level = self.api, self.api.Query_thread()
         if level < api.THREAD_SERIALIZED:
             raise WorldError(
-                "MPI was started without support for threads, of which torch has several: let globaltensor start it, "
+                "MPI was started without support for threads, of which torch has several: let "
+                "globaltensor start it, "
                 'or set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
             )
         #: Held around every call of MPI where it cannot bear two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
         self.rank, self.size = api.COMM_WORLD.rank, api.COMM_WORLD.size
-        ranks, cores = _ranks_here(self.size), len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        #: Whether the ranks of this machine are more than its cores: who waits must let others run then.
+        ranks, cores = (
+            _ranks_here(self.size),
+            len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        )
+        #: Whether the ranks of this machine are more than its cores: who waits must let others run
+        #: then.
         self.crowded = ranks > cores
-        #: Whether each has a core, but not all a second one: a thread beside the computation waits for it to pause.
+        #: Whether each has a core, but not all a second one: a thread beside the computation waits
+        #: for it to pause.
         self.full = ranks <= cores < 2 * ranks
         self.cuda_aware = _cuda_aware(api)
         self.tags = int(api.COMM_WORLD.Get_attr(api.TAG_UB) or 32767)
@@ -64,25 +75,33 @@ class Library:
         atexit.register(self._leave)
 
     def _watch_for_failure(self) -> None:
-        """Note whether this process is about to end by an exception: it must not wait for the others then."""
+        """Note whether this process is about to end by an exception: it must not wait for the
+        others then."""
         show = sys.excepthook
 
-        def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+        ) -> None:
             self._failed = True
             show(kind, error, trace)
 
         sys.excepthook = hook
 
     def listen(self) -> None:
-        """From now on ranks tell each other when they leave. All ranks of MPI's world come here together, once."""
+        """From now on ranks tell each other when they leave. All ranks of MPI's world come here
+        together, once."""
         if self._farewells is None and self.size > 1:
             self._farewells = self.api.COMM_WORLD.Dup()
 
     def gone(self, ranks: Iterable[int] = ()) -> list[int]:
-        """Those of these ranks, as torch counts them, that have left, and so long ago that nothing of theirs can still be on its way."""
+        """Those of these ranks, as torch counts them, that have left, and so long ago that nothing
+        of theirs can still be on its way."""
         comm, status = self._farewells, self.api.Status()
         # Not Iprobe and Recv: another thread may be here too.
-        while comm is not None and (message := comm.Improbe(self.api.ANY_SOURCE, 0, status)) is not None:
+        while (
+            comm is not None
+            and (message := comm.Improbe(self.api.ANY_SOURCE, 0, status)) is not None
+        ):
             message.Recv([bytearray(1), self.api.BYTE])
             self._left[status.source] = time.monotonic()
         now = time.monotonic()
@@ -90,7 +109,9 @@ class Library:
 
     def abandon(self, requests: list[MPI.Request], kept: list[Tensor]) -> None:
         """Keep what MPI still works on alive; what has ended meanwhile is let go."""
-        self.abandoned = [(r, k) for r, k in [*self.abandoned, (requests, kept)] if not self._over(r)]
+        self.abandoned = [
+            (r, k) for r, k in [*self.abandoned, (requests, kept)] if not self._over(r)
+        ]
 
     def _over(self, requests: list[MPI.Request]) -> bool:
         with contextlib.suppress(self.api.Exception):
@@ -98,7 +119,8 @@ class Library:
         return False
 
     def _leave(self) -> None:
-        """Say farewell, wait for the others' farewells, and end MPI. After an exception don't wait: the launcher ends the others, or the farewell does."""
+        """Say farewell, wait for the others' farewells, and end MPI. After an exception don't wait:
+        the launcher ends the others, or the farewell does."""
         if os.getpid() != self._process or self.api.Is_finalized():
             return
         from .progress import stop_progress
@@ -117,7 +139,11 @@ class Library:
         comm = self._farewells
         if comm is None:
             return []
-        return [comm.Isend([bytearray(1), self.api.BYTE], rank, 0) for rank in range(self.size) if rank != self.rank]
+        return [
+            comm.Isend([bytearray(1), self.api.BYTE], rank, 0)
+            for rank in range(self.size)
+            if rank != self.rank
+        ]
 
     def _all_left(self) -> bool:
         if self._farewells is None:
@@ -133,7 +159,8 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """MPI in this process, started at the first call. Raises WorldError where mpi4py or an MPI library is missing, or MPI cannot bear threads."""
+    """MPI in this process, started at the first call. Raises WorldError where mpi4py or an MPI
+    library is missing, or MPI cannot bear threads."""
     return Library()
 
 
@@ -141,15 +168,22 @@ def _load() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise WorldError(f"the backend mpi needs mpi4py, which is not installed: {_INSTALL}") from error
+        raise WorldError(
+            f"the backend mpi needs mpi4py, which is not installed: {_INSTALL}"
+        ) from error
     if "mpi4py.MPI" not in sys.modules:
-        # Messages of a few KB go at once, rather than by a question and an answer: an all-reduce of 4 KB between two ranks takes a third less.
+        # Messages of a few KB go at once, rather than by a question and an answer: an all-reduce of
+        # 4 KB between two ranks takes a third less.
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
-        mpi4py.rc.finalize = False  # Library._leave does it: mpi4py would wait for ranks that have failed
+        mpi4py.rc.finalize = (
+            False  # Library._leave does it: mpi4py would wait for ranks that have failed
+        )
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise WorldError(f"mpi4py {mpi4py.__version__} finds no MPI library ({error}): {_INSTALL}") from error
+        raise WorldError(
+            f"mpi4py {mpi4py.__version__} finds no MPI library ({error}): {_INSTALL}"
+        ) from error
     return MPI
 
 
@@ -159,7 +193,8 @@ def _ranks_here(size: int) -> int:
 
 
 def _cuda_aware(api: Any) -> bool:
-    """Whether MPI takes the addresses of CUDA memory, by the question that Open MPI and MPICH offer."""
+    """Whether MPI takes the addresses of CUDA memory, by the question that Open MPI and MPICH
+    offer."""
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(api.__file__).MPIX_Query_cuda_support())
     return False

@@ -1,7 +1,8 @@
-"""MpiGroup: what torch.distributed calls. It takes the caller's tensors apart into contiguous memory, and starts the operation."""
+"""MpiGroup: what torch.distributed calls. It takes the caller's tensors apart into contiguous
+memory, and starts the operation."""
 
 # mypy: disable-error-code="override,assignment"
-# torch's stubs give each method several signatures; which of them it means shows in the first argument.
+# torch's stubs give each method several signatures; which of them it means shows in the first argument.  # noqa: E501
 from __future__ import annotations
 
 import contextlib
@@ -29,17 +30,24 @@ __all__ = ["MpiGroup"]
 Work = Operation | Finished
 
 _ONE_GROUP: Final = "make one process group of all ranks, and smaller ones with new_group"
-_NO_MPIRUN: Final = "start the ranks together: mpirun -n 4 python script.py, srun --mpi=pmix, or the launcher with --backend mpi"
+_NO_MPIRUN: Final = (
+    "start the ranks together: mpirun -n 4 python script.py, srun --mpi=pmix, or "
+    "the launcher with --backend mpi"
+)
 
 
 class MpiGroup(dist.ProcessGroup):
-    """A process group over MPI. ``ranks``: its members as torch counts them; none: all, as many as MPI has.
+    """A process group over MPI. ``ranks``: its members as torch counts them; none: all, as many as
+    MPI has.
 
     Raises WorldError where the members don't meet within the timeout, or MPI doesn't know of all.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the one that Python subclasses can be made with
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    ) -> None:
+        # the one that Python subclasses can be made with
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._timeout, self._title = store, timeout, name
         self._names = list(ranks) or list(range(size))
         self.library = lib = library()
@@ -50,7 +58,9 @@ class MpiGroup(dist.ProcessGroup):
                 lib.listen()
         world = lib.api.COMM_WORLD
         with lib.one_at_a_time or contextlib.nullcontext():
-            comm = world.Create_group(world.Get_group().Incl(self._places), zlib.crc32(name.encode()) % 32768)
+            comm = world.Create_group(
+                world.Get_group().Incl(self._places), zlib.crc32(name.encode()) % 32768
+            )
             comm.Set_errhandler(lib.api.ERRORS_RETURN)
             letters = comm.Dup()
         members = list(range(size))
@@ -62,7 +72,8 @@ class MpiGroup(dist.ProcessGroup):
     _together: list[Operation] | None
 
     def _meet(self, store: Any, rank: int, size: int) -> list[int]:
-        """Wait for all members -> their ranks in MPI's world. What is collective in MPI has no time limit, so nobody begins before all are here."""
+        """Wait for all members -> their ranks in MPI's world. What is collective in MPI has no time
+        limit, so nobody begins before all are here."""
         lib = self.library
         keys = [f"mpi rank of {i}" for i in range(size)]
         store.set(keys[rank], f"{lib.rank} {lib.size}")
@@ -70,14 +81,22 @@ class MpiGroup(dist.ProcessGroup):
             store.wait(keys, self._timeout)
         except RuntimeError as error:
             missing = [self._names[i] for i in range(size) if not store.check([keys[i]])]
-            raise WorldError(f"{self._who()}: after {self._timeout.total_seconds():g} s ranks {missing} have not come to make it") from error
+            raise WorldError(
+                f"{self._who()}: after {self._timeout.total_seconds():g} s ranks {missing} have "
+                f"not come to make it"
+            ) from error
         told = [tuple(map(int, store.get(key).split())) for key in keys]
         places = [place for place, _ in told]
         if len(set(places)) < size or any(world != lib.size for _, world in told):
             worlds = sorted({world for _, world in told})
-            raise WorldError(f"{self._who()}: MPI was started with {' and '.join(map(str, worlds))} process(es), not with these {size}; {_NO_MPIRUN}")
+            raise WorldError(
+                f"{self._who()}: MPI was started with {' and '.join(map(str, worlds))} "
+                f"process(es), not with these {size}; {_NO_MPIRUN}"
+            )
         if size < lib.size and not lib.places:
-            raise WorldError(f"{self._who()}: MPI was started with {lib.size} processes; {_ONE_GROUP}")
+            raise WorldError(
+                f"{self._who()}: MPI was started with {lib.size} processes; {_ONE_GROUP}"
+            )
         return places
 
     def _who(self) -> str:
@@ -111,7 +130,11 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")] if torch.cuda.is_available() else [torch.device("cpu")]
+        return (
+            [torch.device("cpu"), torch.device("cuda")]
+            if torch.cuda.is_available()
+            else [torch.device("cpu")]
+        )
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -130,21 +153,43 @@ class MpiGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Let go of the group. Not collective: what others still wait for ends with their time limit."""
+        """Let go of the group. Not collective: what others still wait for ends with their time
+        limit."""
         self._alive = False
 
     abort = shutdown
 
     # Starting operations
 
-    def _start(self, title: str, memory: Memory, rounds: Sequence[Steps], outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
-        return self._begin(title, memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds)), outputs, options, later)
+    def _start(
+        self,
+        title: str,
+        memory: Memory,
+        rounds: Sequence[Steps],
+        outputs: Sequence[Tensor],
+        options: Any,
+        later: bool = False,
+    ) -> Work:
+        return self._begin(
+            title,
+            memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds)),
+            outputs,
+            options,
+            later,
+        )
 
     def _awaited(self, options: Any) -> bool:
         """Whether the caller waits anyway, and nobody else is inside MPI."""
-        return options is not None and not options.asyncOp and self._together is None and self.library.one_at_a_time is None
+        return (
+            options is not None
+            and not options.asyncOp
+            and self._together is None
+            and self.library.one_at_a_time is None
+        )
 
-    def _begin(self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
+    def _begin(
+        self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False
+    ) -> Work:
         if not self._alive:
             raise WorldError(f"{self._who()} was destroyed: there is no {title} any more")
         if self._awaited(options):
@@ -152,7 +197,9 @@ class MpiGroup(dist.ProcessGroup):
         operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
             self._together.append(operation)
-        elif not operation.advance() and not (self.library.full and not later and operation.carry_on()):
+        elif not operation.advance() and not (
+            self.library.full and not later and operation.carry_on()
+        ):
             if later:
                 progress().see_to_later(operation)
             elif options is None or options.asyncOp:
@@ -162,7 +209,9 @@ class MpiGroup(dist.ProcessGroup):
     def told(self, title: str, outputs: Sequence[Tensor]) -> str:
         """Who does what, for an error."""
         shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in outputs[:3])
-        return f"{self._who()}: {title}" + (f" of {shapes}{', ...' if len(outputs) > 3 else ''}" if shapes else "")
+        return f"{self._who()}: {title}" + (
+            f" of {shapes}{', ...' if len(outputs) > 3 else ''}" if shapes else ""
+        )
 
     def seconds(self, options: Any) -> float:
         """How long an operation may take: what the call says, else the group's time limit."""
@@ -190,9 +239,16 @@ class MpiGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         given = _listed(tensors)
         fold = self._fold(opts, given)
-        if len(given) == 1 and fold.factor is None and plain(given[0]):  # mostly so, and then without detours
+        if (
+            len(given) == 1 and fold.factor is None and plain(given[0])
+        ):  # mostly so, and then without detours
             team, t, options = self._team, given[0], _options(opts)
-            if team.size == 2 and 0 < t.nbytes <= collectives.EAGER and self._alive and self._awaited(options):
+            if (
+                team.size == 2
+                and 0 < t.nbytes <= collectives.EAGER
+                and self._alive
+                and self._awaited(options)
+            ):
                 try:
                     steps = collectives.all_reduce_pair(team, self._tag(), t, fold)
                 except WorldError as error:
@@ -211,10 +267,14 @@ class MpiGroup(dist.ProcessGroup):
     def _all_reduced(self, memory: Memory, t: Tensor, fold: Reduction) -> Steps:
         if t.layout is not torch.strided:
             return all_reduce_sparse(self._team, self._tag(), t, fold)
-        return collectives.all_reduce(self._team, self._tag(), self._entering(memory, t, fold, memory.change), fold)
+        return collectives.all_reduce(
+            self._team, self._tag(), self._entering(memory, t, fold, memory.change), fold
+        )
 
     @staticmethod
-    def _entering(memory: Memory, t: Tensor, fold: Reduction, use: Callable[[Tensor], Tensor]) -> Tensor:
+    def _entering(
+        memory: Memory, t: Tensor, fold: Reduction, use: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """The memory of a tensor that is to be reduced, scaled where the reduction says so."""
         if fold.factor is None:
             return use(t)
@@ -226,35 +286,66 @@ class MpiGroup(dist.ProcessGroup):
         root = 0 if opts is None else opts.rootRank
         fold, memory = self._fold(opts, given), self._memory()
         use = memory.change if root == self._team.index else memory.read
-        rounds = [collectives.reduce(self._team, self._tag(), self._entering(memory, t, fold, use), fold, root) for t in given]
+        rounds = [
+            collectives.reduce(
+                self._team, self._tag(), self._entering(memory, t, fold, use), fold, root
+            )
+            for t in given
+        ]
         return self._start("reduce", memory, rounds, given, opts)
 
-    def reduce_scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Work:
+    def reduce_scatter(
+        self,
+        output_tensors: Sequence[Tensor] | Tensor,
+        input_tensors: Sequence[Any],
+        opts: Any = None,
+    ) -> Work:
         outs = _listed(output_tensors)
-        ins = [list(input_tensors)] if isinstance(input_tensors[0], Tensor) else [list(one) for one in input_tensors]
+        ins = (
+            [list(input_tensors)]
+            if isinstance(input_tensors[0], Tensor)
+            else [list(one) for one in input_tensors]
+        )
         fold, memory, rounds = self._fold(opts, outs), self._memory(), []
         for out, chunks in zip(outs, ins, strict=True):
             self._check_list("reduce_scatter", "input_list", chunks, out)
             self._check_size("reduce_scatter", "its own input", chunks[self._team.index], out, 1)
-            rounds.append(self._reduce_scattered(memory, out, [self._entering(memory, c, fold, memory.read) for c in chunks], fold))
+            rounds.append(
+                self._reduce_scattered(
+                    memory,
+                    out,
+                    [self._entering(memory, c, fold, memory.read) for c in chunks],
+                    fold,
+                )
+            )
         return self._start("reduce_scatter", memory, rounds, outs, _options(opts))
 
-    def reduce_scatter_single_coalesced(self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None
+    ) -> Work:
         fold, memory, rounds = self._fold(opts, outputTensors), self._memory(), []
         for out, whole in zip(outputTensors, inputTensors, strict=True):
             self._check_size("reduce_scatter_tensor", "input", whole, out, self._team.size)
             flat = self._entering(memory, whole, fold, memory.read).view(-1)
-            rounds.append(self._reduce_scattered(memory, out, flat.split_with_sizes([out.numel()] * self._team.size), fold))
+            rounds.append(
+                self._reduce_scattered(
+                    memory, out, flat.split_with_sizes([out.numel()] * self._team.size), fold
+                )
+            )
         return self._start("reduce_scatter_tensor", memory, rounds, outputTensors, _options(opts))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
+    ) -> Work:
         return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduce_scattered(self, memory: Memory, out: Tensor, chunks: Sequence[Tensor], fold: Reduction) -> Steps:
+    def _reduce_scattered(
+        self, memory: Memory, out: Tensor, chunks: Sequence[Tensor], fold: Reduction
+    ) -> Steps:
         return collectives.reduce_scatter(self._team, self._tag(), chunks, memory.write(out), fold)
 
     def _fold(self, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
@@ -264,38 +355,71 @@ class MpiGroup(dist.ProcessGroup):
     # Moves
 
     def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        given, root = _listed(tensors), 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
+        given, root = (
+            _listed(tensors),
+            0 if opts is None else opts if isinstance(opts, int) else opts.rootRank,
+        )
         memory = self._memory()
         use = memory.read if root == self._team.index else memory.write
         rounds = [collectives.broadcast(self._team, self._tag(), use(t), root) for t in given]
         return self._start("broadcast", memory, rounds, given, _options(opts))
 
-    def allgather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
+    def allgather(
+        self,
+        output_tensors: Sequence[Any],
+        input_tensors: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+    ) -> Work:
         ins = _listed(input_tensors)
-        lists = [list(output_tensors)] if isinstance(output_tensors[0], Tensor) else [list(one) for one in output_tensors]
+        lists = (
+            [list(output_tensors)]
+            if isinstance(output_tensors[0], Tensor)
+            else [list(one) for one in output_tensors]
+        )
         memory, rounds = self._memory(), []
         for outs, mine in zip(lists, ins, strict=True):
             self._check_list("all_gather", "tensor_list", outs, mine)
             self._check_size("all_gather", "its own output", outs[self._team.index], mine, 1)
-            rounds.append(collectives.all_gather(self._team, self._tag(), memory.read(mine), [memory.write(out) for out in outs]))
-        return self._start("all_gather", memory, rounds, [t for outs in lists for t in outs], _options(opts))
+            rounds.append(
+                collectives.all_gather(
+                    self._team, self._tag(), memory.read(mine), [memory.write(out) for out in outs]
+                )
+            )
+        return self._start(
+            "all_gather", memory, rounds, [t for outs in lists for t in outs], _options(opts)
+        )
 
-    def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]],
+        input_list: Sequence[Tensor],
+        opts: Any = None,
+    ) -> Work:
         """``output_lists[r][i]`` is ``input_list[i]`` of rank r."""
         lengths = [len(outs) for outs in output_lists]
         if lengths != [len(input_list)] * self._team.size:
             raise WorldError(
-                f"{self._who()}: all_gather_coalesced has output lists of {lengths} tensors; it needs {self._team.size} lists, one for each rank of the "
+                f"{self._who()}: all_gather_coalesced has output lists of {lengths} tensors; it "
+                f"needs {self._team.size} lists, one for each rank of the "
                 f"group, of {len(input_list)}, as many as there are inputs"
             )
         return self.allgather(list(zip(*output_lists, strict=True)), input_list, opts)
 
-    def all_gather_single_coalesced(self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None
+    ) -> Work:
         memory, rounds, size = self._memory(), [], self._team.size
         for out, mine in zip(output_lists, input_list, strict=True):
             self._check_size("all_gather_into_tensor", "output", out, mine, size)
             flat = memory.write(out).view(-1)
-            rounds.append(collectives.all_gather(self._team, self._tag(), memory.read(mine), flat.split_with_sizes([mine.numel()] * size)))
+            rounds.append(
+                collectives.all_gather(
+                    self._team,
+                    self._tag(),
+                    memory.read(mine),
+                    flat.split_with_sizes([mine.numel()] * size),
+                )
+            )
         return self._start("all_gather_into_tensor", memory, rounds, output_lists, _options(opts))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -305,8 +429,17 @@ class MpiGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def gather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        (mine,), memory, root = _listed(input_tensors), self._memory(), 0 if opts is None else opts.rootRank
+    def gather(
+        self,
+        output_tensors: Sequence[Any],
+        input_tensors: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+    ) -> Work:
+        (mine,), memory, root = (
+            _listed(input_tensors),
+            self._memory(),
+            0 if opts is None else opts.rootRank,
+        )
         outs = list(output_tensors[0]) if root == self._team.index else []
         parts = None
         if root == self._team.index:
@@ -316,8 +449,17 @@ class MpiGroup(dist.ProcessGroup):
         rounds = collectives.gather(self._team, self._tag(), memory.read(mine), parts, root)
         return self._start("gather", memory, [rounds], outs or [mine], _options(opts))
 
-    def scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Work:
-        (out,), memory, root = _listed(output_tensors), self._memory(), 0 if opts is None else opts.rootRank
+    def scatter(
+        self,
+        output_tensors: Sequence[Tensor] | Tensor,
+        input_tensors: Sequence[Any],
+        opts: Any = None,
+    ) -> Work:
+        (out,), memory, root = (
+            _listed(output_tensors),
+            self._memory(),
+            0 if opts is None else opts.rootRank,
+        )
         parts = None
         if root == self._team.index:
             chunks = list(input_tensors[0])
@@ -327,16 +469,30 @@ class MpiGroup(dist.ProcessGroup):
         rounds = collectives.scatter(self._team, self._tag(), parts, memory.write(out), root)
         return self._start("scatter", memory, [rounds], [out], _options(opts))
 
-    def alltoall(self, output_tensor: Sequence[Tensor], input_tensor: Sequence[Tensor], opts: Any = None) -> Work:
-        outs, ins, memory, me = list(output_tensor), list(input_tensor), self._memory(), self._team.index
+    def alltoall(
+        self, output_tensor: Sequence[Tensor], input_tensor: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        outs, ins, memory, me = (
+            list(output_tensor),
+            list(input_tensor),
+            self._memory(),
+            self._team.index,
+        )
         self._check_list("all_to_all", "output_tensor_list", outs, ins[0])
         self._check_list("all_to_all", "input_tensor_list", ins, outs[0])
         self._check_size("all_to_all", "its own input", ins[me], outs[me], 1)
-        rounds = collectives.all_to_all(self._team, self._tag(), [memory.read(t) for t in ins], [memory.write(t) for t in outs])
+        rounds = collectives.all_to_all(
+            self._team, self._tag(), [memory.read(t) for t in ins], [memory.write(t) for t in outs]
+        )
         return self._start("all_to_all", memory, [rounds], outs, _options(opts))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
     ) -> Work:
         memory = self._memory()
         self._check_dtype("all_to_all_single", output, input)
@@ -352,41 +508,74 @@ class MpiGroup(dist.ProcessGroup):
         length = t.shape[0] if t.ndim else 1
         if not rows:
             if length % size:
-                raise WorldError(f"{self._who()}: all_to_all_single: the {what}'s {length} rows are not a multiple of {size} ranks; give {what}_split_sizes")
+                raise WorldError(
+                    f"{self._who()}: all_to_all_single: the {what}'s {length} rows are not a "
+                    f"multiple of {size} ranks; give {what}_split_sizes"
+                )
             rows = [length // size] * size
         if len(rows) != size or sum(rows) != length:
-            raise WorldError(f"{self._who()}: all_to_all_single: {what}_split_sizes {list(rows)} must be {size} numbers that add up to {length} rows")
+            raise WorldError(
+                f"{self._who()}: all_to_all_single: {what}_split_sizes {list(rows)} must be "
+                f"{size} numbers that add up to {length} rows"
+            )
         row = t.numel() // length if length else 0
         return list(t.view(-1).split_with_sizes([n * row for n in rows]))
 
     # Waiting for each other
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._start("barrier", self._memory(), [collectives.barrier(self._team, self._tag())], [], _options(opts))
+        return self._start(
+            "barrier",
+            self._memory(),
+            [collectives.barrier(self._team, self._tag())],
+            [],
+            _options(opts),
+        )
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when all have come. Raises WorldError, which on the group's first rank names all that have not."""
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all have come. Raises WorldError, which on the group's first rank names all
+        that have not."""
         team, tag = self._team, self._tag()
         marks = [torch.zeros(1, dtype=torch.uint8) for _ in self._names]
 
         def steps() -> Steps:
-            yield from collectives.gather(team, tag, marks[team.index], None if team.index else marks, 0)
+            yield from collectives.gather(
+                team, tag, marks[team.index], None if team.index else marks, 0
+            )
             yield from collectives.broadcast(team, tag, marks[0], 0)
 
-        self._start("monitored_barrier", self._memory(), [steps()], [], None, later=True).wait(timeout or timedelta(0))
+        self._start("monitored_barrier", self._memory(), [steps()], [], None, later=True).wait(
+            timeout or timedelta(0)
+        )
 
     # Single messages
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
         (t,), memory = tensors, self._memory()
         self._check_peer("send", dst, tag)
-        return self._start("send", memory, [_sent(self._inbox.team, memory.read(t), dst, tag)], tensors, None, later=True)
+        return self._start(
+            "send",
+            memory,
+            [_sent(self._inbox.team, memory.read(t), dst, tag)],
+            tensors,
+            None,
+            later=True,
+        )
 
     def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> Work:
         (t,), memory = tensors, self._memory()
         if src is not None:
             self._check_peer("recv", src, tag)
-        return self._start("recv", memory, [_alone(Letter(self._inbox, memory.write(t), src, tag))], tensors, None, later=True)
+        return self._start(
+            "recv",
+            memory,
+            [_alone(Letter(self._inbox, memory.write(t), src, tag))],
+            tensors,
+            None,
+            later=True,
+        )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)
@@ -395,25 +584,39 @@ class MpiGroup(dist.ProcessGroup):
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self._team.size:
-            raise WorldError(f"{self._who()}: {what}: there is no rank {peer} in a group of {self._team.size}")
+            raise WorldError(
+                f"{self._who()}: {what}: there is no rank {peer} in a group of {self._team.size}"
+            )
         if not 0 <= tag <= self.library.tags:
-            raise WorldError(f"{self._who()}: {what}: tag {tag} must be from 0 to {self.library.tags}, the largest that this MPI has")
+            raise WorldError(
+                f"{self._who()}: {what}: tag {tag} must be from 0 to {self.library.tags}, the "
+                f"largest that this MPI has"
+            )
 
     def _check_list(self, what: str, name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
         if len(tensors) != self._team.size:
-            raise WorldError(f"{self._who()}: {what}: {name} has {len(tensors)} tensors; it needs {self._team.size}, one for each rank of the group")
+            raise WorldError(
+                f"{self._who()}: {what}: {name} has {len(tensors)} tensors; it needs "
+                f"{self._team.size}, one for each rank of the group"
+            )
         for t in tensors:
             self._check_dtype(what, t, like)
 
     def _check_dtype(self, what: str, a: Tensor, b: Tensor) -> None:
         if a.dtype != b.dtype:
-            raise WorldError(f"{self._who()}: {what}: tensors of {a.dtype} and of {b.dtype}; all must be of one dtype")
+            raise WorldError(
+                f"{self._who()}: {what}: tensors of {a.dtype} and of {b.dtype}; all must be of "
+                f"one dtype"
+            )
 
     def _check_size(self, what: str, name: str, a: Tensor, b: Tensor, times: int) -> None:
         self._check_dtype(what, a, b)
         if a.numel() != times * b.numel():
             wanted = f"{times} x {b.numel()}" if times > 1 else str(b.numel())
-            raise WorldError(f"{self._who()}: {what}: {name} has {a.numel()} elements (shape {list(a.shape)}); it needs {wanted}")
+            raise WorldError(
+                f"{self._who()}: {what}: {name} has {a.numel()} elements (shape {list(a.shape)}); "
+                f"it needs {wanted}"
+            )
 
 
 def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
@@ -421,7 +624,8 @@ def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
 
 
 def _options(opts: Any) -> Any:
-    """The options, where they are some: groups can also be called with a reduction or a root in their place."""
+    """The options, where they are some: groups can also be called with a reduction or a root in
+    their place."""
     return opts if hasattr(opts, "timeout") else None
 
 

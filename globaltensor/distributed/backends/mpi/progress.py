@@ -1,6 +1,8 @@
-"""Operations under way: driven by whoever waits for them, and by one thread beside the computation for those that nobody waits for yet.
+"""Operations under way: driven by whoever waits for them, and by one thread beside the computation
+for those that nobody waits for yet.
 
-An operation is a generator of steps. It goes on whenever somebody looks whether it is over; nothing blocks inside MPI, so every wait has an end.
+An operation is a generator of steps. It goes on whenever somebody looks whether it is over; nothing
+blocks inside MPI, so every wait has an end.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ __all__ = ["Finished", "Joint", "Operation", "Step", "Steps", "progress", "stop_
 _SPIN: Final = 50e-6  # seconds of looking again at once: what a message between two cores may take
 _LOOKS: Final = 50  # about as long, in numbers of looks
 _YIELD: Final = 1e-3  # and then of letting others have the core between two looks
-_SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so that a wait is at most so much too long
+# later: naps of this share of the time waited so far, so that a wait is at most so much too long
+_SHARE: Final = 0.05
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _LONG_NAP: Final = 1e-3
-_SHORT_NAP: Final = 1e-4  # while a message is on its way: where the kernel does not copy it from process to process it goes in pieces, a few at each look
+# while a message is on its way: where the kernel does not copy it from process to process it goes
+# in pieces, a few at each look
+_SHORT_NAP: Final = 1e-4
 _MOVING: Final = 1.0  # seconds of looking at it again at once, where there are cores for that
-_PATIENCE: Final = 1e-3  # seconds without a move for which a rank stays with what it started, where every core has its rank: a thread waits longer for one
-_LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
+# seconds without a move for which a rank stays with what it started, where every core has its rank:
+# a thread waits longer for one
+_PATIENCE: Final = 1e-3
+_LONG: Final = (
+    0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
+)
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
 
@@ -50,7 +59,8 @@ class Step(Protocol):
     def awaited(self) -> list[int]: ...
 
     def moving(self) -> bool:
-        """Whether messages are on their way, as far as this rank can know: all that it receives have come."""
+        """Whether messages are on their way, as far as this rank can know: all that it receives
+        have come."""
 
     def left(self) -> list[int]:
         """The ranks that gave it up, where only they are waited for."""
@@ -74,9 +84,18 @@ class Group(Protocol):
 
 
 class Operation(dist.Work):
-    """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors, filled once it is over."""
+    """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors,
+    filled once it is over."""
 
-    def __init__(self, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any, step: Step | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        steps: Steps,
+        outputs: Sequence[Tensor],
+        title: str,
+        options: Any,
+        step: Step | None = None,
+    ) -> None:
         super().__init__()
         self.outputs = outputs
         self.over, self.moves = False, 0
@@ -91,8 +110,11 @@ class Operation(dist.Work):
         self._told = False
 
     @classmethod
-    def at_once(cls, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any) -> Operation | Finished:
-        """For a caller that waits anyway: mostly it is over before all that an operation needs would have been made."""
+    def at_once(
+        cls, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any
+    ) -> Operation | Finished:
+        """For a caller that waits anyway: mostly it is over before all that an operation needs
+        would have been made."""
         step, operation = None, None
         try:
             step = next(steps, None)
@@ -103,7 +125,10 @@ class Operation(dist.Work):
                     step = next(steps, None)
         except Exception as error:
             operation = cls(group, steps, outputs, title, options, step)
-            operation._fail(str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}", error)
+            operation._fail(
+                str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}",
+                error,
+            )
         return operation or cls(group, steps, outputs, title, options, step)
 
     def advance(self) -> bool:
@@ -126,7 +151,10 @@ class Operation(dist.Work):
                 self.moves += 1
                 self.over = self._step is None
         except Exception as error:
-            self._fail(str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}", error)
+            self._fail(
+                str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}",
+                error,
+            )
         except BaseException as error:  # Ctrl-C: not ours to keep
             self._fail(f"interrupted by {type(error).__name__}", error)
             raise
@@ -154,7 +182,8 @@ class Operation(dist.Work):
     def carry_on(self) -> bool:
         """Drive it as long as it moves, and a little longer -> whether it is over.
 
-        For a machine whose cores all have their rank: beside the computation nothing would move there before the scheduler's next slice.
+        For a machine whose cores all have their rank: beside the computation nothing would move
+        there before the scheduler's next slice.
         """
         moves, moved = self.moves, time.perf_counter()
         while not self.advance():
@@ -166,13 +195,18 @@ class Operation(dist.Work):
         return True
 
     def overdue(self, waited: float, limit: float | None = None) -> None:
-        """End it with an error if it has taken longer than ``limit`` (none: the group's), or waits for a rank that has left."""
+        """End it with an error if it has taken longer than ``limit`` (none: the group's), or waits
+        for a rank that has left."""
         allowed = self._group.seconds(self._options) if limit is None else limit
         with self._lock:
             if self.over:
                 return
             awaited = self._step.awaited() if self._step is not None else []
-            missing = f"nothing has come from {_ranks(awaited)}" if awaited else "not all that was sent has been received"
+            missing = (
+                f"nothing has come from {_ranks(awaited)}"
+                if awaited
+                else "not all that was sent has been received"
+            )
             if gone := self._group.library.gone(awaited):
                 self._fail(f"{_ranks(gone)} left; {missing}")
             elif left := self._step.left() if self._step is not None else []:
@@ -233,7 +267,8 @@ class Operation(dist.Work):
     # torch's Work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over. Raises WorldError where it failed, or took longer than ``timeout`` (none: the group's)."""
+        """Block until it is over. Raises WorldError where it failed, or took longer than
+        ``timeout`` (none: the group's)."""
         if not self.over:
             seconds = timeout.total_seconds()
             self._drive(seconds if seconds > 0 else None)
@@ -348,11 +383,14 @@ class Joint(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """A future of all outputs."""
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda done: [t for f in done.value() for t in f.value()])
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda done: [t for f in done.value() for t in f.value()]
+        )
 
 
 class Progress:
-    """A thread that drives operations beside the computation. It naps when nothing moves: the core is the computation's."""
+    """A thread that drives operations beside the computation. It naps when nothing moves: the core
+    is the computation's."""
 
     def __init__(self) -> None:
         self._urgent: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
@@ -369,7 +407,8 @@ class Progress:
         self._serve()
 
     def see_to_later(self, operation: Operation) -> None:
-        """Drive it if it is not over in a few milliseconds: most messages are waited for at once, and a thread takes longer to wake than they take."""
+        """Drive it if it is not over in a few milliseconds: most messages are waited for at once,
+        and a thread takes longer to wake than they take."""
         self._lazy.append((time.perf_counter(), operation))
         if self._asleep:
             self._urgent.put(None)
@@ -387,7 +426,9 @@ class Progress:
         if self._serving is None:
             with self._role:
                 if self._serving is None and not self._ended:
-                    self._serving = threading.Thread(target=self._run, name="globaltensor mpi", daemon=True)
+                    self._serving = threading.Thread(
+                        target=self._run, name="globaltensor mpi", daemon=True
+                    )
                     self._serving.start()
 
     def _run(self) -> None:
@@ -406,7 +447,8 @@ class Progress:
             self._nap(under_way, now - moved)
 
     def _take(self, under_way: list[Operation]) -> bool:
-        """Take on what has come; wait for it if there is nothing else to do -> whether something came."""
+        """Take on what has come; wait for it if there is nothing else to do -> whether something
+        came."""
         known = len(under_way)
         try:
             if under_way:
@@ -429,7 +471,8 @@ class Progress:
         return len(under_way) > known
 
     def _tell(self, over: list[Operation], under_way: list[Operation]) -> bool:
-        """Fulfil futures. What hangs on them may wait for operations itself, so another thread may serve meanwhile -> whether this one still does."""
+        """Fulfil futures. What hangs on them may wait for operations itself, so another thread may
+        serve meanwhile -> whether this one still does."""
         me = self._serving
         for operation in under_way:
             self._urgent.put(operation)

@@ -1,4 +1,5 @@
-"""Elementwise reductions of any dtype by torch's own kernels, in rank order: every rank gets the same bits."""
+"""Elementwise reductions of any dtype by torch's own kernels, in rank order: every rank gets the
+same bits."""
 
 from __future__ import annotations
 
@@ -32,12 +33,17 @@ _FOLD_BOOL: Final[dict[str, Callable[..., Tensor]]] = {
     "BOR": torch.logical_or,
     "BXOR": torch.logical_xor,
 }
-#: Dtypes that torch cannot add or compare, and one that holds their values meanwhile. Unsigned 64-bit numbers are turned into signed ones of the same order.
+#: Dtypes that torch cannot add or compare, and one that holds their values meanwhile. Unsigned
+#: 64-bit numbers are turned into signed ones of the same order.
 _WIDER: Final = {
     torch.complex32: torch.complex64,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
-    **{dtype: torch.float32 for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)},
+    **{
+        dtype: torch.float32
+        for name, dtype in vars(torch).items()
+        if name.startswith("float8_") and isinstance(dtype, torch.dtype)
+    },
 }
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _TOP_BIT: Final = -(1 << 63)
@@ -67,13 +73,23 @@ class Reduction:
     def _refuse(name: str, dtype: torch.dtype, folds: dict[str, Callable[..., Tensor]]) -> None:
         inexact = dtype.is_floating_point or dtype.is_complex
         if name not in folds:
-            raise WorldError(f"ReduceOp.{name} is not defined for {dtype}; there are {', '.join(folds)}")
+            raise WorldError(
+                f"ReduceOp.{name} is not defined for {dtype}; there are {', '.join(folds)}"
+            )
         if name in ("AVG", "PREMUL_SUM") and not inexact:
-            raise WorldError(f"ReduceOp.{name} is not defined for {dtype}: use SUM and divide, or convert to float")
+            raise WorldError(
+                f"ReduceOp.{name} is not defined for {dtype}: use SUM and divide, or convert to "
+                f"float"
+            )
         if name in ("MIN", "MAX") and dtype.is_complex:
-            raise WorldError(f"ReduceOp.{name} is not defined for {dtype}: complex numbers have no order")
+            raise WorldError(
+                f"ReduceOp.{name} is not defined for {dtype}: complex numbers have no order"
+            )
         if name in ("BAND", "BOR", "BXOR") and inexact:
-            raise WorldError(f"ReduceOp.{name} is not defined for {dtype}: it combines the bits of integers or bool")
+            raise WorldError(
+                f"ReduceOp.{name} is not defined for {dtype}: it combines the bits of integers or "
+                f"bool"
+            )
 
     def prepare(self, own: Tensor) -> Tensor:
         """This rank's part, as it enters the sum: scaled where the reduction says so."""
@@ -118,7 +134,8 @@ _known: dict[tuple[int, torch.dtype, int], Reduction] = {}
 
 
 def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
-    """The reduction that torch calls ``op``. Raises WorldError where it makes no sense for the dtype."""
+    """The reduction that torch calls ``op``. Raises WorldError where it makes no sense for the
+    dtype."""
     key = (int(getattr(op, "op", op)), dtype, size)
     found = _known.get(key)
     if found is None:

@@ -1,7 +1,8 @@
 """A round: messages to and from some ranks, under way together. Nothing here waits.
 
-A message is received only once it is there and its length is known to be right: Open MPI 5 writes past the end of a receive that was posted for fewer
-bytes than a long message brings (seen with 5.0.11 between processes of one host).
+A message is received only once it is there and its length is known to be right: Open MPI 5 writes
+past the end of a receive that was posted for fewer bytes than a long message brings (seen with
+5.0.11 between processes of one host).
 """
 
 from __future__ import annotations
@@ -29,12 +30,27 @@ _PIECE: Final = 1 << 30
 
 
 class Team:
-    """Ranks that send each other messages: ``members`` of an MPI communicator, in order, and this rank's ``index`` among them."""
+    """Ranks that send each other messages: ``members`` of an MPI communicator, in order, and this
+    rank's ``index`` among them."""
 
     __slots__ = ("comm", "index", "library", "members", "memory", "names", "size", "testall")
 
-    def __init__(self, library: Library, comm: MPI.Intracomm, members: Sequence[int], names: Sequence[int], index: int) -> None:
-        self.library, self.comm, self.members, self.names, self.index, self.size = library, comm, members, names, index, len(members)
+    def __init__(
+        self,
+        library: Library,
+        comm: MPI.Intracomm,
+        members: Sequence[int],
+        names: Sequence[int],
+        index: int,
+    ) -> None:
+        self.library, self.comm, self.members, self.names, self.index, self.size = (
+            library,
+            comm,
+            members,
+            names,
+            index,
+            len(members),
+        )
         self.memory, self.testall = library.api.buffer.fromaddress, library.api.Request.Testall
 
     def part(self, chosen: Sequence[int]) -> Team:
@@ -44,15 +60,19 @@ class Team:
 
 
 def pieces(t: Tensor) -> Sequence[tuple[int, int]]:
-    """(address, bytes) of a contiguous tensor, in pieces that MPI can count; one of no bytes for an empty tensor."""
+    """(address, bytes) of a contiguous tensor, in pieces that MPI can count; one of no bytes for an
+    empty tensor."""
     at, nbytes = t.data_ptr(), t.nbytes
     if nbytes <= _PIECE:
         return ((at, nbytes),)
     return [(at + done, min(_PIECE, nbytes - done)) for done in range(0, nbytes, _PIECE)]
 
 
-def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want: int, source: int) -> MPI.Request:
-    """Start receiving a message that is there. Raises WorldError where its length is another; it is swallowed then, so that its sender can go on."""
+def receive(
+    team: Team, message: MPI.Message, status: MPI.Status, at: int, want: int, source: int
+) -> MPI.Request:
+    """Start receiving a message that is there. Raises WorldError where its length is another; it is
+    swallowed then, so that its sender can go on."""
     api = team.library.api
     got = status.Get_count(api.BYTE)
     if got == want:
@@ -60,18 +80,26 @@ def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want:
     waste = torch.empty(max(0, got), dtype=torch.uint8)
     message.Recv(api.buffer.fromaddress(waste.data_ptr(), waste.nbytes))
     if got == 0:
-        raise WorldError(f"rank {team.names[source]} sent nothing where {want} bytes are expected: it gave up (its own error says why), or gives no elements")
-    raise WorldError(f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give tensors of different sizes, or do different things")
+        raise WorldError(
+            f"rank {team.names[source]} sent nothing where {want} bytes are expected: it gave up "
+            f"(its own error says why), or gives no elements"
+        )
+    raise WorldError(
+        f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give "
+        f"tensors of different sizes, or do different things"
+    )
 
 
 def _settled(t: Tensor) -> None:
-    """Wait for kernels that are queued: MPI knows nothing of those that write what is sent, or read what was where something comes."""
+    """Wait for kernels that are queued: MPI knows nothing of those that write what is sent, or read
+    what was where something comes."""
     if t.is_cuda:
         torch.cuda.current_stream(t.device).synchronize()
 
 
 class Round:
-    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the round is finished.
+    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the
+    round is finished.
 
     ``shared``: all of the team take part, each with rounds of its own.
     """
@@ -86,7 +114,14 @@ class Round:
         self._status = team.library.api.Status()
 
     @classmethod
-    def begun(cls, team: Team, tag: int, requests: Sequence[MPI.Request], arriving: Sequence[tuple[int, int, int]], kept: Sequence[Tensor]) -> Round:
+    def begun(
+        cls,
+        team: Team,
+        tag: int,
+        requests: Sequence[MPI.Request],
+        arriving: Sequence[tuple[int, int, int]],
+        kept: Sequence[Tensor],
+    ) -> Round:
         """One whose messages are on their way already."""
         here = cls(team, tag)
         here._requests, here._arriving, here._kept = list(requests), list(arriving), list(kept)
@@ -98,7 +133,9 @@ class Round:
         _settled(t)
         self._kept.append(t)
         for at, nbytes in pieces(t):
-            self._requests.append(team.comm.Isend(team.memory(at, nbytes), team.members[to], self._tag))
+            self._requests.append(
+                team.comm.Isend(team.memory(at, nbytes), team.members[to], self._tag)
+            )
 
     def receive(self, t: Tensor, source: int) -> None:
         """Take what comes from the rank at this index of the team."""
@@ -108,18 +145,24 @@ class Round:
             self._arriving.append((source, at, nbytes))
 
     def finished(self) -> bool:
-        """Go on as far as that is possible without waiting -> whether all messages are through. Raises WorldError for one of another length."""
+        """Go on as far as that is possible without waiting -> whether all messages are through.
+        Raises WorldError for one of another length."""
         if self._arriving and not self._all_came():
             return False
         return not self._requests or self._team.testall(self._requests)
 
     def _all_came(self) -> bool:
         team, status, tag = self._team, self._status, self._tag
-        arriving, silent = self._arriving, []  # of the pieces from one rank the first must come first
+        arriving, silent = (
+            self._arriving,
+            [],
+        )  # of the pieces from one rank the first must come first
         at = 0
         while at < len(arriving):
             source, address, want = arriving[at]
-            message = None if source in silent else team.comm.Improbe(team.members[source], tag, status)
+            message = (
+                None if source in silent else team.comm.Improbe(team.members[source], tag, status)
+            )
             if message is None:
                 silent.append(source)
                 at += 1
@@ -137,15 +180,21 @@ class Round:
         return sorted({self._team.names[entry[0]] for entry in self._arriving})
 
     def left(self) -> list[int]:
-        """The ranks, by their names, that have abandoned it, and will not receive what they were sent. Empty messages are not waited for that long."""
+        """The ranks, by their names, that have abandoned it, and will not receive what they were
+        sent. Empty messages are not waited for that long."""
         team, status, empty = self._team, self._status, []
         for i, member in enumerate(team.members) if self._shared and not self._arriving else ():
-            if i != team.index and team.comm.Iprobe(member, self._tag, status) and status.Get_count(team.library.api.BYTE) == 0:
+            if (
+                i != team.index
+                and team.comm.Iprobe(member, self._tag, status)
+                and status.Get_count(team.library.api.BYTE) == 0
+            ):
                 empty.append(team.names[i])
         return empty
 
     def abandon(self) -> None:
-        """Nobody waits for it any more. The others are told: a message of no bytes comes after what was sent before."""
+        """Nobody waits for it any more. The others are told: a message of no bytes comes after what
+        was sent before."""
         self._arriving = []
         with contextlib.suppress(self._team.library.api.Exception):
             for to in range(self._team.size if self._shared else 0):
@@ -155,7 +204,8 @@ class Round:
 
 
 class Inbox:
-    """The messages that single ranks send each other in one group. Receives take them in the order in which they were asked for."""
+    """The messages that single ranks send each other in one group. Receives take them in the order
+    in which they were asked for."""
 
     def __init__(self, team: Team) -> None:
         self.team, self.lock = team, threading.Lock()
@@ -175,14 +225,27 @@ class Inbox:
             self._lines.pop(letter.tag, None)
 
     def look(self, letter: Letter, status: MPI.Status) -> MPI.Message | None:
-        """The message for this letter, if it has come: none that another, asked for earlier, must have. The lock is held."""
+        """The message for this letter, if it has come: none that another, asked for earlier, must
+        have. The lock is held."""
         line = self._lines[letter.tag]
-        earlier = {other.source for other in line[: line.index(letter)]} if line[0] is not letter else set()
+        earlier = (
+            {other.source for other in line[: line.index(letter)]}
+            if line[0] is not letter
+            else set()
+        )
         if None in earlier or (letter.source is None and not earlier):
-            return None if earlier else self._probe(self.team.library.api.ANY_SOURCE, letter.tag, status)
+            return (
+                None
+                if earlier
+                else self._probe(self.team.library.api.ANY_SOURCE, letter.tag, status)
+            )
         wanted = range(self.team.size) if letter.source is None else [letter.source]
         for source in wanted:
-            message = None if source in earlier else self._probe(self.team.members[source], letter.tag, status)
+            message = (
+                None
+                if source in earlier
+                else self._probe(self.team.members[source], letter.tag, status)
+            )
             if message is not None:
                 return message
         return None
@@ -192,7 +255,8 @@ class Inbox:
 
 
 class Letter:
-    """One receive of an inbox, driven as a round is. ``source``: the index of the rank it comes from; None until it is known, where any rank will do."""
+    """One receive of an inbox, driven as a round is. ``source``: the index of the rank it comes
+    from; None until it is known, where any rank will do."""
 
     __slots__ = ("_inbox", "_pieces", "_requests", "_status", "_t", "source", "tag")
 
@@ -220,7 +284,9 @@ class Letter:
             return False
         team, (at, want) = self._inbox.team, self._pieces.pop(0)
         if self.source is None:
-            self.source = team.members.index(self._status.source)  # the other pieces are from the same rank
+            self.source = team.members.index(
+                self._status.source
+            )  # the other pieces are from the same rank
         self._requests.append(receive(team, message, self._status, at, want, self.source))
         return True
 
@@ -231,7 +297,13 @@ class Letter:
     def awaited(self) -> list[int]:
         """As for a round."""
         names = self._inbox.team.names
-        return [] if not self._pieces else [n for n in names if n != names[self._inbox.team.index]] if self.source is None else [names[self.source]]
+        return (
+            []
+            if not self._pieces
+            else [n for n in names if n != names[self._inbox.team.index]]
+            if self.source is None
+            else [names[self.source]]
+        )
 
     def left(self) -> list[int]:
         """As for a round; of single messages nobody is told."""

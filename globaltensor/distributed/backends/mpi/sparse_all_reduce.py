@@ -15,18 +15,28 @@ __all__ = ["all_reduce_sparse"]
 
 
 def all_reduce_sparse(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    """All-reduce a sparse COO tensor in place. Raises WorldError for other layouts, and other reductions than SUM and AVG."""
+    """All-reduce a sparse COO tensor in place. Raises WorldError for other layouts, and other
+    reductions than SUM and AVG."""
     if t.layout is not torch.sparse_coo or fold.name not in ("SUM", "AVG"):
-        raise WorldError(f"all_reduce({fold.name}) of a tensor of layout {t.layout}: only SUM and AVG of torch.sparse_coo are defined; use to_dense()")
+        raise WorldError(
+            f"all_reduce({fold.name}) of a tensor of layout {t.layout}: only SUM and AVG of "
+            f"torch.sparse_coo are defined; use to_dense()"
+        )
     mine = t.detach().cpu().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     counts = torch.empty(team.size, dtype=torch.int64)
-    yield from collectives.all_gather(team, tag, torch.tensor([values.shape[0]]), counts.split_with_sizes([1] * team.size))
+    yield from collectives.all_gather(
+        team, tag, torch.tensor([values.shape[0]]), counts.split_with_sizes([1] * team.size)
+    )
     every = [int(n) for n in counts]
     all_indices = [torch.empty(indices.shape[0], n, dtype=indices.dtype) for n in every]
     all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in every]
     yield from collectives.all_gather(team, tag, indices, all_indices)
     yield from collectives.all_gather(team, tag, values, all_values)
-    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), t.shape, check_invariants=False).coalesce()
-    with torch.no_grad():  # on the tensor itself: detach() of a sparse one doesn't share what copy_ replaces
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, 1), torch.cat(all_values), t.shape, check_invariants=False
+    ).coalesce()
+    with (
+        torch.no_grad()
+    ):  # on the tensor itself: detach() of a sparse one doesn't share what copy_ replaces
         t.copy_(total / team.size if fold.name == "AVG" else total)
