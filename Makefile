@@ -46,7 +46,7 @@ test-slow: $(STAMP)  ## the long ones
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
 
 # ON_GPU: tests of the CPU that `make test-gpu` also runs with their placements on the GPU, which the ranks share (tests/support/device.py).
-ON_GPU := tests/test_boxing_processes.py tests/test_training.py tests/test_zero.py tests/test_opinfo.py tests/test_rules_indexing.py tests/test_rules_views.py
+ON_GPU := tests/boxing/test_boxing_processes.py tests/end_to_end/test_training.py tests/optim/test_zero.py tests/ops/test_opinfo.py tests/ops/test_rules_indexing.py tests/ops/test_rules_views.py
 
 test-gpu: $(STAMP)  ## those that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -12,6 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from support.paths import FOLDERS
+
+sys.path.extend(map(str, FOLDERS))
+
 import globaltensor as flow
 from support import worker
 

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+from support.paths import PYTHONPATH
+
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
 
 
@@ -21,7 +22,7 @@ def run(
     """-> exit code, and what was written to stdout and stderr."""
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "PYTHONPATH": PYTHONPATH,
         "OMP_NUM_THREADS": "1",
         **variables,
     }

@@ -1,0 +1,88 @@
+"""The examples in README.md and docs/ run as they stand, in a world of one and on two processes:
+the python blocks of a page in their order, as one program."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.forked import forked
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```$(?:\n\n```(?:text)?\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
+    """(number of lines before it, code, the block right below it: what it prints) of each python
+    block."""
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        yield text[: match.start(1)].count("\n"), match[1], match[2]
+
+
+WITH_CODE = [page for page in PAGES if any(blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_examples_run_and_print_what_they_are_said_to(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for before, code, printed in blocks(page):
+        capsys.readouterr()
+        exec(compile("\n" * before + code, str(page), "exec"), names)
+        if printed is not None:
+            assert (
+                capsys.readouterr().out.replace(f"{page.parent}/", "").strip() == printed.strip()
+            ), f"{page.name}, below line {before}"
+
+
+#: Pages whose program writes a file with Python's own functions and reads it again. In a shared
+#: folder one rank could read what another has written half.
+FOLDER_OF_A_RANK = {"pipeline.md"}
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """What a rank runs. (What is printed depends on how many there are: that is compared in a world
+    of one.)"""
+    if page.name in FOLDER_OF_A_RANK:
+        folder = folder / os.environ["RANK"]
+        folder.mkdir()
+    os.chdir(folder)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for before, code, _ in blocks(page):
+        linecache.cache[str(page)] = (
+            0,
+            None,
+            page.read_text().splitlines(keepends=True),
+            str(page),
+        )
+        exec(compile("\n" * before + code, str(page), "exec"), names)
+
+
+#: Its programs start the processes of a job themselves, so no launcher starts them.
+NOT_ON_RANKS = {"v0.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in WITH_CODE if page.name not in NOT_ON_RANKS],
+    ids=lambda page: page.name,
+)
+def test_the_examples_run_on_two_processes(page: Path, tmp_path: Path) -> None:
+    codes, said = forked(2, run_page, page, tmp_path)
+    assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
