@@ -13,7 +13,7 @@ import pytest
 from support.forked import forked
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^```python\n(.*?)^```$(?:\n\n```(?:text)?\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
@@ -27,10 +27,34 @@ def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
         yield text[: match.start(1)].count("\n"), match[1], match[2]
 
 
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "mailto")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(target)
+    assert not wrong, f"{name_of(page)} links to {wrong}"
+
+
 WITH_CODE = [page for page in PAGES if any(blocks(page))]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_examples_run_and_print_what_they_are_said_to(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,14 +99,8 @@ NOT_ON_RANKS = {"v0.md"}
 @pytest.mark.parametrize(
     "page",
     [page for page in WITH_CODE if page.name not in NOT_ON_RANKS],
-    ids=lambda page: page.name,
+    ids=name_of,
 )
 def test_the_examples_run_on_two_processes(page: Path, tmp_path: Path) -> None:
     codes, said = forked(2, run_page, page, tmp_path)
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
