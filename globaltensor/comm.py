@@ -1,5 +1,7 @@
-"""``flow.comm``: collectives and messages in OneFlow's own spelling: sums only, all ranks,
-blocking. ``flow.distributed`` has torch's."""
+"""``flow.comm``: collectives and messages by OneFlow's names: sums only, all ranks, blocking.
+
+Users call these functions. ``flow.distributed`` has torch's.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,23 @@ __all__ = [
     "reduce_scatter_tensor", "scatter", "send",
 ]  # fmt: skip
 
-_TAG: Final = 7004  # of the message that says what follows
+_TAG: Final = 7004  # tag of the message that describes the tensor to follow
 _MOST_DIMS: Final = 61
 _DTYPES: Final = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DEVICES: Final = ("cpu", "cuda", "xpu", "hpu", "npu", "mlu", "mps")
 
 
 def all_reduce(tensor: torch.Tensor) -> None:
-    """Sum over all ranks, in place. Tensors of one shape and dtype."""
+    """Sum ``tensor`` over all ranks, in place. All ranks pass one shape and dtype."""
     dist.all_reduce(tensor)
 
 
 def all_gather(tensor_list: list[Any], tensor: torch.Tensor) -> None:
-    """Put every rank's tensor (of one shape and dtype) into the list, which has an entry for each
-    rank: written where it fits, replaced where it does not."""
+    """Gather every rank's tensor (of one shape and dtype) into ``tensor_list``.
+
+    The list has one entry for each rank. An entry is written into where it fits, and replaced where
+    it does not. Raises ShapeError where the list has another length.
+    """
     size = start().size
     if len(tensor_list) != size:
         raise ShapeError(
@@ -51,8 +56,11 @@ def all_gather(tensor_list: list[Any], tensor: torch.Tensor) -> None:
 
 
 def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-    """Every rank's tensor, one after the other: concatenated or stacked, as the shape of the output
-    says. Raises ShapeError where its size doesn't fit."""
+    """Gather every rank's tensor into ``output_tensor``, in the order of the ranks.
+
+    The result is concatenated or stacked, as the shape of the output says. Raises ShapeError where
+    its size doesn't fit.
+    """
     size = start().size
     if output_tensor.numel() != size * input_tensor.numel():
         sizes = f"{tuple(output_tensor.shape)} for {size} inputs of {tuple(input_tensor.shape)}"
@@ -67,42 +75,44 @@ def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tens
 
 
 def broadcast(tensor: torch.Tensor, src: int) -> None:
-    """The tensor of rank ``src``, on every rank, in place."""
+    """Copy the tensor of rank ``src`` to every rank, in place."""
     dist.broadcast(tensor, src)
 
 
 def scatter(
     tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
 ) -> None:
-    """Rank ``src`` gives each rank one tensor of its list."""
+    """Send each rank one tensor of the list of rank ``src``, and write it into ``tensor``."""
     dist.scatter(tensor, list(scatter_list) if scatter_list is not None else None, src)
 
 
 def reduce(tensor: torch.Tensor, dst: int) -> None:
-    """Sum over all ranks, in place on rank ``dst``; the others keep theirs."""
+    """Sum ``tensor`` over all ranks, in place on rank ``dst``. The others keep theirs."""
     dist.reduce(tensor if start().rank == dst else tensor.clone(), dst)
 
 
 def all_to_all(
     output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor]
 ) -> None:
-    """Rank i gets entry i of every rank's list."""
+    """Send entry i of every rank's input list to rank i, into its output list."""
     dist.all_to_all(output_tensor_list, input_tensor_list)
 
 
 def barrier() -> None:
-    """Return when all ranks have come here."""
+    """Return when all ranks have called this function."""
     dist.barrier()
 
 
 def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor]) -> None:
-    """Rank i gets the sum of entry i of every rank's list."""
+    """Sum entry i of every rank's list into ``output`` on rank i."""
     dist.reduce_scatter(output, input_list)
 
 
 def reduce_scatter_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-    """Rank i gets the sum of part i of every rank's tensor, cut along dim 0; parts of any shape of
-    that size. Raises ShapeError where the size doesn't fit."""
+    """Sum shard i of every rank's tensor, cut along dim 0, into ``output_tensor`` on rank i.
+
+    Shards may have any shape of that size. Raises ShapeError where the size doesn't fit.
+    """
     size = start().size
     if input_tensor.numel() != size * output_tensor.numel():
         sizes = f"{tuple(input_tensor.shape)} for {size} outputs of {tuple(output_tensor.shape)}"
@@ -119,13 +129,16 @@ def reduce_scatter_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tenso
 def gather(
     tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0
 ) -> None:
-    """Every rank's tensor, in the list of rank ``dst``; elsewhere the list is not looked at."""
+    """Gather every rank's tensor into the list of rank ``dst``. Elsewhere the list is ignored."""
     dist.gather(tensor, gather_list if start().rank == dst else None, dst)
 
 
 def send(tensor: torch.Tensor, dst: int, send_meta: bool = True) -> None:
-    """Send to rank ``dst``, which calls ``recv``. ``send_meta``: say shape, dtype and device first;
-    without, the receiver must know them."""
+    """Send ``tensor`` to rank ``dst``, which calls ``recv``.
+
+    ``send_meta``: send shape, dtype and device first. Without it, the receiver must know them.
+    Raises ShapeError where a tensor has too many dims to describe.
+    """
     if send_meta:
         shape = list(tensor.shape)
         if len(shape) > _MOST_DIMS:
@@ -147,10 +160,10 @@ def recv(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A tensor from rank ``src`` -> a new one, or ``out``. Give shape, dtype and device where the
-    sender says ``send_meta=False``, none where it doesn't.
+    """Receive a tensor from rank ``src``: return a new one, or ``out``.
 
-    Raises WorldError where only some are given, ShapeError where ``out`` does not fit.
+    Pass shape, dtype and device where the sender passes ``send_meta=False``, and none of them
+    otherwise. Raises WorldError where only some are passed, ShapeError where ``out`` does not fit.
     """
     given = [value is not None for value in (shape, dtype, device)]
     if any(given) and not all(given):
@@ -178,7 +191,7 @@ def recv(
 
 
 def _meta_device() -> torch.device:
-    """Where a message about a message may lie: on the cpu, if the group can carry that."""
+    """Return the device of a message about a message: the cpu, if the group can send from it."""
     config = str(torch_dist.get_backend_config(start().carrier and torch_dist.group.WORLD))
     return (
         torch.device("cpu")

@@ -1,11 +1,14 @@
-"""Error classes. All derive from RuntimeError: Python swallows a TypeError raised inside an
-operator's dunder method."""
+"""Error and warning classes of this library. Every module raises these.
+
+All errors derive from RuntimeError: Python swallows a TypeError raised inside an operator's dunder
+method.
+"""
 
 import sys
 
 
 class GlobalTensorError(RuntimeError):
-    """Base of every error this library raises on purpose."""
+    """The base of every error that this library raises on purpose."""
 
 
 class PlacementError(GlobalTensorError):
@@ -17,28 +20,31 @@ class SbpError(GlobalTensorError):
 
 
 class ShapeError(GlobalTensorError):
-    """Ranks whose local tensors do not form one global tensor."""
+    """A set of local tensors that do not form one global tensor."""
 
 
 class KindError(GlobalTensorError):
-    """A tensor of a kind that global tensors are not made of: sparse, nested, quantized, or of a
-    class that decides what its values are."""
+    """A tensor of a kind that global tensors are not made of.
+
+    Such kinds are sparse, nested and quantized tensors, and classes that decide what their values
+    are.
+    """
 
 
 class BoxingError(GlobalTensorError):
-    """Data would have to move where that is forbidden, or cannot move."""
+    """A boxing that is forbidden, or that is impossible."""
 
 
 class WorldError(GlobalTensorError):
-    """The process group is missing, misconfigured or has failed."""
+    """A process group that is missing, misconfigured or has failed."""
 
 
 class DivergenceError(WorldError):
-    """Ranks that do different things: other operations, numbers or plain tensors."""
+    """A divergence of the ranks: their operations, numbers or plain tensors differ."""
 
 
 class ReplicatedError(GlobalTensorError):
-    """A collective would add up over ranks what every rank holds whole."""
+    """A collective that would sum over ranks a value that every rank holds in full."""
 
 
 class ScheduleError(GlobalTensorError):
@@ -54,51 +60,65 @@ class InplaceError(SbpError):
 
 
 class FormError(GlobalTensorError, TypeError, ValueError):
-    """A form of a call that its rule does not describe: it runs on whole tensors. Any other error
-    in a rule is a fault of the rule."""
+    """A form of a call that its rule does not describe: the call runs on replicated tensors.
+
+    Any other error in a rule is a fault of the rule.
+    """
 
 
 class LocalTensorError(GlobalTensorError, AttributeError):
-    """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a
-    plain tensor."""
+    """A read, on a plain tensor, of an attribute that only global tensors have.
+
+    ``hasattr(x, "sbp")`` is False for a plain tensor.
+    """
 
 
 class RenamedError(GlobalTensorError, AttributeError):
-    """An older name, which is gone; the message has the newer one. ``hasattr`` is False of it."""
+    """An older name, which is gone: the message has the newer one.
+
+    ``hasattr`` is False for it.
+    """
 
 
 class KernelError(GlobalTensorError):
-    """A global tensor reached a kernel below the function level."""
+    """A global tensor that reached a kernel below the function level."""
 
 
 class StorageError(GlobalTensorError, BufferError):
-    """The memory of a global tensor was asked for, which lies in parts on several ranks. (A
-    BufferError: that is what DLPack's protocol wants to see.)"""
+    """An access to the memory of a global tensor, which is spread over several ranks.
+
+    It is also a BufferError, because DLPack's protocol expects one.
+    """
 
 
 class InterfaceError(StorageError, AttributeError):
-    """The same, of an attribute that other libraries look for: ``hasattr`` is False of it."""
+    """A `StorageError` for an attribute that other libraries look for.
+
+    ``hasattr`` is False for it.
+    """
 
 
 class PartError(GlobalTensorError):
-    """A file holds another part of a global tensor than the rank that reads it needs."""
+    """A file that holds another shard of a global tensor than the rank that reads it needs."""
 
 
 class CompileError(GlobalTensorError):
-    """Code that must be compiled as a whole (``torch.compile(..., fullgraph=True)``) works on
-    global tensors."""
+    """A use of global tensors in code that must be compiled as a whole.
+
+    ``torch.compile(..., fullgraph=True)`` demands that.
+    """
 
 
 class CompileWarning(UserWarning):
-    """Code that torch.compile was to compile works on global tensors, and runs as it is."""
+    """A warning that code on global tensors runs uncompiled, despite torch.compile."""
 
 
 class FallbackWarning(UserWarning):
-    """A function without a rule ran on whole tensors."""
+    """A warning that a function without a rule ran on replicated tensors."""
 
 
 def noted(error: BaseException, text: str) -> None:
-    """Add a line to what an error says."""
+    """Add a line to an error's message."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:

@@ -1,5 +1,7 @@
-"""``flow.sbp``: how a tensor lies on one axis of a placement, split, broadcast or partial. The
-public page of `sharding.sbp`."""
+"""``flow.sbp``: the layout of a tensor on one axis of a placement: split, broadcast or partial.
+
+This module is the public page of `sharding.sbp`, for users.
+"""
 
 from .sharding.sbp import (
     Sbp,

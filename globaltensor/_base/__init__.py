@@ -1,2 +1,4 @@
-"""What everything may use: torch's private names, patches, pytrees. It knows no layout and no
-ranks."""
+"""Basics for every package here: torch's private names, patches of torch, pytrees.
+
+Nothing here knows about layouts or ranks.
+"""

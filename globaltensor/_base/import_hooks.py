@@ -1,5 +1,7 @@
-"""Changes to a module that is not imported yet, and may never be: importing it for that would take
-its time of everyone."""
+"""Patch a module when it is first imported, so that users who never import it pay nothing.
+
+Files that patch torch's optional modules call `when_imported`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ __all__ = ["when_imported"]
 
 
 class _Late:
-    """Finds one module, and changes it when it has run."""
+    """A finder for one module, which changes that module right after its code has run."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name, self.change = name, change
@@ -34,7 +36,7 @@ class _Late:
 
 
 def when_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Call ``change(module)`` once the module is there: now, or when it is imported."""
+    """Call ``change(module)`` once the module is imported: now, or at its import."""
     if name in sys.modules:
         change(sys.modules[name])
     else:

@@ -1,5 +1,8 @@
-"""What of ours is seen whole by whoever records a program (graph/capture/recorders.py): functions
-that torch's own interception would look straight through."""
+"""Make this library's functions overridable by torch-function modes.
+
+A recorder (graph/capture/recorders.py) then sees each as one call. torch's own interception would
+not see these functions.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the mode that looks on answer the call: for functions that ask `_torch.function_mode_on`
-    first."""
+    """Call the active torch-function mode for ``function``, and return its answer.
+
+    For functions that check `torch_private.function_mode_on` first.
+    """
     return handle_torch_function(function, (), *args, **kwargs)
 
 
-#: Functions that `visible` has made; and what those among them that are no methods are on one
-#: device.
+#: Functions that `visible` has made. `ALONE` maps those that are no methods to their equivalent on
+#: one device.
 SEEN: set[Callable[..., Any]] = set()
 ALONE: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -31,12 +36,14 @@ ALONE: dict[Callable[..., Any], Callable[..., Any]] = {}
 def visible(
     function: Function, name: str = "", alone: Callable[..., Any] | None = None
 ) -> Function:
-    """A function that modes see as they see torch's own; its body is ``__wrapped__``. ``alone``, of
-    one that is no method: what it is on one device, without ``placement`` and ``sbp``."""
+    """Return ``function`` made visible to torch-function modes, as torch's own functions are.
 
-    recording = (
-        torch_private.recording
-    )  # asked first: mostly nobody looks on, and each read of a gradient comes here
+    Its body is ``__wrapped__``. ``alone``, for a function that is no method: its equivalent on one
+    device, without ``placement`` and ``sbp``.
+    """
+
+    # Checked first: mostly no mode is active, and every read of a gradient comes through here.
+    recording = torch_private.recording
 
     @functools.wraps(function)
     def seen(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +61,8 @@ def visible(
 
 @visible
 def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call what a rule runs on the local tensors: a recorder may look into it, or keep it as one
-    step where it communicates."""
+    """Run a rule's function on local tensors.
+
+    A recorder may look into it, or record it as one step where it communicates.
+    """
     return function(*args, **kwargs)

@@ -1,5 +1,7 @@
-"""Python functions of torch run by their own bodies on global tensors: the calls inside are
-dispatched one by one."""
+"""Run torch's Python functions by their own bodies on global tensors.
+
+The calls inside such a body are dispatched one by one. The dispatcher (_ops) calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ import torch
 
 __all__ = ["DROPPED_ARGS", "apply_plainly", "python_body", "recover_dropped_args"]
 
-#: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13;
-#: before `l1_loss` had no weight).
+#: Arguments that torch's functions drop when they pass a call on to ``__torch_function__`` (2.13;
+#: `l1_loss` had no weight before).
 DROPPED_ARGS: dict[Any, tuple[str, ...]] = {
     torch.nn.functional.l1_loss: ("weight",),
     torch.chain_matmul: ("out",),
 }
-_DEEPEST = 16  # frames between the function and who it was handed to
-#: torch's initializers by name. While a library makes a model it may put its own in their place
-#: (transformers: some that leave loaded weights alone), and torch's hand on a call under the name
-#: that they have at that moment.
+_DEEPEST = 16  # maximum number of frames between the function and its override
+#: torch's initializers by name. A library that makes a model may replace them meanwhile by its own
+#: (transformers: by versions that leave loaded weights alone). torch's initializers pass a call on
+#: under the name that they have at that moment.
 _INITIALIZERS = {
     name: f
     for name, f in vars(torch.nn.init).items()
@@ -30,8 +32,10 @@ _INITIALIZERS = {
 
 
 def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs``; with the arguments of this call that ``func`` has forgotten, if any: it still
-    runs, and has them."""
+    """Return ``kwargs`` with the arguments that ``func`` dropped from this call, if any.
+
+    ``func`` is still running, so its frame has these arguments.
+    """
     if func not in DROPPED_ARGS or not kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         return kwargs
     frame = sys._getframe(1)
@@ -47,8 +51,10 @@ def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def python_body(func: Any) -> Callable[..., Any] | None:
-    """A Python function of torch, made to run its own body on global tensors: its inner calls are
-    dispatched one by one."""
+    """Return a copy of a torch function that runs its own body on global tensors.
+
+    The calls inside the body are dispatched one by one. Return None if ``func`` has no such body.
+    """
     if not isinstance(func, types.FunctionType):
         return None
     if not (func.__module__ or "").startswith("torch"):
@@ -62,8 +68,8 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 
 
 def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any]:
-    # The body asks first whether an argument overrides the function, and would come back here for
-    # ever: in this copy the answer is no.
+    # The body first asks whether an argument overrides the function, and the call would come back
+    # here for ever. In this copy the answer is no.
     own = {**func.__globals__, **dict.fromkeys(names, lambda *a: False)}
     if "overrides" in func.__code__.co_names:
         own["torch"] = _Stand(
@@ -90,6 +96,9 @@ class _Stand:
 def apply_plainly(
     apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function.apply`` as torch has it, of no global arguments. By this frame dispatch knows that
-    it is in a custom Function's forward; torch's own has none since 2.14."""
+    """Call ``function.apply`` as torch does, for calls without global arguments.
+
+    This frame shows the dispatcher that it is inside a custom Function's forward. torch has no
+    frame of its own there since 2.14.
+    """
     return apply(function, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Trees of values that hold tensors: the arguments of a call, and what a graph takes and gives.
+"""Pytrees that hold tensors: the arguments of a call, and the inputs and outputs of a graph.
 
-Arguments of a call are tuples, lists and dicts (`tensors_in`, `replaced`): these two run at every
-call that no plan runs directly. A graph also takes dataclasses and other objects (a batch, a
-model's output, a cache): `object_tensors`, `replaced_in_objects`, `skeleton`.
+Arguments of a call are tuples, lists and dicts (`tensors_in`, `replaced`). These two functions run
+at every call that no plan runs directly. A graph also accepts dataclasses and other objects (a
+batch, a model's output, a cache): `object_tensors`, `replaced_in_objects`, `skeleton`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in a nest of tuples, lists, slices and dicts, in order."""
+    """Return the tensors in a pytree of tuples, lists, slices and dicts, in order."""
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, (tuple, list)):
@@ -39,7 +39,7 @@ def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def replaced(value: Any, these: Iterator[Any]) -> Any:
-    """The same nest with its tensors replaced by ``these``, in order."""
+    """Return the same pytree with its tensors replaced by ``these``, in order."""
     if isinstance(value, torch.Tensor):
         return next(these)
     if isinstance(value, (tuple, list)):
@@ -57,7 +57,10 @@ def replaced(value: Any, these: Iterator[Any]) -> Any:
 
 
 def rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
-    """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
+    """Build a named tuple of the same type as ``value`` from ``parts``.
+
+    torch's own named tuples accept one sequence, Python's accept the fields one by one.
+    """
     return (
         type(value)(*parts)
         if isinstance(getattr(value, "_fields", None), tuple)
@@ -78,7 +81,7 @@ _PLAIN = (
     torch.Size,
     torch.Generator,
 )
-#: Objects that are looked at as one value: what they hold is their own affair.
+#: Types whose objects are treated as one value: their contents are not searched for tensors.
 _WHOLE = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -91,8 +94,7 @@ _WHOLE = (
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What an object holds, by key or attribute; None where it holds nothing that is looked
-    into."""
+    """Return an object's contents by key or attribute, or None if they are not searched."""
     if isinstance(value, dict):
         return value
     if isinstance(value, _WHOLE) or isinstance(getattr(value, "__members__", None), dict):
@@ -101,8 +103,11 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def object_tensors(value: Any, found: list[Any], kind: type = torch.Tensor) -> list[Any]:
-    """The tensors in a nest, in order, after those ``found``; of another ``kind`` if that is asked
-    for. What is met twice is looked into once, tuples aside."""
+    """Append to ``found`` the tensors in a pytree, in order, and return the list.
+
+    ``kind`` selects instances of another class instead of tensors. An object that occurs twice is
+    searched once, except for tuples and lists.
+    """
     _collect(value, found, kind, set())
     return found
 
@@ -122,8 +127,10 @@ def _collect(value: Any, found: list[Any], kind: type, seen: set[int]) -> None:
 
 
 def replaced_in_objects(value: Any, these: Iterator[Any], kind: type = torch.Tensor) -> Any:
-    """The same nest with its tensors replaced by ``these``, in the order of `object_tensors`. What
-    holds tensors is copied, the rest is shared."""
+    """Return the same pytree with ``these`` as its tensors, in the order of `object_tensors`.
+
+    Containers of tensors are copied, everything else is shared.
+    """
     return _mapped(value, these, kind, {})
 
 
@@ -151,16 +158,18 @@ def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) 
         new = _mapped(v, these, kind, memo)
         if isinstance(value, dict):
             dict.__setitem__(out, k, new)
-        if not isinstance(value, dict) or k in getattr(
-            value, "__dict__", ()
-        ):  # what transformers calls a model's output: its entries are attributes too
+        # The class that transformers uses for a model's output: its entries are attributes too.
+        if not isinstance(value, dict) or k in getattr(value, "__dict__", ()):
             object.__setattr__(out, k, new)
     return out
 
 
 def skeleton(value: Any, describe: Callable[[torch.Tensor], Any]) -> Any:
-    """A hashable stand-in for a nest: what of each tensor ``describe`` says, the values that are no
-    tensors, the kinds of what holds them."""
+    """Return a hashable key of a pytree.
+
+    It holds ``describe(t)`` of each tensor, the values that are no tensors, and the types of the
+    containers.
+    """
     return _skeleton(value, describe, set())
 
 

@@ -1,5 +1,8 @@
-"""What is said where a global tensor comes below torch's functions: a kernel, a collective of
-torch.distributed, a transform of torch.func."""
+"""Error texts for a global tensor that gets below torch's functions.
+
+That is a kernel, a collective of torch.distributed, or a transform of torch.func. Dispatch and
+boxing call these functions.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ def collective_message(name: str) -> str:
 
 
 def refuse_transforms() -> None:
-    """Raise KernelError inside a transform of torch.func: its tensors stand for others, and have no
-    memory to send."""
+    """Raise KernelError inside a transform of torch.func.
+
+    Its tensors wrap others, and have no memory that could be sent.
+    """
     if torch_private.innermost_transform() is not None:
         raise KernelError(
             kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)")

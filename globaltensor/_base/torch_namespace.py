@@ -1,8 +1,8 @@
-"""Names and modules that are torch's: what a package of ours doesn't define is handed on from the
-package of torch with the same name.
+"""Fallback to torch's namespace: a name that a package here lacks comes from torch's same package.
 
 ``flow.nn.Linear`` is ``torch.nn.Linear``, and ``import globaltensor.nn.functional as F`` gives
-``torch.nn.functional`` itself, not a copy of it.
+``torch.nn.functional`` itself, not a copy of it. The packages of this library call
+`names_of_torch`, and the top one calls `install`.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ _OURS = "globaltensor."
 
 
 def names_of_torch(package: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for one of our packages. Raises AttributeError where torch has no such name
-    either."""
+    """Return a ``__getattr__`` for one of this library's packages.
+
+    The function raises AttributeError where torch has no such name either.
+    """
     theirs = package.replace("globaltensor", "torch", 1)
 
     def get(name: str) -> Any:
         module = importlib.import_module(theirs)
-        if not name.startswith("__"):  # a package's path, its __all__ and the like are its own
+        # a package's own __path__, __all__ and the like never come from torch
+        if not name.startswith("__"):
             found = getattr(module, name, module)
             if (
                 isinstance(found, ModuleType)
                 and PathFinder.find_spec(f"{package}.{name}", sys.modules[package].__path__)
                 is not None
             ):
-                return importlib.import_module(
-                    f"{package}.{name}"
-                )  # one of ours that nobody has loaded yet
+                # A submodule of this package that has not been imported yet.
+                return importlib.import_module(f"{package}.{name}")
             if found is not module:
                 return found
             if (
                 "__path__" in vars(module)
                 and importlib.util.find_spec(f"{theirs}.{name}") is not None
             ):
-                return importlib.import_module(
-                    f"{theirs}.{name}"
-                )  # one that torch doesn't load by itself
+                # A submodule that torch does not import by default.
+                return importlib.import_module(f"{theirs}.{name}")
         raise AttributeError(f"neither {package} nor {theirs} has {name!r}")
 
     return get
 
 
 class _Borrowed(MetaPathFinder, Loader):
-    """Finds modules of ours that only torch has."""
+    """A finder and loader for modules of this library that only torch defines."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -68,8 +69,8 @@ class _Borrowed(MetaPathFinder, Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        # What stands here when the import ends is what it gives: torch's own module, with its own
-        # name.
+        # The import system returns the entry of sys.modules as it is after this call: torch's own
+        # module, under its own name.
         sys.modules[module.__name__] = importlib.import_module(_theirs(module.__name__))
 
 
@@ -78,13 +79,16 @@ def _theirs(name: str) -> str:
 
 
 def _folders(name: str) -> list[str]:
-    """Where a module of ours would lie: nowhere, if what should hold it is torch's."""
+    """Return the folders to search for a module: none if its parent package is torch's."""
     parent = sys.modules[name.rpartition(".")[0]]
     return list(parent.__path__) if parent.__name__.startswith("globaltensor") else []
 
 
 def install() -> None:
-    """Make ``import globaltensor.<module of torch>`` work. First in line: the path of torch's own
-    packages would load their modules a second time."""
+    """Make ``import globaltensor.<module of torch>`` work.
+
+    The finder goes first in ``sys.meta_path``: the path of torch's own packages would load their
+    modules a second time.
+    """
     if not any(isinstance(finder, _Borrowed) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Borrowed())

@@ -1,5 +1,8 @@
-"""The only file that touches torch's private names. Each with its reason; checked with torch 2.11
-and 2.13."""
+"""The only file that touches torch's private names, each with its reason.
+
+It is checked with torch 2.11 and 2.13. Every package here that needs such a name gets it from this
+file.
+"""
 
 from __future__ import annotations
 
@@ -25,41 +28,47 @@ from .import_hooks import when_imported
 #: function level can read wrong values from it (1 us).
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
-#: Whether autocast is on for any device type: asked at every call, and one question is cheaper than
-#: one for each type.
+#: True if autocast is on for any device type. It is read at every call, and one query is cheaper
+#: than one for each type.
 any_autocast = torch._C._is_any_autocast_enabled
 
-#: The kernel by which torch reads a number out of a tensor that stands for one among a function's
-#: arguments: ``torch.arange(lengths.max())``.
+#: The kernel by which torch reads a number out of a tensor that stands in a number's place among a
+#: function's arguments: ``torch.arange(lengths.max())``.
 READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 
-#: The kernel of ``tensor.set_(source)``, which asks the tensor alone whether it overrides that.
+#: The kernel of ``tensor.set_(source)``: only ``tensor``, not ``source``, can override that.
 TAKING_MEMORY = torch.ops.aten.set_.source_Tensor
 
-#: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
+#: Copies a list of tensors into another one of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
 
-#: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for
-#: each. What torch's own reducers use.
+#: (flat, tensors) -> views of a 1-D tensor, one of each tensor's shape. It is one call instead of
+#: two for each tensor. torch's own reducers use it.
 parts_of = torch._C._nn.unflatten_dense_tensors
 
 
 def call_after_accumulation(leaf: torch.Tensor) -> None:
-    """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs
-    them at the end of a backward pass only (2.1)."""
+    """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``.
+
+    torch runs these hooks at the end of a backward pass only (2.1).
+    """
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
 
 
 def computed_by(t: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """The op that computed what ``t`` is or is a view of; it stays in the graph when someone writes
-    to the view, whose own op then does not."""
+    """Return the autograd node that computed ``t``, or the base that ``t`` is a view of.
+
+    That node stays in the graph when someone writes to the view. The view's own node does not.
+    """
     return (t if t._base is None else t._base).grad_fn
 
 
 def fake_tensors() -> Any:
-    """A mode in which tensors have a device but no memory. Autocast sees them, and does not see
-    meta tensors, to which torch has public ways."""
+    """Return a mode in which tensors have a device but no memory.
+
+    Autocast sees these tensors. It does not see meta tensors, for which torch has public functions.
+    """
     from torch._subclasses import fake_tensor
 
     fake_tensor.log.addFilter(_unrecorded)
@@ -69,8 +78,10 @@ def fake_tensors() -> Any:
 
 @contextlib.contextmanager
 def real_among_fake(fake: Any) -> Any:
-    """Inside, tensors with memory may meet those of ``fake``, the mode that is on: code that
-    reaches for parameters of its own computes shapes with them."""
+    """Let tensors with memory meet fake ones inside this context, whose mode is ``fake``.
+
+    Code that uses parameters of its own computes shapes with them.
+    """
     before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
     try:
         yield
@@ -83,8 +94,8 @@ _preparing = threading.Lock()
 
 @functools.cache
 def _prepare_fakes_once() -> None:
-    # Fake tensors on a CUDA build where no GPU shows call this each time they start; in several
-    # threads (simulated ranks) it brings down the process (2.11).
+    # Fake tensors on a CUDA build where no GPU is visible call this each time they start. In
+    # several threads (simulated ranks) it crashes the process (2.11).
     torch._C._ensureCUDADeviceGuardSet()
     torch._C._ensureCUDADeviceGuardSet = lambda: None
 
@@ -96,31 +107,40 @@ def _prepare_fakes() -> None:
 
 
 def _unrecorded(record: logging.LogRecord) -> bool:
-    """Fake tensors log a stack trace for every wrong call, besides raising: while a recorder is at
-    work the error alone is told."""
+    """Return True if a log record may be shown: no recorder is at work.
+
+    Fake tensors log a stack trace for every wrong call, besides the error that they raise. While a
+    recorder is at work, the error alone is shown.
+    """
     return not recording.on
 
 
-#: Whether a tensor is autograd's own "all zeros, without memory": it must be cloned before its
-#: memory is asked for.
+#: True if a tensor is autograd's own zero tensor without memory: it must be cloned before its
+#: memory is accessed.
 is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 def queue_backward_callback(function: Any) -> None:
-    """Run ``function`` when the backward pass under way ends: torch's own reducers finish their
-    buckets so; there is no public hook."""
+    """Run ``function`` when the current backward pass ends.
+
+    torch's own reducers finish their buckets this way, and there is no public hook.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_kernel(func: object) -> bool:
-    """Whether a function is an operator of the dispatcher (``torch.ops...``), below the function
-    level."""
+    """Return True if a function is an operator of the dispatcher (``torch.ops...``).
+
+    Such operators are below the function level.
+    """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def twin_of_kernel(kernel: Any) -> Any:
-    """The function of torch with a kernel's name and arguments: torch's functions are generated
-    from the kernels. None where there is none."""
+    """Return the torch function with a kernel's name and arguments, or None if there is none.
+
+    torch's functions are generated from the kernels.
+    """
     full = (
         kernel._qualified_op_name
         if isinstance(kernel, torch._ops.OpOverloadPacket)
@@ -134,8 +154,11 @@ def twin_of_kernel(kernel: Any) -> Any:
 
 
 def kernel_writes(kernel: Any) -> bool:
-    """Return True if a kernel writes into one of its arguments. A name without its overload tells
-    by its ending."""
+    """Return True if a kernel writes into one of its arguments.
+
+    For a name without its overload, the underscore at its end decides, or its only overload's
+    schema.
+    """
     if isinstance(kernel, torch._ops.OpOverloadPacket):
         overload = _only_overload(kernel)
         return kernel.__name__.endswith("_") or (
@@ -145,8 +168,10 @@ def kernel_writes(kernel: Any) -> bool:
 
 
 def _only_overload(packet: Any) -> Any:
-    """Return the overload that a packet stands for where nothing else says which: its only one, or
-    the default one. None where there is no such."""
+    """Return the overload that a packet stands for where nothing else says which.
+
+    That is its only overload, or the default one. Return None where there is neither.
+    """
     names = packet.overloads()
     return (
         getattr(packet, names[0])
@@ -158,8 +183,10 @@ def _only_overload(packet: Any) -> Any:
 
 
 def is_custom(kernel: Any) -> bool:
-    """Return True if a kernel is none of PyTorch's own: a program, or a library, has registered it
-    (torch.library)."""
+    """Return True if a kernel is not PyTorch's own.
+
+    A program or a library has registered it (torch.library).
+    """
     name = (
         kernel._qualified_op_name
         if isinstance(kernel, torch._ops.OpOverloadPacket)
@@ -171,19 +198,23 @@ def is_custom(kernel: Any) -> bool:
 def written_arguments(
     kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return (the arguments of a call that a kernel writes into, for each result which of them it
-    is or None); None where overloads leave that open."""
+    """Return the arguments that a kernel writes into, and for each result which of them it is.
+
+    A result that is none of them has None. Return None where the choice of an overload leaves that
+    open.
+    """
     overload = _only_overload(kernel) if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel
     if overload is None:
         return None
-    written: dict[str, Any] = {}  # by the name of the memory in the schema: Tensor(a!)
+    written: dict[str, Any] = {}  # keyed by the name of the memory in the schema: Tensor(a!)
     for i, argument in enumerate(overload._schema.arguments):
         if (
             argument.alias_info is not None
             and argument.alias_info.is_write
             and (i < len(args) or argument.name in kwargs)
         ):
-            memory = min(argument.alias_info.before_set, default=argument.name)  # a list has none
+            # a list has no such name
+            memory = min(argument.alias_info.before_set, default=argument.name)
             written[memory] = args[i] if i < len(args) else kwargs[argument.name]
     returns = [
         None if r.alias_info is None else written.get(min(r.alias_info.before_set, default=""))
@@ -193,10 +224,12 @@ def written_arguments(
 
 
 def spellings_of_operator(target: Any) -> list[Any]:
-    """Return every object by which an operator of the dispatcher is called, as PyTorch hands them
-    to classes of tensors; none where ``target`` is no operator.
+    """Return every object by which a dispatcher operator is called.
 
-    ``target``: what torch.library.custom_op and triton_op make, ``torch.ops.space.name``, one of
+    PyTorch passes these objects to the overrides of tensor subclasses. The list is empty where
+    ``target`` is no operator.
+
+    ``target``: the result of torch.library.custom_op or triton_op, ``torch.ops.space.name``, one of
     its overloads, or "space::name".
     """
     if isinstance(target, str):
@@ -213,8 +246,10 @@ def spellings_of_operator(target: Any) -> list[Any]:
 
 
 def lacks_fake(kernel: Any, error: BaseException) -> bool:
-    """Return True if an error says that a kernel of a program has no function for fake tensors, or
-    none that tells the shape of its result."""
+    """Return True if an error says that a custom kernel lacks a function for fake tensors.
+
+    Also return True if that function cannot derive the shape of the result.
+    """
     return (
         is_kernel(kernel)
         and is_custom(kernel)
@@ -223,8 +258,10 @@ def lacks_fake(kernel: Any, error: BaseException) -> bool:
 
 
 def has_flash_attention(q: Any, k: Any, v: Any) -> bool:
-    """Whether there is a kernel of scaled_dot_product_attention for such tensors [..., n, e] that
-    does without a table of scores and gives the logsumexp."""
+    """Return True if a flash attention kernel supports these tensors [..., n, e].
+
+    Such a kernel needs no table of scores, and returns the logsumexp.
+    """
     if (
         q.shape[-1] != v.shape[-1]
         or not q.is_floating_point()
@@ -244,8 +281,11 @@ def has_flash_attention(q: Any, k: Any, v: Any) -> bool:
 
 
 def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """That kernel [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps
-    for itself. On a GPU several heads of q may have one of k."""
+    """Run the flash kernel [b, h, n, e] -> (result, logsumexp [b, h, n]).
+
+    The public function does not return the logsumexp. On a GPU several heads of q may share one of
+    k.
+    """
     if q.device.type == "cpu":
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
     return torch.ops.aten._scaled_dot_product_flash_attention(
@@ -256,46 +296,48 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple
 def flash_attention_backward(
     grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
 ) -> tuple[Any, Any, Any]:
-    """Its gradients of q, k and v. ``out`` and ``lse`` may be of more keys than ``k`` holds: then
-    these are the shares of these keys."""
+    """Return the flash kernel's gradients of q, k and v.
+
+    ``out`` and ``lse`` may belong to more keys than ``k`` holds. Then the results are the shares of
+    these keys.
+    """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )  # type: ignore[no-any-return]
+    # The random state of dropout: there is no dropout.
     drawn = (
         lse.new_empty(2, dtype=torch.uint64),
         lse.new_empty((), dtype=torch.uint64),
-    )  # what dropout would have drawn: there is none
+    )
     lengths = None, None, q.shape[-2], k.shape[-2]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *drawn, scale=scale
     )
 
 
-#: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask
-#: admits its fast path of nested tensors.
+#: nn.TransformerEncoder calls it, before it looks at the class of its tensors, to check whether a
+#: mask allows its fast path of nested tensors.
 admits_nesting = torch._nested_tensor_from_mask_left_aligned
 
-#: What torch.meshgrid calls for one list of tensors, without asking them first.
+#: The function that torch.meshgrid calls for one list of tensors, without checking for overrides.
 meshgrid_of_list = torch._VF.meshgrid
 
-#: What torch.atleast_1d, 2d and 3d call for one tensor or one list of them, without asking a list's
-#: tensors first.
+#: The functions that torch.atleast_1d, 2d and 3d call for one tensor or one list of tensors,
+#: without checking a list's tensors for overrides.
 at_least = {n: [getattr(torch._VF, f"atleast_{n}d")] for n in (1, 2, 3)}
 
-#: What torch.stft and torch.lu call once they have looked at their arguments.
+#: The functions that torch.stft and torch.lu call after checking their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
-#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public
-#: name.
+#: g * v / |v|: torch.nn.utils.weight_norm and its parametrization call it. There is no public name.
 weight_norm = torch._weight_norm
-#: What torch.distributions asks of its arguments, and torch's own checks of tensors, as functions
-#: and methods.
+#: The checks that torch.distributions and torch's own tensor checks use, as functions and methods.
 is_all_true, is_any_true = (
     [torch._is_all_true, torch.Tensor._is_all_true],
     [torch._is_any_true, torch.Tensor._is_any_true],
 )
-#: What torch.nn.utils.rnn.pack_padded_sequence and pad_packed_sequence call once they have looked
-#: at their arguments.
+#: The functions that torch.nn.utils.rnn.pack_padded_sequence and pad_packed_sequence call after
+#: checking their arguments.
 pack_padded, pad_packed = torch._pack_padded_sequence, torch._pad_packed_sequence
 #: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
 grouped_mm = [
@@ -305,7 +347,7 @@ grouped_mm = [
 ]
 #: Batch norm's kernel by its newer name.
 batch_norm_kernel = torch._native_batch_norm_legit
-#: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite
+#: Kernels in torch's database of ops: a softmax that returns zeros for rows without a finite
 #: element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
 softmax_backward = [
@@ -316,8 +358,10 @@ softmax_backward = [
 
 @functools.cache
 def take_along_wraps() -> bool:
-    """Return True if torch.take_along_dim counts indices beyond a dim round it (2.13) instead of
-    refusing them."""
+    """Return True if torch.take_along_dim wraps indices beyond a dim (2.13).
+
+    Other versions refuse such indices.
+    """
     try:
         torch.take_along_dim(torch.zeros(2), torch.tensor([-1]), 0)
     except RuntimeError:
@@ -326,17 +370,20 @@ def take_along_wraps() -> bool:
 
 
 def default_store() -> Any:
-    """The store by which the ranks have met. Public names give groups only."""
+    """Return the store through which the ranks have met.
+
+    torch's public names return groups only.
+    """
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def new_group(
     ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta
 ) -> torch.distributed.ProcessGroup:
-    """A process group made by its members alone, under a name they agree on.
+    """Create a process group by its members alone, under a name they agree on.
 
-    The public way, `dist.new_group(use_local_synchronization=True)`, puts the number of groups a
-    process already has into the name, so members with different histories wait for each other for
+    The public function, `dist.new_group(use_local_synchronization=True)`, puts the number of groups
+    a process already has into the name. So members with different histories wait for each other for
     ever (seen with torch 2.13).
     """
     c10d: Any = torch.distributed.distributed_c10d
@@ -354,25 +401,32 @@ def new_group(
 
 
 def memory_users(t: torch.Tensor) -> int:
-    """Return how many tensors live in the memory of ``t``, itself among them: torch counts them,
-    with no public way to ask. The question counts too. Tests ask; nothing here decides by it."""
+    """Return the number of tensors that share the memory of ``t``, itself included.
+
+    torch counts them, and has no public function for it. The query's own reference is subtracted.
+    Only tests call this function: nothing here decides by it.
+    """
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
 
-#: A reference to a tensor's memory that does not keep it: tells when that is gone. Among what torch
-#: shares memory between processes with.
+#: A weak reference to a tensor's memory, which shows when the memory has been freed. torch uses it
+#: to share memory between processes.
 StorageWeakRef = reductions.StorageWeakRef
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The same for all tensors that live in one memory; `StorageWeakRef.cdata` of it. While such a
-    reference lives no other memory has that key."""
+    """Return the same key for all tensors that share one memory: `StorageWeakRef.cdata` of it.
+
+    While such a reference lives, no other memory has that key.
+    """
     return t.untyped_storage()._cdata
 
 
 def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:
-    """Change how long the collectives of a group wait: before 2.14 torch has no public way to do so
-    once the group is made."""
+    """Set the timeout of a group's collectives.
+
+    Before 2.14 torch has no public function for a group that exists already.
+    """
     (
         getattr(torch.distributed, "set_timeout", None)
         or torch.distributed.distributed_c10d._set_pg_timeout
@@ -380,44 +434,47 @@ def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the collectives of a gloo group wait: torch has no public way to ask."""
+    """Return the timeout of a gloo group's collectives: torch has no public function for it."""
     return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[no-any-return]
 
 
-#: Exchange what two tensor objects are in C++. With an assignment to ``__class__`` a plain
-#: parameter becomes a global one and stays the same object. The public torch.utils.swap_tensors
-#: does both, but refuses where anybody has a weak reference to either, as optimizers, averages of
+#: Exchanges the C++ objects of two tensors. With an assignment to ``__class__`` a plain parameter
+#: becomes a global one and stays the same object. The public torch.utils.swap_tensors does both.
+#: But it refuses where anybody has a weak reference to either tensor, as optimizers, averages of
 #: weights and recurrent layers do.
 swap_impl = torch._C._swap_tensor_impl
 
 
 def wrap_module_identity(around: Any) -> None:
-    """Let ``around(apply, *tensors)`` stand for the identity that torch puts around a module with
-    full backward hooks.
+    """Call ``around(apply, *tensors)`` in place of the identity of a module's full backward hooks.
 
-    It is a custom Function, applied to whatever tensors the module is called with; no tensor is
-    asked whether it overrides that.
+    torch puts that identity around such a module. The identity is a custom Function, applied to the
+    tensors that the module is called with, and no tensor can override it.
     """
     identity = torch.nn.modules._functions.BackwardHookFunction
     identity.apply = staticmethod(functools.partial(around, identity.apply))  # type: ignore[assignment]
 
 
 def dual_functions() -> list[Any]:
-    """What makes a dual tensor of forward-mode AD, and takes it apart: torch.autograd.forward_ad
-    and torch.func.jvp call it."""
+    """Return the functions that make and unpack a dual tensor of forward-mode AD.
+
+    torch.autograd.forward_ad and torch.func.jvp call them.
+    """
     return [torch._make_dual, torch._unpack_dual]
 
 
 def vmap_functions() -> list[Any]:
-    """How torch's older vmap marks the batch dim of a tensor."""
+    """Return the functions by which torch's older vmap marks the batch dim of a tensor."""
     return [torch._add_batch_dim, torch._remove_batch_dim]
 
 
 def unobserved() -> Any:
-    """Inside, dispatch modes of others do not see what runs: a selective checkpoint counts ops, and
-    what is computed once and kept (a plan, a gathered parameter) is not computed again when it runs
-    the forward pass again. Under fake tensors nothing changes, for there the modes are what
-    computes."""
+    """Return a context inside which the dispatch modes of others see no op.
+
+    A selective checkpoint counts ops. Ops whose result is cached (a plan, a gathered parameter)
+    must not count: they do not run again when the checkpoint runs the forward pass again. Under
+    fake tensors the context changes nothing, because there the modes do the computing.
+    """
     from torch.utils import _python_dispatch as modes
 
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -429,11 +486,11 @@ def unobserved() -> Any:
 
 
 def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
-    """Let ``taken(inputs) -> (what is saved, note)`` and ``given(what was saved, note) -> inputs``
-    stand around how a checkpoint keeps its inputs.
+    """Call ``taken`` and ``given`` where a checkpoint saves and returns its inputs.
 
-    It saves them as autograd saves tensors, so that a checkpoint around it may drop them and
-    compute them again; in a tensor without storage autograd sees no graph.
+    ``taken(inputs) -> (what is saved, note)``, ``given(what was saved, note) -> inputs``. A
+    checkpoint saves its inputs as autograd saves tensors, so that an outer checkpoint may drop them
+    and compute them again. In a tensor without storage autograd sees no graph.
     """
     from torch.utils.checkpoint import _CheckpointFrame as Frame
 
@@ -450,8 +507,10 @@ def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
 
 
 def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
-    """The same for torch 2.11, which saves them through a custom Function: its node then gives them
-    back."""
+    """Do the same for torch 2.11, which saves the inputs through a custom Function.
+
+    The node of that Function returns them.
+    """
     from torch.utils.checkpoint import _NoopSaveInputs as Saver  # type: ignore[attr-defined]
 
     save = Saver.apply
@@ -460,10 +519,11 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
         parts, note = taken(inputs)
         saved = save(*parts)
         if (node := saved.grad_fn) is not None:
+            # The first entry is there so that one of them is a tensor. It does not come back.
             get, dummy = (
                 node.get_args,
                 note[0],
-            )  # the first stands there so that one is a tensor; it does not come back
+            )
             assert dummy is None
             node.get_args = lambda tensors: given(get(tensors), note[1:])
         return saved
@@ -471,21 +531,21 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
     Saver.apply = staticmethod(apply)
 
 
-#: Puts the weights of a recurrent layer into one piece of memory, as cuDNN wants them;
+#: Copies the weights of a recurrent layer into one piece of memory, as cuDNN needs them.
 #: `nn.RNNBase.flatten_parameters` calls it on a GPU.
 flatten_recurrent_weights = torch._cudnn_rnn_flatten_weight
 
-#: What GradScaler calls on the gradients of one device and dtype: it has no public name.
+#: GradScaler calls it on the gradients of one device and dtype. It has no public name.
 unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
 
-#: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
+#: Norms of many tensors in one kernel. clip_grad_norm_ uses it.
 foreach_norm = torch._foreach_norm
 
 
 def list_functions() -> dict[Any, dict[str, bool]]:
     """Return the kernels over lists of tensors that torch.optim calls, which have no public names.
 
-    Each has its lists by name: True where it writes into them.
+    Each kernel maps to its lists by name: True where it writes into them.
     """
     found = {}
     for name in dir(torch):
@@ -503,8 +563,10 @@ def list_functions() -> dict[Any, dict[str, bool]]:
 
 
 def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody else looks at an optimizer's parameters when it steps: through hooks of its
-    own, or of all optimizers besides ours."""
+    """Return True if other code hooks an optimizer's step.
+
+    Such hooks are the optimizer's own, or those of all optimizers except this library's.
+    """
     hooks = sys.modules["torch.optim.optimizer"]
     others = (
         len(hooks._global_optimizer_pre_hooks) > 1 or len(hooks._global_optimizer_post_hooks) > 1
@@ -515,8 +577,10 @@ def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Unbuilt(str):
-    """The name that torch keeps for an MPI which its wheels don't have; equal to what `Backend()`
-    takes for "no such name of my own", and to nothing else."""
+    """The name of the MPI backend in torch, which torch's wheels are built without.
+
+    It equals only the value that `Backend()` accepts for "no name given".
+    """
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -529,12 +593,12 @@ class _Unbuilt(str):
 
 
 def register_mpi(create: Any) -> None:
-    """Let ``create`` make the process groups of the backend "mpi".
+    """Make ``create`` build the process groups of the backend "mpi".
 
-    torch compares every backend with `Backend.MPI` and takes its own way for it: no store, no
-    timeout, no groups made by their members alone, and an error where torch was built without MPI.
-    Registered backends have all of these. So that name is taken out of the comparison; where torch
-    has its own MPI, ours stands in for it.
+    torch compares every backend with `Backend.MPI` and has a path of its own for it. That path has
+    no store, no timeout and no groups made by their members alone. It raises an error where torch
+    was built without MPI. Registered backends have all of these. So that name is removed from the
+    comparison. Where torch has its own MPI, this backend replaces it.
     """
     torch.distributed.Backend.register_backend(
         "mpi", create, extended_api=True, devices=["cpu", "cuda"]
@@ -547,31 +611,38 @@ class _Recording(threading.local):
     looks = False
 
 
-#: Whether this thread captures a graph (graph/capture/capture.py says so); whether any mode of ours
-#: looks on, as _ops/rank_guard.py's does too.
+#: ``on``: this thread captures a graph (set by graph/capture/capture.py). ``looks``: any mode of
+#: this library is active, the one of _ops/rank_guard.py included.
 recording = _Recording()
 
 
 def function_mode_on() -> bool:
-    """Whether a recorder's torch-function mode looks on, by what `torch.overrides` asks in C before
-    it calls a mode. Users' modes see what they always saw."""
+    """Return True if a recorder's torch-function mode is active.
+
+    `torch.overrides` makes the same check in C before it calls a mode. Users' modes see what they
+    always saw.
+    """
     return recording.on and torch._C._is_torch_function_mode_enabled()
 
 
 def looked_at() -> bool:
-    """The same of any mode of ours."""
+    """Return True if any torch-function mode of this library is active."""
     return recording.looks and torch._C._is_torch_function_mode_enabled()
 
 
 def without_function_modes() -> Any:
-    """Inside, no torch-function mode sees what runs (torch's public switch turns off subclasses
-    only)."""
+    """Return a context inside which no torch-function mode sees the calls.
+
+    torch's public switch turns off subclasses only.
+    """
     return torch._C.DisableTorchFunction()
 
 
 def data_dependence() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where somebody asks for a value, or for a shape that depends on
-    values."""
+    """Return the errors that fake tensors raise where an op needs values.
+
+    One of them is for shapes that depend on values.
+    """
     from torch._subclasses import fake_tensor
 
     return (
@@ -588,8 +659,7 @@ def is_fake(t: Any) -> bool:
 
 
 def fakes_are_on() -> bool:
-    """Return True if a mode is on in which tensors have no memory: there is no public way to
-    ask."""
+    """Return True if fake tensors are on: torch has no public function for it."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -603,30 +673,37 @@ def processes_are_on() -> bool:
 
 
 def is_functional(t: torch.Tensor) -> bool:
-    """Return True if a tensor stands for another while writes are taken out of a program
-    (torch.func.functionalize): its class does not tell."""
+    """Return True if a tensor wraps another one in torch.func.functionalize.
+
+    That transform removes writes from a program. The tensor's class does not show it.
+    """
     return torch._is_functional_tensor(t)
 
 
 @contextlib.contextmanager
 def real_tensors() -> Any:
-    """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values
-    that a recorder needs now."""
+    """Make tensors with memory inside this context, unseen by any mode that is on outside.
+
+    A recorder needs it for values that it needs at once.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with without_function_modes(), unset_fake_temporarily():
         yield
 
 
-_tracing = [0]  # how many threads are: ranks may be threads
+_tracing = [0]  # number of threads that trace: ranks may be threads
 _tracing_lock = threading.Lock()
-_validating = [True]  # whether distributions look at their arguments, outside
+_validating = [True]  # whether distributions validate their arguments outside `tracing`
 
 
 @contextlib.contextmanager
 def tracing() -> Any:
-    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being
-    traced, and do not look into their data. Nor do distributions."""
+    """Make `torch.compiler.is_compiling()` return True inside this context.
+
+    By it models know that they are being traced, and do not look into their data. Distributions do
+    not look into theirs either.
+    """
     import torch.compiler as compiler
 
     checked = torch.distributions.Distribution
@@ -646,32 +723,31 @@ def tracing() -> Any:
                 checked.set_default_validate_args(_validating[0])
 
 
-#: Returns the innermost transform of torch.func (vmap, grad) that is at work, or None: its tensors
-#: stand for others, and there is no public way to ask.
+#: Returns the innermost active transform of torch.func (vmap, grad), or None. The tensors of such a
+#: transform wrap others, and there is no public function to ask.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
-#: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see
-#: whether a kernel for causal masks would do (torch 2.0). A static graph has no values, and no
-#: public function stands between that question and the layers.
+#: Code by which torch's transformer layers check whether a mask is causal (torch 2.0). Given a mask
+#: and no is_causal, they read its values, for a kernel for causal masks. A static graph has no
+#: values, and no public function stands between that check and the layers.
 CAUSAL_CHECK: CodeType | None = getattr(
     getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None), "__code__", None
 )
 
 
 def watch_checkpoints(region: Any) -> None:
-    """Where ``region()`` gives a context, calls of torch.utils.checkpoint run their function in it,
-    and do nothing else; elsewhere they are as torch made them.
+    """Run the functions of torch.utils.checkpoint inside ``region()`` where that returns a context.
 
-    Models have taken the function `checkpoint` under names of their own; these are the two ways it
-    goes from there.
+    There a checkpoint does nothing else. Where ``region()`` returns None, checkpoints are as torch
+    made them. Models have imported the function `checkpoint` under names of their own. From there a
+    call follows one of these two paths.
     """
     import torch.utils.checkpoint as home
 
     name = "_checkpoint_without_reentrant_generator"
-    name += (
-        "_impl" if hasattr(home, f"{name}_impl") else ""
-    )  # since torch 2.14, with the arguments as a tuple and a dict
+    # Since torch 2.14, with the arguments as a tuple and a dict.
+    name += "_impl" if hasattr(home, f"{name}_impl") else ""
     original, reentrant = getattr(home, name), home.CheckpointFunction
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -693,33 +769,40 @@ def watch_checkpoints(region: Any) -> None:
     reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
 
 
-#: Whether a parameter may take over what another tensor holds, as its ``.data``: modules that are
-#: cast or moved ask so (torch 1.3).
+#: True if a parameter may adopt another tensor's data as its ``.data``. Modules that are cast or
+#: moved check it (torch 1.3).
 may_take_data = torch._has_compatible_shallow_copy_type
 
 
 def refresh_weights(module: torch.nn.Module) -> None:
-    """A recurrent layer keeps its weights in a list beside its parameters, with weak references by
-    which it knows them: after these were replaced, list and references are made anew, as the layer
-    does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
+    """Rebuild a recurrent layer's list of weights after its parameters were replaced.
+
+    Such a layer keeps its weights in a list besides its parameters, with weak references by which
+    it recognizes them. The layer rebuilds list and references itself in forward the same way (torch
+    2.11: `RNNBase._init_flat_weights`).
+    """
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
 
 
-#: What batch norms of 1, 2 and 3 dims and their lazy kinds have in common; it has no public name.
+#: The common base of batch norms of 1, 2 and 3 dims and their lazy kinds. It has no public name.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
-    """Raises ValueError where an input has not the dims that a batch norm is for, as its forward
-    does first."""
+    """Raise ValueError where an input does not have the number of dims that a batch norm expects.
+
+    A batch norm's forward makes this check first.
+    """
     norm._check_input_dim(x)
 
 
 def wrap_associative_scan(around: Any) -> None:
-    """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a
-    prototype that has no public name yet (torch 2.9): models import it where they call it. Where it
-    has moved, it stays as it is."""
+    """Call ``around(associative_scan, ...)`` in place of torch's scan with a user's function.
+
+    torch's scan is a prototype without a public name yet (torch 2.9). Models import it where they
+    call it. If the scan has moved to another module, it stays as it is.
+    """
     import importlib
 
     with contextlib.suppress(ImportError, AttributeError):
@@ -730,10 +813,12 @@ def wrap_associative_scan(around: Any) -> None:
 
 
 def wrap_gathered_states(whole: Any) -> None:
-    """Let ``whole(value, ranks)`` stand for each value of a state dict that
-    torch.distributed.checkpoint.state_dict gathers (full_state_dict=True) on these ranks, or on all
-    where there are none. It knows by its class what to gather, and takes any other tensor for a
-    whole one (torch 2.2)."""
+    """Call ``whole(value, ranks)`` for each value of a state dict that is gathered in full.
+
+    torch.distributed.checkpoint.state_dict gathers it (full_state_dict=True) on these ranks, or on
+    all where ``ranks`` is empty. That function recognizes by class what to gather, and treats any
+    other tensor as a full one (torch 2.2).
+    """
 
     def change(home: Any) -> None:
         iterate, as_it_is = home._iterate_state_dict, home._identity_func
@@ -752,22 +837,28 @@ def wrap_gathered_states(whole: Any) -> None:
 
 
 def wrap_staged_states(staged: Any) -> None:
-    """Let ``staged(copy, x)`` stand for the copy on the CPU that
-    torch.distributed.checkpoint.async_save makes of a tensor by its storage (torch 2.9)."""
+    """Call ``staged(copy, x)`` in place of the copy to the CPU in async_save.
+
+    torch.distributed.checkpoint.async_save copies a tensor by its storage (torch 2.9).
+    """
 
     def change(home: Any) -> None:
         def offload(self: Any, x: Any, memo: Any, **options: Any) -> Any:
             return staged(lambda t: original(self, t, memo, **options), x)
 
-        stager = home.StateDictStager  # where the method has gone, nobody calls it
+        # in torch versions without that method, the new attribute is never called
+        stager = home.StateDictStager
         original, stager._offload_tensor = getattr(stager, "_offload_tensor", None), offload
 
     when_imported("torch.distributed.checkpoint._state_dict_stager", change)
 
 
 def wrap_flex_attention(around: Any, refused: Any) -> None:
-    """Let ``around(flex_attention, ...)`` stand for torch's function, which hands itself on to
-    nobody. Who has taken it before calls ``refused(q, k, v)``."""
+    """Call ``around(flex_attention, ...)`` in place of torch's function.
+
+    torch's function cannot be overridden. Code that imported the function before calls ``refused(q,
+    k, v)``.
+    """
 
     def change(home: Any) -> None:
         original, check = home.flex_attention, home._validate_sdpa_input
@@ -780,18 +871,20 @@ def wrap_flex_attention(around: Any, refused: Any) -> None:
 
 
 class _Data(property):
-    """The attribute ``data`` of torch.Tensor with a check before it is set. Recorders ask for its
-    name (properties have one since Python 3.13)."""
+    """The attribute ``data`` of torch.Tensor with a check before it is set.
+
+    Recorders read its name (properties have one since Python 3.13).
+    """
 
     __name__ = "data"
 
 
 def guard_data(check: Any) -> None:
-    """Let ``check(tensor, value)`` run before ``tensor.data = value``: torch asks the tensor alone
-    whether it overrides that, never the value, and takes over the value's memory, which a tensor
-    without storage doesn't have.
+    """Run ``check(tensor, value)`` before ``tensor.data = value``.
 
-    The attribute is read in C as before, by the name that its descriptor gets here.
+    For that assignment torch lets only ``tensor`` override, never ``value``. It adopts the value's
+    memory, which a tensor without storage doesn't have. The attribute is still read in C, under the
+    name that its descriptor gets here.
     """
     descriptor = torch._C.TensorBase.data
     take = descriptor.__set__
@@ -807,8 +900,10 @@ def guard_data(check: Any) -> None:
 
 
 def wrap_dlpack(held: Any) -> None:
-    """Let ``held(tensor)`` stand for the tensor that torch's exporters to DLPack are given: they
-    read its memory and ask nobody."""
+    """Export ``held(tensor)`` in place of the tensor passed to torch's exporters to DLPack.
+
+    These exporters read the tensor's memory, and no tensor can override them.
+    """
     for home, name in (
         (torch._C, "_to_dlpack"),
         (torch._C, "_to_dlpack_versioned"),
@@ -831,11 +926,11 @@ def _exporting(export: Any, held: Any) -> Any:
 def before_collectives(
     reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]
 ) -> None:
-    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed
-    while anything is ``noted``. ``reads``: name -> the argument that it reads.
+    """Call ``check(name, argument, op, group)`` before collectives of torch.distributed.
 
-    These functions take plain tensors, of which nobody else is told. Names that were imported from
-    torch.distributed before this keep the originals.
+    ``reads``: name of the collective -> the argument that it reads, which ``check`` gets. The check
+    runs only while ``noted`` is not empty. These functions accept plain tensors, so no other hook
+    sees them. Names that were imported from torch.distributed before this call keep the originals.
     """
 
     def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -844,9 +939,8 @@ def before_collectives(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if (
-                noted
-            ):  # otherwise do not even read the arguments: that takes a tenth of a small collective
+            # Otherwise do not even read the arguments: that takes a tenth of a small collective.
+            if noted:
                 given = usual | dict(zip(parameters, args, strict=False)) | kwargs
                 check(name, given.get(reads[name]), given.get("op"), given.get("group"))
             return function(*args, **kwargs)
@@ -863,8 +957,10 @@ def before_collectives(
 
 @contextlib.contextmanager
 def uncompiled_backward() -> Any:
-    """Inside, a backward pass runs in this thread, and as it is: compiled autograd, a private
-    switch of the compiler's, would not run the hooks of leaves."""
+    """Run a backward pass in this thread and uncompiled inside this context.
+
+    Compiled autograd, a private switch of the compiler's, would not run the hooks of leaves.
+    """
     home = sys.modules.get("torch._dynamo.compiled_autograd")
     with (
         torch.autograd.set_multithreading_enabled(False),
@@ -880,7 +976,8 @@ def compiles_backward() -> bool:
 
 
 class _Uncompiled(threading.local):
-    # whether this thread has just run something as it is that was to be compiled as a whole
+    # True if this thread has just run uncompiled a function that was to be compiled with
+    # fullgraph=True
     whole = False
 
 
@@ -888,14 +985,16 @@ _uncompiled = _Uncompiled()
 
 
 def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> None:
-    """Ask before torch.compile traces a function, and while it does; there is no public way to keep
-    it away from a kind of tensors (checked with torch 2.13).
+    """Ask before and while torch.compile traces a function.
 
-    ``left(code, variables, outside)``: whether a function is to run as it is, with all that it
-    calls. ``meets(value)``: whether what the tracer has come upon is not for it. ``met(code)``:
-    whether it came upon such, in what it has just traced. ``tell(whole)`` is called before a
-    function runs as it is; ``whole``: its caller wants all of it compiled, or an error.
-    ``refusal``: what the tracer says, which torch.export shows.
+    There is no public way to keep the compiler away from a kind of tensors (checked with torch
+    2.13).
+
+    ``left(code, variables, outside)``: return True if a function is to run uncompiled, with all
+    that it calls. ``meets(value)``: return True if the tracer must not handle this value.
+    ``met(code)``: return True if the tracer met such a value in the code that it has just traced.
+    ``tell(whole)`` is called before a function runs uncompiled. ``whole``: its caller wants all of
+    it compiled, or an error. ``refusal``: the tracer's message, which torch.export shows.
     """
 
     def ask_before(home: Any) -> None:
@@ -910,7 +1009,7 @@ def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> 
         def call(self: Any, frame: Any, *args: Any) -> Any:
             code = frame.f_code
             if not left(code, frame.f_locals, frame.f_globals):
-                met(code)  # of a trace that has failed
+                met(code)  # clear what a failed trace left
                 try:
                     out = convert(self, frame, *args)
                 except Exception:
@@ -927,9 +1026,8 @@ def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> 
         home.CatchErrorsWrapper.__call__ = call
 
     def ask_after(home: Any) -> None:
-        count = getattr(
-            home, "set_fullgraph_compiled_frame_count", None
-        )  # by which a call that wants all compiled looks whether anything was (2.13)
+        # By it a call with fullgraph=True checks whether anything was compiled (2.13).
+        count = getattr(home, "set_fullgraph_compiled_frame_count", None)
 
         def counted(n: int) -> int:
             found, left = count(n), _uncompiled.whole

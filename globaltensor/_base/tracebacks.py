@@ -1,7 +1,7 @@
-"""Show a user's mistake by the user's own lines: frames of this library, of torch and of the
-standard library are left out of tracebacks of our errors.
+"""Short tracebacks: errors of this library show only the user's own lines.
 
-``GLOBALTENSOR_TRACEBACK=full`` shows them all.
+Frames of this library, of torch and of the standard library are left out. The package calls
+`install` when it is imported. ``GLOBALTENSOR_TRACEBACK=full`` shows all frames.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ VARIABLE = "GLOBALTENSOR_TRACEBACK"
 
 
 def shortened(error: BaseException) -> list[str] | None:
-    """Return the traceback of an error of ours by the user's lines; None where all of it is to be
-    shown."""
+    """Return the traceback of one of this library's errors, with the user's frames only.
+
+    Return None where the full traceback should be shown.
+    """
     if not isinstance(error, GlobalTensorError) or os.environ.get(VARIABLE) == "full":
         return None
     frames = [
@@ -43,7 +45,7 @@ def shortened(error: BaseException) -> list[str] | None:
 
 
 def install() -> None:
-    """Let the interpreter, and IPython, show errors of ours so."""
+    """Make the interpreter, and IPython, show this library's errors with the user's frames only."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
@@ -58,5 +60,5 @@ def install() -> None:
 
 
 def _rendered(self: GlobalTensorError) -> list[str]:
-    """What IPython shows in place of its own traceback."""
+    """Return the traceback lines that IPython shows in place of its own."""
     return [line.rstrip("\n") for line in shortened(self) or traceback.format_exception(self)]

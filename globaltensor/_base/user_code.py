@@ -1,4 +1,7 @@
-"""Find the user's line: the innermost frame outside this library and torch."""
+"""Find the user's line: the innermost frame outside this library and torch.
+
+Error messages, logs and the tracebacks call these functions.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,22 @@ _FOLDERS = tuple(
         *((sysconfig.get_path(name), _LIBRARY) for name in ("purelib", "platlib", "stdlib")),
     )
 )
+# Code that is in no file, and that no user has written.
 _GENERATED = (
     "<frozen",
     "<eval_with_key>",
     "<attrs",
     "<__array_function__",
-)  # code that no file holds, and that no user has written
-_known: dict[str, int] = {}  # by file: code objects of two files may be equal
+)
+# by file name, not by code object: code objects of two files may be equal
+_known: dict[str, int] = {}
 
 
 def _owner(code: CodeType) -> int:
-    """Return whose code it is: of this library, of another one (installed packages, the standard
-    library), or of the user."""
+    """Return the owner of the code: this library, another one, or the user.
+
+    Another library is an installed package or the standard library.
+    """
     name = code.co_filename
     found = _known.get(name)
     if found is None:
@@ -52,8 +59,10 @@ def _owner(code: CodeType) -> int:
 
 
 def is_user_code(code: CodeType) -> bool:
-    """Return True if the code is the user's, not that of an installed package or of the standard
-    library."""
+    """Return True if the code is the user's.
+
+    Installed packages and the standard library are not the user's.
+    """
     return _owner(code) == _USER
 
 
@@ -66,8 +75,11 @@ def caller_frame() -> FrameType | None:
 
 
 def user_frame() -> FrameType | None:
-    """Return the innermost frame of the user's own code; of another library's where there is none,
-    and None in a thread of torch's."""
+    """Return the innermost frame of the user's own code.
+
+    Where there is none, return another library's innermost frame. Return None in a thread that
+    torch started.
+    """
     frame = found = caller_frame()
     while frame is not None:
         if _owner(frame.f_code) == _USER:

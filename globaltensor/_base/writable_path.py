@@ -1,5 +1,8 @@
-"""Files that the library writes: one that is replaced stays whole until the new one is, and what
-cannot be written is known before the work for it is done."""
+"""Files that the library writes: atomic replacement, and an early check that a path is writable.
+
+A file that is replaced stays complete until the new one is. All functions that save files call
+these.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,31 @@ __all__ = ["Replacement", "check_writable", "replacing", "write_text"]
 
 Path = str | os.PathLike[str]
 
-#: What creating a file in a folder raises where opening an old one there for writing says the same,
-#: or may do nevertheless.
+#: Errors of creating a file in a folder where opening the old file for writing either raises the
+#: same error, or may work nevertheless.
 _NO_FOLDER = (PermissionError, FileNotFoundError, NotADirectoryError)
 
 
 class Replacement:
-    """A file that is written beside another, to take its place when it is complete. Either of the
-    two is there whole at each moment, whatever ends the process.
+    """A file that is written next to another one, and replaces it when it is complete.
 
-    Links are followed, and the old file's permissions stay. What is no file (a pipe, a device) is
-    written in place, and so is a file in a folder where none may be made.
+    At each moment either the old or the new file is there in full, whatever ends the process. Links
+    are followed, and the old file's permissions stay. A path that is no regular file (a pipe, a
+    device) is written in place. So is a file in a folder where no file may be created.
     """
 
     def __init__(self, path: Path) -> None:
         old = _regular(path)
-        self._path = os.path.realpath(
-            path
-        )  # where a link leads nowhere, the file is made at its end
+        # A dangling link: the file is created at the link's target.
+        self._path = os.path.realpath(path)
         self._name: str | None = None  # in the folder, once it has one
         self._folder: int | None = None
         if old is not None and not stat.S_ISREG(old.st_mode):
             self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by commit or abandon
             return
         if old is not None:
-            os.close(
-                os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            )  # what may not be written must not be replaced
+            # A file that may not be written must not be replaced.
+            os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         try:
             self._folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_CLOEXEC)
             self.file = os.fdopen(self._created(), "wb")
@@ -55,11 +56,15 @@ class Replacement:
             _as_before(self.file.fileno(), self._path, old)
 
     def _created(self) -> int:
-        """Open a new file. Where the system can, it has no name until it is complete: then nothing
-        is left of it when the process is killed."""
+        """Open a new file.
+
+        Where the system can do it, the file has no name until it is complete. Then nothing is left
+        of it when the process is killed.
+        """
         nameless = getattr(os, "O_TMPFILE", 0)
         if nameless and os.path.isdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # file systems that have no such files raise several
+            # file systems without nameless files raise several errors
+            with contextlib.suppress(OSError):
                 return os.open(
                     os.path.dirname(self._path), nameless | os.O_WRONLY | os.O_CLOEXEC, 0o666
                 )
@@ -71,16 +76,17 @@ class Replacement:
         return made
 
     def commit(self) -> None:
-        """Put the file in its place, on the disk. Raises OSError, and leaves the old one, where
-        that fails."""
+        """Write the file to disk and move it to its place.
+
+        Raises OSError where that fails. The old file is left then.
+        """
         try:
             self.file.flush()
             if self._folder is not None:
                 os.fsync(self.file.fileno())
                 if self._name is None:
-                    name = (
-                        _fresh_name()
-                    )  # (with a folder named, Python lets the system follow the link in /proc)
+                    # Since a folder is passed, Python lets the system follow the link in /proc.
+                    name = _fresh_name()
                     os.link(
                         f"/proc/self/fd/{self.file.fileno()}",
                         name,
@@ -90,14 +96,14 @@ class Replacement:
                     self._name = name
                 os.replace(self._name, self._path, src_dir_fd=self._folder)
                 self._name = None
-                with contextlib.suppress(OSError):  # not every file system can do it to a folder
+                with contextlib.suppress(OSError):  # not every file system can sync a folder
                     os.fsync(self._folder)
             self.file.close()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Leave the old file, and nothing of the new one."""
+        """Keep the old file and remove the new one."""
         with contextlib.suppress(OSError):
             self.file.close()
         if self._name is not None:
@@ -124,8 +130,7 @@ def _fresh_name() -> str:
 
 
 def _as_before(file: int, path: str, old: os.stat_result) -> None:
-    """Give a new file the owner and the permissions of the one that it will replace, as far as this
-    process may."""
+    """Copy the old file's owner and permissions to its replacement, as far as this process may."""
     if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(OSError):
             os.fchown(file, old.st_uid, old.st_gid)
@@ -137,8 +142,10 @@ def _as_before(file: int, path: str, old: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to, which takes the place of ``path`` when the block ends; an error
-    leaves that as it was."""
+    """Yield a file to write to, which replaces ``path`` when the block ends.
+
+    If the block raises an error, ``path`` is left unchanged.
+    """
     new = Replacement(path)
     try:
         yield new.file
@@ -149,15 +156,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file, which replaces the one that is there."""
+    """Write ``text`` to a file, and replace the file that is there atomically."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def check_writable(path: Path) -> None:
-    """Raises the OSError that opening it for writing would. Leaves what is there as it is, and
-    nothing where nothing was."""
-    real = os.path.realpath(path)  # where a link leads nowhere, the file is made at its end
+    """Raise the OSError that opening ``path`` for writing would raise.
+
+    An existing file is left unchanged, and no new file is left behind.
+    """
+    real = os.path.realpath(path)  # a dangling link: the file is created at the link's target
     try:
         open(real, "x").close()
     except FileExistsError:

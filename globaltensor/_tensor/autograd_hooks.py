@@ -1,10 +1,12 @@
-"""Hooks on gradients: of tensors, of leaves whose gradient is complete, torch's full backward hooks
-of modules. And what checkpoints keep.
+"""Hooks on gradients of tensors and leaves, and torch's full backward hooks of modules.
 
-Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the
-dual of its sbp says, so that its values read as on one device. Whoever hooks in looks at gradients
-on their way, so none may be owed anything (_ops/rules/deferred_mean.py) meanwhile:
-_tensor/gradients/watchers.py.
+The methods of `GlobalTensor` call these functions. The inputs that checkpoints save are handled
+here too.
+
+Autograd works on the local tensors. A hook sees global tensors: the gradient of a tensor has the
+dual of the tensor's sbp, so that its values are those of one device. A hook sees gradients before
+they are complete. So no factor may be pending on them (_ops/rules/deferred_mean.py) at that time:
+see _tensor/gradients/watchers.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ __all__ = [
 
 
 def _given_back(grad: Any, dual: Spec | None) -> Any:
-    """What a hook returned in place of a gradient -> this rank's part of it."""
+    """Return this rank's local tensor of what a hook returned in place of a gradient."""
     if grad is None or dual is None:
         return grad
     if not isinstance(grad, GlobalTensor):
@@ -47,17 +49,19 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
 
 
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
-    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual
-    of the tensor's sbp. It may return another. Collective: every rank registers the same hooks in
-    the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local
-    tensor."""
+    """Call ``hook(grad)`` when the gradient of this tensor is computed.
+
+    ``grad`` is global, in the dual of the tensor's sbp. The hook may return another gradient.
+    Collective: every rank registers the same hooks in the same order. Returns a handle with
+    ``remove()``. Raises SbpError where a hook returns a local tensor.
+    """
     _record("register_hook", self)
     watcher = Watcher(reducer().watchers)
     return _Handle(self._local.register_hook(_Hook(self, hook, watcher)), watcher)  # type: ignore[no-untyped-call]
 
 
 def _record(what: str, x: GlobalTensor) -> None:
-    """Note that this rank looks at gradients on their way, which changes how all ranks sum them."""
+    """Record that this rank observes gradients early, which changes how all ranks sum them."""
     world().history((x._spec.shown.placement,)).record(what.encode() + x._spec.text)
 
 
@@ -73,15 +77,14 @@ class _Hook:
         self._owner = weakref.ref(hooked) if hooked._local.is_leaf else None
 
     def __call__(self, local: Any) -> Any:
-        leaf = (
-            self._owner() if self._owner is not None else None
-        )  # a leaf may have been given other data since
+        # A leaf may have got other data since.
+        leaf = self._owner() if self._owner is not None else None
         dual = (self._spec if leaf is None else leaf._spec).dual()
         return _given_back(self._hook(GlobalTensor.wrap(local, dual)), dual)
 
 
 class _Handle(RemovableHandle):
-    """Torch's handle of a hook: once removed, the hook watches no longer."""
+    """A handle of a torch hook that also ends the hook's watcher when it is removed."""
 
     def __init__(self, handle: RemovableHandle, watcher: Watcher) -> None:
         self.__dict__.update(handle.__dict__)
@@ -95,13 +98,15 @@ class _Handle(RemovableHandle):
 def register_post_accumulate_grad_hook(
     self: GlobalTensor, hook: Callable[[GlobalTensor], None]
 ) -> Any:
-    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient, summed over the ranks: under
-    ``no_sync()`` that is not before the pass that sums. Returns a handle with ``remove()``."""
+    """Call ``hook(tensor)`` once ``tensor.grad`` holds the sum over all ranks.
+
+    Under ``no_sync()`` that is only after the pass that sums. Returns a handle with ``remove()``.
+    Raises RuntimeError where the tensor is no leaf.
+    """
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
-    hooks = self.__dict__.setdefault(
-        "_accumulated", OrderedDict()
-    )  # torch's handles refer to it weakly
+    # torch's handles refer to it weakly.
+    hooks = self.__dict__.setdefault("_accumulated", OrderedDict())
     if "_watched" not in self.__dict__:
         self.__dict__["_watched"] = True
         _arm(self)
@@ -111,8 +116,10 @@ def register_post_accumulate_grad_hook(
 
 
 def _arm(leaf: GlobalTensor) -> None:
-    """Call the hooks of a leaf when its gradient is there: where other ranks add to it the reducer
-    does, else torch."""
+    """Call the hooks of a leaf when its gradient has arrived.
+
+    Where other ranks add to the gradient, the reducer calls the hooks. Elsewhere torch does.
+    """
     owner = weakref.ref(leaf)
 
     def run(local: Any) -> None:
@@ -125,7 +132,7 @@ def _arm(leaf: GlobalTensor) -> None:
 
 
 def carry(leaf: GlobalTensor, old: Any) -> None:
-    """A leaf has a new local tensor: the hooks of the old one go with it."""
+    """Move the hooks of a leaf's old local tensor ``old`` to its new one."""
     if "_watched" in leaf.__dict__:
         _arm(leaf)
     if old._backward_hooks:
@@ -133,11 +140,10 @@ def carry(leaf: GlobalTensor, old: Any) -> None:
 
 
 def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumulated: bool) -> None:
-    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor; they see
-    global gradients.
+    """Run the hooks that a leaf had as a plain tensor, now that it is global.
 
-    ``hooks`` holds those whose handles are not removed. ``accumulated``: the leaf has hooks that
-    wait for the whole gradient, too.
+    These hooks see global gradients. ``hooks`` holds those whose handles are not removed.
+    ``accumulated``: the leaf also has hooks that wait for the complete gradient.
     """
     if accumulated:
         leaf.__dict__["_watched"] = True
@@ -163,7 +169,7 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
 
 
 def retain_grad(self: GlobalTensor) -> None:
-    """Keep the gradient of a tensor that is no leaf: ``.grad`` shows it in the tensor's own sbp."""
+    """Keep the gradient of a tensor that is no leaf: ``.grad`` has it in the tensor's own sbp."""
     self._local.retain_grad()
     if not self._local.is_leaf:
         _record("retain_grad", self)
@@ -171,11 +177,14 @@ def retain_grad(self: GlobalTensor) -> None:
 
 
 def grad_fn(self: GlobalTensor) -> Any:
-    """The node of autograd's graph that made this rank's part. Its hooks see parts, except where it
-    belongs to a module's full backward hook."""
+    """Return the autograd node that made this rank's local tensor, or None.
+
+    Its hooks see local tensors, except where it belongs to a module's full backward hook.
+    """
     found = self._local.grad_fn
     if found is None:
-        return None  # a module asks each tensor that becomes its parameter
+        # A module asks this of each tensor that becomes its parameter.
+        return None
     _record("grad_fn", self)
     reducer().watchers.of_graph(found)
     node = self.__dict__.get("_node")
@@ -186,8 +195,10 @@ def grad_fn(self: GlobalTensor) -> Any:
 
 
 class _Node:
-    """The node of the identity that torch puts around a hooked module, as torch's hooks use it:
-    what they are given, and give back, is global."""
+    """The node of the identity that torch puts around a hooked module.
+
+    torch's hooks use it. The gradients that they get and return are global.
+    """
 
     __slots__ = ("duals", "node")
 
@@ -201,9 +212,8 @@ class _Node:
         return getattr(self.node, name)
 
     def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
-        duals = (
-            self.duals
-        )  # not ``self``, whose node would hold itself by its hook: no collector sees that
+        # Not ``self``: its node would hold itself by its hook, and no garbage collector sees that.
+        duals = self.duals
 
         def run(inputs: Any, outputs: Any) -> Any:
             given = hook(_global(inputs, duals), _global(outputs, duals))
@@ -225,12 +235,15 @@ def _global(grads: Sequence[Any], duals: Sequence[Spec | None]) -> tuple[Any, ..
 
 
 def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
-    """The identity through which torch sees the gradients of a module's inputs or outputs: on the
-    local parts, with nodes whose hooks see global tensors."""
+    """Apply the identity through which torch sees the gradients of a module's inputs or outputs.
+
+    It runs on the local tensors. The hooks of its nodes see global tensors.
+    """
     if not any(isinstance(t, GlobalTensor) for t in tensors):
         return identity(*tensors)
     parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
-    computed = next((part for part in parts if part.grad_fn is not None), None)  # all by one node
+    # one node computes all of them
+    computed = next((part for part in parts if part.grad_fn is not None), None)
     if computed is not None:
         observe_gradients(computed)
     duals = [t._spec.dual() if isinstance(t, GlobalTensor) else None for t in tensors]
@@ -254,7 +267,7 @@ Note = list[tuple[Spec, Callable[[], Any]] | None]
 
 
 def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
-    """The inputs of a checkpoint, the parts of global ones in their place, and what these were."""
+    """Return a checkpoint's inputs, with local tensors for global ones, and a note of these."""
     note: Note = [
         (t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs
     ]
@@ -262,7 +275,7 @@ def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
 
 
 def _given(parts: Sequence[Any], note: Note) -> list[Any]:
-    """The inputs again. One that is still there is itself: a parameter stays a parameter."""
+    """Return the inputs again. A tensor that still exists is returned itself, parameters too."""
     inputs = []
     for part, was in zip(parts, note, strict=True):
         known = was[1]() if was is not None else None

@@ -1,7 +1,7 @@
-"""Global tensors in files: `save` and `load` of whole values by one rank.
+"""Global tensors in files: `save` and `load` of full values by one rank.
 
-`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load`
-knows what they are made of.
+`torch.distributed.checkpoint` writes each shard once and reads it into any layout, by the protocol
+here. `torch.load` may read the classes that global tensors are made of.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .storage import is_whole
 
 __all__ = ["load", "save"]
 
-# ------------------------------------------------------------------------ whole values, by one rank
+# ------------------------------------------------------------------------- full values, by one rank
 
 
 def save(
@@ -36,14 +36,17 @@ def save(
     save_as_external_data: bool = False,
     **options: Any,
 ) -> None:
-    """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes:
-    whole values, which plain PyTorch reads too.
+    """Save an object as ``torch.save`` does, with full values where ``global_dst_rank`` is given.
 
-    Without, each rank that calls writes its own part of each global tensor, for the same rank of a
-    world of the same size; name files by rank then. A file at a path is replaced when the new one
-    is complete: until then the old one stays. ``save_as_external_data`` is OneFlow's and has no
-    effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing
-    fails.
+    With ``global_dst_rank`` every rank calls this function, and that rank alone writes. The file
+    holds full values, which plain PyTorch reads too.
+
+    Without it, each rank that calls writes its own local tensor of each global tensor. The file is
+    for the same rank of a world of the same size. Name files by rank then.
+
+    A file at a path is replaced when the new one is complete: until then the old one stays.
+    ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they
+    are. Raises WorldError on every rank where writing fails.
     """
     if global_dst_rank is None:
         if not isinstance(f, (str, os.PathLike)):
@@ -58,8 +61,8 @@ def save(
     _one_of(here.size, "global_dst_rank", global_dst_rank)
     token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
     try:
-        # Ranks that write nothing go through the object all the same: what lies on them is asked
-        # for in one order.
+        # Ranks that write nothing still go through the object: the tensors that are on them are
+        # requested in one order.
         sink.take(obj, *args, **options)
     finally:
         GATHERED.reset(token)
@@ -73,9 +76,11 @@ def save(
 
 
 class _Sink:
-    """Where one rank writes, and the others write nothing. A path gets its file when that is
-    complete. What goes wrong is kept for the end: the others are on their way through the object
-    too."""
+    """A file that one rank writes to, while the others write nothing.
+
+    A path gets its file when that is complete. An error is raised only at the end: the other ranks
+    are going through the object too.
+    """
 
     def __init__(self, f: Any) -> None:
         self.error: OSError | None = None
@@ -90,7 +95,7 @@ class _Sink:
         self._file = self._new.file
 
     def take(self, obj: Any, *args: Any, **options: Any) -> None:
-        """Write a whole object."""
+        """Write an object completely."""
         try:
             torch.save(obj, self, *args, **options)  # type: ignore[arg-type]
         except BaseException as error:
@@ -121,11 +126,13 @@ class _Sink:
 def load(
     f: Any, map_location: Any = None, *args: Any, global_src_rank: int | None = None, **options: Any
 ) -> Any:
-    """``torch.load``. With ``global_src_rank`` every rank calls it, and that one alone reads: each
-    tensor becomes a global one that lies whole on its CPU, from where ``load_state_dict`` or
-    ``to_global`` takes it to any layout.
+    """Load an object as ``torch.load`` does, read by one rank where ``global_src_rank`` is given.
 
-    ``map_location`` may then be a placement, on which the tensors lie broadcast, or the name of a
+    With ``global_src_rank`` every rank calls this function, and that rank alone reads. Each tensor
+    becomes a global one that is complete on its CPU. ``load_state_dict`` or ``to_global`` moves it
+    to any layout from there.
+
+    ``map_location`` may then be a placement, on which the tensors are broadcast, or the name of a
     device type. Raises WorldError on every rank where reading fails.
     """
     if global_src_rank is None:
@@ -166,8 +173,10 @@ def load(
 
 
 def _value(t: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor out of a file, which may be a global one that the rank which wrote it
-    had whole."""
+    """Return the value of a tensor from a file.
+
+    The tensor may be a global one whose writer had all of it. Raises PartError for a shard.
+    """
     if not isinstance(t, GlobalTensor):
         return t
     if not is_whole(t._spec, world().rank):
@@ -184,12 +193,15 @@ def _one_of(size: int, name: str, rank: Any) -> None:
         raise WorldError(f"{name}={rank!r}: it must be a rank of this world, 0 to {size - 1}")
 
 
-# ----------------------------------------------------------------------------------------- in parts
+# ------------------------------------------------------------------------------------------- shards
 
 
 def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
-    """(offsets, lengths) of what this rank holds of the whole. None: nothing, and another rank's
-    part may begin where this one would."""
+    """Return (offsets, lengths) of this rank's local tensor in the global one.
+
+    Return None where it holds nothing: another rank's local tensor may begin at the same place.
+    Raises SbpError for a partial tensor.
+    """
     spec = x._spec
     if any(e.is_partial for e in spec.layout):
         whole = [broadcast if e.is_partial else e for e in x.sbp]
@@ -208,7 +220,7 @@ def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
 
 
 def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
-    """What this rank could write; equal parts of several ranks are written by one of them."""
+    """Return what this rank could write. One rank writes shards that several ranks hold."""
     from torch.distributed.checkpoint import metadata, planner
 
     held = _held(self)
@@ -229,7 +241,7 @@ def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
 
 
 def chunk_list(self: GlobalTensor) -> list[Any]:
-    """What this rank is to read."""
+    """Return the shards that this rank is to read."""
     from torch.distributed.checkpoint import metadata
 
     held = _held(self)
@@ -237,12 +249,12 @@ def chunk_list(self: GlobalTensor) -> list[Any]:
 
 
 def tensor_shard(self: GlobalTensor, index: Any) -> torch.Tensor:
-    """The memory that is written, or read into."""
+    """Return the memory that is written, or read into."""
     return self._local.detach()
 
 
 def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
-    """The whole value, on these ranks, or on all; others get a tensor without elements."""
+    """Return the full value on these ranks, or on all. Others get a tensor without elements."""
     if not isinstance(value, GlobalTensor):
         return value
     where = Placement(value.placement.type, list(ranks) or list(range(world().size)))
@@ -250,7 +262,7 @@ def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _staged(copy: Any, x: Any) -> Any:
-    """A copy on the CPU; of a global tensor on the CPUs of the same ranks, part by part."""
+    """Return a copy on the CPU. A global tensor is copied to the CPUs of the same ranks."""
     if not isinstance(x, GlobalTensor):
         return copy(x)
     spec = x._spec
@@ -260,8 +272,10 @@ def _staged(copy: Any, x: Any) -> Any:
 
 
 def install() -> None:
-    """The protocol by which torch's checkpoints meet tensors that lie in parts, and the names that
-    `torch.load` may call in a file of weights."""
+    """Install the protocol of torch's checkpoints for sharded tensors.
+
+    Also allow the functions that `torch.load` may call in a file of weights.
+    """
     torch_private.wrap_gathered_states(_whole)
     torch_private.wrap_staged_states(_staged)
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]

@@ -1,9 +1,11 @@
-"""Keep torch.compile away from code on global tensors: what works on them runs as it is, with
-everything that it calls, on every rank alike.
+"""Keep torch.compile away from code on global tensors.
 
-torch.compile looks at each Python function before it runs it. One that holds global tensors in its
-variables, or that comes upon one while it is traced, is not compiled; no part of it is. Code on
-plain tensors is compiled as ever. Nothing of this runs, and no compiler is imported, before someone
+Such code runs uncompiled, with everything that it calls, on every rank alike. The package calls
+`install` at import.
+
+torch.compile looks at each Python function before it runs it. A function that holds global tensors
+in its variables, or that meets one while it is traced, is not compiled, nor is any part of it. Code
+on plain tensors is compiled as ever. Nothing here runs, and no compiler is imported, before someone
 calls torch.compile. ``nn.Graph`` with ``enable_compile`` compiles what each rank computes on its
 local tensors, which are plain.
 """
@@ -34,14 +36,13 @@ from .global_tensor import GlobalTensor
 
 __all__ = ["LEFT_ALONE", "forget", "install"]
 
-#: Classes whose objects a compiler must not look into: code that uses one is not compiled. Rooms
-#: above add theirs.
+#: Classes whose objects a compiler must not look into: code that uses one is not compiled. Other
+#: packages add theirs.
 LEFT_ALONE: list[type] = [GlobalTensor, Placement, Sbp, Spec, World]
-_MAX_ITEMS = 256  # of a list or dict of arguments, that are looked at
+_MAX_ITEMS = 256  # maximum number of items of a list or dict of arguments that are checked
 _MAX_DEPTH = 3
-_CALLING = frozenset(
-    {"forward", "__call__"}
-)  # functions that surely use the parameters of their module
+# Functions that surely use the parameters of their module.
+_CALLING = frozenset({"forward", "__call__"})
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
@@ -58,22 +59,22 @@ _WHOLE = (
 
 
 class _Told(threading.local):
-    met = False  # whether the function that this thread traces has come upon one of ours
+    met = False  # True if the function that this thread traces has met an object of these classes
 
 
 _told = _Told()
 _warned = [False]
-#: Functions of the user that came upon global tensors nobody saw in their variables.
+#: Functions of the user that met global tensors which were not visible in their variables.
 _meeting: WeakSet[CodeType] = WeakSet()
 
 
 def forget() -> None:
-    """Let the compiler try again what came upon global tensors: a module has become local."""
+    """Let the compiler retry functions that met global tensors: a module has become local."""
     _meeting.clear()
 
 
 def _meets(value: Any) -> bool:
-    """Return True if the compiler, which is about to trace what uses ``value``, must not."""
+    """Return True if the compiler, about to trace code that uses ``value``, must not do so."""
     if issubclass(type(value), tuple(LEFT_ALONE)):
         _told.met = True
         return True
@@ -81,14 +82,18 @@ def _meets(value: Any) -> bool:
 
 
 def _left(code: CodeType, variables: dict[str, Any], outside: dict[str, Any]) -> bool:
-    """Return True if a function that is about to run must run as it is, with all that it calls.
-    ``outside``: the variables of its module."""
+    """Return True if a function that is about to run must run uncompiled, with all that it calls.
+
+    ``outside``: the variables of its module.
+    """
     return code in _meeting or _holds_any(code, variables, outside)
 
 
 def _met(code: CodeType) -> bool:
-    """Return True if the function that has just been traced came upon one of ours. It is remembered
-    if it is the user's own: torch's serve others too."""
+    """Return True if the function that has just been traced met a global tensor.
+
+    It is remembered if it is the user's own: torch's functions serve other code too.
+    """
     met, _told.met = _told.met, False
     if met and is_user_code(code):
         _meeting.add(code)
@@ -96,11 +101,11 @@ def _met(code: CodeType) -> bool:
 
 
 def _tell(whole: bool) -> None:
-    """Say that a function is not compiled: once in a process; always as an error where the user
-    wants the ``whole`` of it compiled (fullgraph=True).
+    """Warn that a function is not compiled, once in a process.
 
-    Where a library compiles its own code so (torchao's optimizers do), the user has asked for
-    nothing, and the code runs as it is.
+    Always raise an error where the user wants the ``whole`` of it compiled (fullgraph=True). Where
+    a library compiles its own code so (torchao's optimizers do), the user has not asked for it, and
+    the code runs uncompiled.
     """
     if whole and _asked_by_user():
         raise CompileError(f"{user_line()}\n{_WHOLE}")
@@ -117,7 +122,7 @@ def _tell(whole: bool) -> None:
 
 
 def _asked_by_user() -> bool:
-    """Return True if it is the user's own code that has called a compiled function."""
+    """Return True if the user's own code has called a compiled function."""
     frame = caller_frame()
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -140,10 +145,10 @@ def _outside(code: CodeType) -> tuple[str, ...]:
 
 
 def _holds_any(code: CodeType, variables: dict[str, Any], outside: dict[str, Any]) -> bool:
-    """Return True if the variables of a function, as it begins, hold global tensors, or modules,
-    optimizers and the like that work on them.
+    """Return True if a function's variables hold global tensors as it begins, or users of them.
 
-    A method need not use what its object has, unless it is the one by which the object is called.
+    Such users are modules, optimizers and the like. A method need not use what its object has,
+    unless it is the one by which the object is called.
     """
     methods = is_user_code(code) and code.co_name not in _CALLING
     if any(
@@ -174,7 +179,7 @@ def _holds(value: Any, calls: bool, depth: int) -> bool:
 
 
 def _has(value: Any, depth: int) -> bool:
-    """Return True if something that is called works on global tensors of its own."""
+    """Return True if a callable works on global tensors of its own."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return any(
@@ -199,7 +204,7 @@ def _has(value: Any, depth: int) -> bool:
 
 
 def install() -> None:
-    """Ask here before torch's compiler, once it is imported, traces a function."""
+    """Install the check before torch's compiler, once it is imported, traces a function."""
     torch_private.watch_compiler(_left, _meets, _met, _tell, _WHOLE)
 
 

@@ -1,5 +1,7 @@
-"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take
-part; nests of tensors, made global and local."""
+"""Conversion of local tensors to one spec: gather what the ranks hold, and check that it fits.
+
+Pytrees of tensors are made global and local here too. `to_global` and the modules' methods call it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def all_ranks(size: int) -> Placement:
 
 
 def check_placement(placement: Placement) -> None:
-    """Raises PlacementError where the placement names a rank outside this world."""
+    """Raise PlacementError where the placement names a rank outside this world."""
     if not isinstance(placement, Placement):
         raise PlacementError(f"placement must be a globaltensor.placement, got {placement!r}")
     size = world().size
@@ -54,8 +56,10 @@ def check_placement(placement: Placement) -> None:
 
 
 def device_type(device: Any) -> str:
-    """Which of the devices of its ranks a global tensor is to lie on. Raises GlobalTensorError for
-    one device of many."""
+    """Return the device type for a global tensor.
+
+    Raises GlobalTensorError for one device of many.
+    """
     device = torch.device(device) if isinstance(device, str) else device
     if isinstance(device, int) or (
         device.index is not None
@@ -73,8 +77,10 @@ def device_type(device: Any) -> str:
 def gather_specs(
     local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool
 ) -> tuple[Spec, bool]:
-    """Return the spec of the global tensor whose parts are the ranks' local tensors, and whether
-    all are laid in memory alike. Collective over the world if ``check``."""
+    """Return the spec of the global tensor that the ranks' local tensors form.
+
+    Also return True if all have the same memory order. Collective over the world if ``check``.
+    """
     here = world()
     mine = described(local, placement)
     order = (
@@ -84,9 +90,8 @@ def gather_specs(
     )
     alike = True
     if check and here.size > 1:
-        with (
-            torch_private.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext()
-        ):  # a rank whose tensors have no memory tells so, too
+        # A rank whose tensors have no memory sends that, too.
+        with torch_private.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext():
             told = here.comm(tuple(range(here.size))).all_gather_object((mine, order))
         held = {r: told[r][0] for r in placement.flat}
         alike = len({told[r][1] for r in placement.flat}) == 1
@@ -96,8 +101,10 @@ def gather_specs(
 
 
 def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:
-    """Combine what each rank has told of its part (`kinds.described`: shape and dtype) into the
-    spec. Raises KindError and ShapeError naming who holds what.
+    """Combine the descriptions of the ranks' local tensors into the spec.
+
+    ``held``: for each rank `tensor_kinds.described`, shape and dtype. Raises KindError and
+    ShapeError, which name the ranks and what they hold.
 
     >>> p = Placement("cpu", [0, 1])
     >>> spec_of({0: ((3, 2), torch.float32), 1: ((2, 2), torch.float32)}, p, [Sbp("split", 0)])
@@ -150,8 +157,10 @@ def _told(what: str, held: Mapping[int, Any]) -> str:
 
 
 def check_meta_consistency(self: GlobalTensor) -> None:
-    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the
-    world. Raises ShapeError naming two that differ."""
+    """Check that all ranks have the same tensor: shape, dtype, placement, sbp.
+
+    Collective over the world. Raises ShapeError, which names two ranks that differ.
+    """
     here, spec = world(), self._spec.shown
     mine = (
         f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} "
@@ -167,8 +176,10 @@ def check_meta_consistency(self: GlobalTensor) -> None:
 
 
 def global_id(self: GlobalTensor) -> int:
-    """A number of this tensor's own, the same on every rank where all ask for those of the same
-    tensors in the same order. No communication."""
+    """Return a number of this tensor's own, the same on every rank.
+
+    All ranks must ask for the numbers of the same tensors in the same order. Nothing communicates.
+    """
     known = self.__dict__
     if "_global_id" not in known:
         _ids.last += 1
@@ -177,16 +188,18 @@ def global_id(self: GlobalTensor) -> int:
 
 
 class _Ids(threading.local):
-    last = -1  # simulated ranks are threads, and each counts for itself
+    last = -1  # simulated ranks are threads, and each counts separately
 
 
 _ids = _Ids()
 
 
 def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
-    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it.
-    ``sbp`` may be a callable ``(path, tensor) -> sbp``. Raises SbpError of nothing at all
-    (None)."""
+    """Make a tensor, or the tensors in a pytree of tuples, lists and dicts, global.
+
+    It is ``flow.to_global``. ``sbp`` may be a callable ``(path, tensor) -> sbp``. Raises SbpError
+    for None.
+    """
     if x is None:
         raise SbpError(
             "to_global of None: a rank that has none of the tensors calls "
@@ -203,7 +216,7 @@ def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **opt
 
 
 def to_local(x: Any, **options: Any) -> Any:
-    """``flow.to_local``: a tensor, or a nest with tensors in it."""
+    """Make a tensor, or the tensors in a pytree, local: ``flow.to_local``."""
     return _nested(x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t)
 
 
@@ -211,8 +224,8 @@ def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") 
     if isinstance(x, torch.Tensor):
         return change(path, x)
     if isinstance(x, (dict, UserDict)):
-        # not made anew of its items: its class may want other arguments (a defaultdict), or count
-        # them (a Counter)
+        # copied, not built from its items: its class may need other arguments (a defaultdict), or
+        # count the items (a Counter)
         out = copy.copy(x)
         for k, v in x.items():
             out[k] = _nested(v, change, f"{path}.{k}".lstrip("."))

@@ -1,5 +1,7 @@
-"""``flow.visualize_sharding(x)``: who holds what of a global tensor, drawn for a terminal. From the
-spec alone; nothing communicates."""
+"""``flow.visualize_sharding(x)``: the ranks that hold each shard, drawn for a terminal.
+
+The drawing is made from the spec alone: nothing communicates. Users call it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ _WIDTH, _MOST_RANKS = 48, 64
 
 
 def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
-    """Print which rank holds which part of ``x`` (a global tensor or a Spec) to ``file`` (standard
-    output).
+    """Print which rank holds which shard of ``x`` to ``file`` (standard output by default).
+
+    ``x``: a global tensor or a Spec.
 
     >>> import globaltensor as flow
     >>> visualize_sharding(Spec.make((4, 6), flow.float32, flow.placement("cpu", [0, 1]), flow.sbp.split(0)))
@@ -37,7 +40,7 @@ def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
 
 
 def drawing(spec: Spec) -> str:
-    """The text of ``visualize_sharding``."""
+    """Return the text of ``visualize_sharding``."""
     where = spec.placement
     lines = [f"{spec!r}  on {where.type} {where.ranks.tolist()}"]
     shown = where.flat[:_MOST_RANKS]
@@ -79,8 +82,7 @@ def _slices(spec: Spec, rank: int) -> str:
 
 
 def _picture(spec: Spec, split: list[int]) -> list[str]:
-    """The (at most two) split dims as a rectangle: cuts between parts, and in each part the ranks
-    that hold it."""
+    """Draw the (at most two) split dims as a rectangle: each shard with the ranks that hold it."""
     down = split[0] if len(split) == 2 or spec.ndim < 2 or split[0] == 0 else 0
     across = (
         split[1] if len(split) == 2 else (None if spec.ndim < 2 else (1 if down == 0 else split[0]))

@@ -1,9 +1,11 @@
-"""Functions of other libraries that write a model's file: they read the memory of its tensors, so
-they refuse tensors that lie in parts.
+"""Guards of other libraries' functions that write a model's file.
 
-safetensors reads it by ctypes, where an error would get another class. transformers and accelerate
-go on to it on the first rank alone: they are asked before, so that every rank that calls gets the
-same error.
+They read the memory of a model's tensors, so they refuse sharded tensors. The package calls
+`install` at import.
+
+safetensors reads the memory by ctypes, where an error would get another class. transformers and
+accelerate call it on the first rank alone. They are guarded before that, so that every rank that
+calls gets the same error.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ __all__ = ["install"]
 
 
 def _before(home: Any, name: str, check: Callable[..., None]) -> None:
-    """Let ``check`` run, with the same arguments, before a function or method; where that is gone,
-    nothing changes."""
+    """Call ``check`` with the same arguments before a function or method.
+
+    If that function no longer exists, nothing changes.
+    """
     function = getattr(home, name, None)
     if function is None:
         return
@@ -49,8 +53,11 @@ def _check_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Of a model with adapters the adapters alone are written; and transformers has its own ways
-    for models that it has split itself."""
+    """Check a model before save_pretrained.
+
+    For a model with adapters only the adapters are written. transformers has its own paths for
+    models that it has split itself.
+    """
     config = getattr(model, "config", None)
     if not (
         getattr(model, "_hf_peft_config_loaded", False)
@@ -69,10 +76,12 @@ def _check_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Non
 
 def _guard_safetensors(home: Any) -> None:
     _before(home, "save_model", _check_module)
+    # These are looked up when safetensors' public functions run, which others may have imported
+    # before.
     for name in (
         "_flatten_as_ptr",
         "_flatten",
-    ):  # looked up when its public functions are called, which others may have taken by name before
+    ):
         _before(home, name, _check_tensors)
 
 

@@ -1,5 +1,7 @@
-"""The GlobalTensor class itself: one ordinary local tensor and a Spec. What it can do is added by
-the rooms above (dispatch, autograd, tensor)."""
+"""The GlobalTensor class itself: one ordinary local tensor and a Spec.
+
+The packages above (dispatch, autograd, tensor) add its methods.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +19,54 @@ from ..sharding.spec import Spec, StorageSpec
 
 __all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "AliasGroup", "GlobalTensor", "SlottedGlobalTensor"]
 
-#: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
+#: Classes for which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
 
 
-#: Kernels that have a refusal of their own: kernel -> ``refuse(args)``, which raises
+#: Kernels with an error of their own: kernel -> ``refuse(args)``, which raises
 #: (``_tensor/storage.py``).
 REFUSED: dict[Any, Callable[[Any], None]] = {}
 
 
 class AliasGroup:
-    """What tensors have in common that show one another's values: how often one of them has been
-    written into (_tensor/view_tracking.py)."""
+    """The write counter shared by all tensors that alias the same data.
+
+    See _tensor/view_tracking.py.
+    """
 
     __slots__ = ("viewed", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
-        self.viewed = False  # whether one is a view of another
+        self.viewed = False  # True if one of them is a view of another
 
 
 class GlobalTensor(torch.Tensor):
-    """A tensor spread over the ranks of a placement. Made by ``to_global`` and the creation
-    functions, never directly.
+    """A tensor spread over the ranks of a placement.
 
-    ``_local`` is this rank's part, an ordinary tensor that autograd works on; ``_spec`` says what
-    the parts are parts of. This class has no slots, so that a plain tensor or parameter can become
-    one and stay the same object (parallel/module_to_global.py); what ops return is a
-    `SlottedGlobalTensor`.
+    ``to_global`` and the creation functions make it; it is never constructed directly.
+
+    ``_local`` is this rank's local tensor, an ordinary one that autograd works on. ``_spec``
+    describes the global tensor that the local tensors form. This class has no slots, so that a
+    plain tensor or parameter can become one and stay the same object
+    (parallel/module_to_global.py). Ops return a `SlottedGlobalTensor`.
     """
 
     _local: torch.Tensor
     _spec: Spec
-    _memory: AliasGroup | None  # None: nothing else shows what it holds
-    _leaf: Any = (
-        None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
-    )
-    # the user has said how it lies (to_global, creation): in-place ops must not change that
+    _memory: AliasGroup | None  # None: it has no alias
+    # The gradient of a leaf that other ranks contribute to (reducer.LeafGradient).
+    _leaf: Any = None
+    # the user chose this sbp explicitly (to_global, creation): in-place ops must not change it
     _pinned: bool = False
-    _reduce_dtype: torch.dtype | None = (
-        None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
-    )
+    # The dtype in which its gradient is summed over the ranks (reducer.set_grad_reduce_dtype).
+    _reduce_dtype: torch.dtype | None = None
     _shard: StorageSpec | None = (
-        # of a parameter that lies whole: what of it this rank's optimizer steps (optim/zero.py)
+        # for a replicated parameter: the shard of it that this rank's optimizer steps
+        # (optim/zero.py)
         None
     )
-    _grad_shard: StorageSpec | None = None  # and how its gradient is kept
+    _grad_shard: StorageSpec | None = None  # the layout of its gradient
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
@@ -77,8 +81,10 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def without_slots(local: torch.Tensor, spec: Spec) -> GlobalTensor:
-        """Return the same of the class that a module's parameters have, which can become plain and
-        stay the same object."""
+        """Return a GlobalTensor of the class that a module's parameters have.
+
+        Such a tensor can become plain and stay the same object.
+        """
         out = torch_private.make_wrapper(
             GlobalTensor, spec.shape, dtype=spec.dtype, device=local.device
         )
@@ -129,7 +135,7 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's part (the placement's device type)."""
+        """The device of this rank's local tensor (the placement's device type)."""
         return (
             self._local.device
             if self._local.numel() or self._local.device.type == self._spec.placement.type
@@ -184,12 +190,15 @@ class GlobalTensor(torch.Tensor):
 
 
 class SlottedGlobalTensor(GlobalTensor):
-    """A GlobalTensor whose fields are slots: setting them takes a tenth of the time that it takes
-    in a dict (15 against 150 ns, CPython 3.11)."""
+    """A GlobalTensor whose fields are slots.
+
+    Setting them takes a tenth of the time that it takes in a dict (15 against 150 ns, CPython
+    3.11).
+    """
 
     __slots__ = ("_local", "_memory", "_spec")
 
 
-#: The classes of ordinary global tensors: those of which nothing has to be settled first, as of a
-#: `MovedView` or a `Quotient`.
+#: The classes of ordinary global tensors: they need nothing to be settled first, unlike a
+#: `RemoteView` or a `DeferredMean`.
 ORDINARY = frozenset((GlobalTensor, SlottedGlobalTensor))

@@ -1,4 +1,7 @@
-"""The ``.grad`` attribute of global tensors: read, assigned, and laid out as the tensor is."""
+"""The ``.grad`` attribute of global tensors: read, assigned, and laid out as the tensor is.
+
+`GlobalTensor` and the optimizers use these functions.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ __all__ = ["get_grad", "local_grad", "set_grad"]
 
 
 def _kept(x: GlobalTensor) -> Spec:
-    """How the gradient of a leaf lies: as the leaf does, or in shares (ZeRO)."""
+    """Return the spec of a leaf's gradient: the leaf's own, or shares (ZeRO)."""
     return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
 
 
 @functools.partial(visible, name="grad")
 def get_grad(x: GlobalTensor) -> GlobalTensor | None:
-    """The gradient, in the tensor's own sbp; collective where contributions are pending."""
+    """Return the gradient, in the tensor's own sbp. Collective where contributions are pending."""
     leaf, local = x._leaf, x._local.grad
     if leaf is not None:
         local = leaf.value if local is None else leaf.settle()
@@ -46,8 +49,11 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
 
 
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
-    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as
-    ``.grad`` is, but what nobody looks at is not wrapped."""
+    """Return (True if a leaf's gradient has the leaf's layout for it, this rank's local tensor).
+
+    The layout is `_kept`. Where it differs, the local tensor is None. The call is collective as
+    ``.grad`` is, but a gradient that no code reads is not wrapped.
+    """
     if "_kept_grad" not in leaf.__dict__:
         return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
     grad, spec = get_grad(leaf), _kept(leaf)

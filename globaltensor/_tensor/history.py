@@ -1,5 +1,7 @@
-"""What a rank has run on global tensors, for the comparison with the other ranks
-(distributed/divergence.py)."""
+"""The record of what a rank has run on global tensors, to compare it with the other ranks.
+
+Handlers call `record`. The comparison is in distributed/divergence.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ __all__ = ["record"]
 
 
 def record(what: str, *tensors: GlobalTensor) -> None:
-    """Add to what this rank has run on global tensors: for handlers, which have no plan that
-    does."""
+    """Add a call to the record of what this rank has run on global tensors.
+
+    It is for handlers. Other calls are recorded by their plan.
+    """
     for t in tensors:
         spec = t._spec
         world().history((spec.shown.placement,)).record(what.encode() + spec.text)

@@ -1,5 +1,7 @@
-"""A plain tensor among global ones counts as broadcast: the same value on every rank. That is
-checked where it happens first."""
+"""Plain tensors among global ones: they count as broadcast, the same value on every rank.
+
+Dispatch calls these functions. The ranks' values are compared at first uses (`check_replicated`).
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,19 @@ from .gradients.reducer import observe_gradients
 
 __all__ = ["check_replicated", "content_digest", "operand_spec", "promote_plain_tensor"]
 
-_ALWAYS_CHECKED = 16  # uses of a plain tensor at one place
-_MAX_PLACES = 1 << 14  # in the program, that are counted
-_SHOWN = 3  # numbers of a tensor that an error shows
+# Number of uses of a plain tensor at one place that are always checked.
+_ALWAYS_CHECKED = 16
+# Maximum number of places in the program that are counted.
+_MAX_PLACES = 1 << 14
+# Number of a tensor's elements that an error shows.
+_SHOWN = 3
 
 
 class _ReplicatedInput(torch.autograd.Function):
-    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not
-    its own share."""
+    """A plain tensor that enters an op as broadcast.
+
+    Every rank's copy gets the full gradient, not its own share.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -46,9 +53,9 @@ class _ReplicatedInput(torch.autograd.Function):
 def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Spec:
     """Return the spec of a plain tensor among global ones: broadcast.
 
-    Raises KindError of a tensor that functions cannot take with parts of global ones. Where it is
-    this rank's alone, the others get the error as they compare (`check_replicated`), so this rank
-    compares before it raises.
+    Raises KindError for a tensor that functions cannot accept together with local tensors of global
+    ones. If only this rank has such a tensor, the others get the error when they compare
+    (`check_replicated`). So this rank compares before it raises.
     """
     kind = described(tensor, placement)
     if isinstance(kind, Kind) and not kind.operand:
@@ -65,11 +72,10 @@ def promote_plain_tensor(
     tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
 ) -> torch.Tensor:
     """Return the local tensor of a broadcast global one from a plain tensor among global ones.
-    ``purpose`` says what it is used for, in errors.
 
-    Raises DivergenceError or KindError, on every rank, if ranks hold different values or kinds
-    (`check_replicated`), and KernelError inside a transform of torch.func. Not ``checked``: where
-    the values do not matter.
+    ``purpose`` names its use in errors. Raises DivergenceError or KindError, on every rank, if
+    ranks hold different values or kinds (`check_replicated`). Raises KernelError inside a transform
+    of torch.func. Not ``checked``: the values do not matter.
     """
     refuse_transforms()
     graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
@@ -92,20 +98,22 @@ def promote_plain_tensor(
 def check_replicated(
     tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str, place: Any = None
 ) -> None:
-    """Compare a plain tensor with those of the other ranks: the first 16 times that the program
-    comes to this place, then at intervals that grow by an eighth.
+    """Compare a plain tensor with those of the other ranks.
 
-    ``place``: what to count by, beside the ranks; None: the line that has called this library, and
-    the user's. Collective at these times; all of ``ranks`` call it. Raises DivergenceError, on
-    every rank, naming the line, who holds what, and how to say what is meant.
+    It compares the first 16 times that the program reaches this place, then at intervals that grow
+    by an eighth. ``place``: the key to count by, besides the ranks. None: the line that has called
+    this library, and the user's line. The comparison is collective: all of ``ranks`` call it.
+    Raises DivergenceError, on every rank. The error names the line, the ranks with their values,
+    and how to express what is meant.
     """
     if place is None:
         frames = [f for f in (caller_frame(), user_frame()) if f is not None]
         place = (purpose, *[(f.f_code, f.f_lasti) for f in frames])
+    # Ranks of several placements reach one place at different frequencies.
     here, place = (
         world(),
         (place, ranks),
-    )  # ranks of several placements come to one place not equally often
+    )
     known = here.plain_places.get(place)
     if known is None:
         if len(here.plain_places) >= _MAX_PLACES:
@@ -127,8 +135,10 @@ def check_replicated(
 
 
 def _content_of_kind(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, str]:
-    """Return the same of a tensor of a kind that has no values in memory of its own: by what it is
-    and, if it is sparse, by what it holds."""
+    """Return digest and text of a tensor of a kind without values in memory of its own.
+
+    They are made of the tensor's kind and, if it is sparse, of its contents.
+    """
     parts: Sequence[torch.Tensor] = ()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -155,7 +165,7 @@ def _as_number(code: bytes) -> torch.Tensor:
 
 
 def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return a digest of a tensor's shape, dtype and values [1], and a text that shows them."""
+    """Return a digest [1] of a tensor's shape, dtype and values, and a text that shows them."""
     code, first = content_digest(tensor), flatten(tensor)[:_SHOWN].tolist()
     numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in first)
     more = ", ..." if tensor.numel() > _SHOWN else ""
@@ -164,8 +174,10 @@ def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
-    """Return 8 bytes that are equal for equal bytes, shapes and dtypes: a NaN equals itself, and
-    0.0 does not equal -0.0."""
+    """Return 8 bytes that are equal for equal bytes, shapes and dtypes.
+
+    A NaN equals itself, and 0.0 does not equal -0.0.
+    """
     flat = flatten(tensor).cpu()
     code = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():

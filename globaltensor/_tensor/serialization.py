@@ -1,8 +1,10 @@
 """Global tensors in pickles: ``torch.save``, ``copy.copy``, queues between processes.
 
-Each rank writes its own part, with what it is a part of, and which: read as another part it would
-be wrong numbers, so that is an error. A tensor that is whole on the rank that writes it may be read
-by any rank, of a world of any size.
+Pickle calls `reduce_ex` and `rebuild_global_tensor`.
+
+Each rank writes its own local tensor, with its spec and its position. Read as another shard it
+would give wrong numbers, so that is an error. A tensor that is complete on the rank that writes it
+may be read by any rank, of a world of any size.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from .storage import is_whole
 
 __all__ = ["GATHERED", "rebuild_global_tensor", "reduce_ex", "remade"]
 
-#: The rank that a pickle is for which holds whole values (checkpoint.save).
+#: The rank that writes full values (checkpoint.save).
 GATHERED: ContextVar[int | None] = ContextVar("globaltensor_gathered", default=None)
 
-#: What a pickle says of a part: see `_header`.
+#: The header of a local tensor in a pickle: see `_header`.
 _Header = Mapping[str, Any]
 
 
 def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
-    """Pickled as this rank's part and which part it is. Inside `checkpoint.save` by one rank as the
-    whole value, an ordinary tensor."""
+    """Return the pickle of this rank's local tensor, with its position.
+
+    Inside `checkpoint.save` by one rank it is the full value, an ordinary tensor.
+    """
     is_parameter = getattr(self, "_is_param", False)
     if (target := GATHERED.get()) is not None:
         home = Spec.make(self.shape, self.dtype, Placement("cpu", [target]), [broadcast])
@@ -63,14 +67,15 @@ def rebuild_global_tensor(
     is_parameter: bool,
     reduce_dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """Make a global tensor of what `reduce_ex` has written. Raises PartError where that is another
-    part than this rank needs.
+    """Rebuild a global tensor from what `reduce_ex` has written.
+
+    Raises PartError where that is another shard than this rank needs.
 
     Files name this function, as ``globaltensor.rebuild_global_tensor``: its name and its arguments
-    stay.
+    must not change.
     """
-    # the world may not start here: this process would join the ranks under the number of the one
-    # that it helps
+    # A helper process must not start the world: it would join the ranks under the number of the
+    # rank that it helps.
     if header["helper"]:
         out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
         out._local.requires_grad_(requires_grad)
@@ -103,13 +108,15 @@ def remade(
     return out
 
 
-# --------------------------------------------------------------------- what a pickle says of a part
+# ------------------------------------------------------------------------------- headers of pickles
 
 
 def _header(spec: Spec) -> dict[str, Any]:
-    """Return what is a part of what, in types that any version of this library can read. A process
-    that is being started with it is this rank's helper (a data loader's worker), which needs what
-    this rank has."""
+    """Return the header of a local tensor, in types that any version of this library can read.
+
+    A process that is started with the header is this rank's helper (a data loader's worker). It
+    needs what this rank has.
+    """
     here = world()
     kept = (
         {"shown": _layout(spec.shown), "axes": list(spec.axes)}
@@ -149,8 +156,10 @@ def _spec(header: _Header) -> Spec:
 
 
 def _fitting(header: _Header) -> Spec:
-    """Return how the tensor lies here. Raises PartError where what was written is not what this
-    rank needs of it."""
+    """Return the spec of the tensor here.
+
+    Raises PartError where the file does not hold what this rank needs of the tensor.
+    """
     spec, writer, here = _spec(header), header["rank"], world()
     if is_whole(spec, writer):
         if max(spec.placement.flat) < here.size:
@@ -164,7 +173,7 @@ def _fitting(header: _Header) -> Spec:
 
 
 def _coordinates(spec: Spec, rank: int) -> Any:
-    """Return which box, and which summand, a rank holds; None outside the placement."""
+    """Return the box, and the summand, that a rank holds; None outside the placement."""
     where = spec.placement.coordinate(rank)
     return (
         None

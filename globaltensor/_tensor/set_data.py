@@ -1,5 +1,7 @@
-"""What a tensor holds is exchanged for something else: ``.data``, ``set_``; whether it is a leaf
-that gets gradients."""
+"""Replace a tensor's data in place: ``.data =``, ``set_``; change ``requires_grad``.
+
+`GlobalTensor` and the conversion of modules call these functions.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,12 @@ __all__ = [
 
 
 def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False) -> None:
-    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient
-    of a part is not that of the value. ``maybe_alone``: other ranks may not be making it (a file
-    that is read, a copy)."""
+    """Set whether a tensor is a leaf that requires grad.
+
+    A leaf with a partial maximum, minimum or norm is reduced first: the gradient of a local value
+    is not that of the global one. ``maybe_alone``: other ranks may not be making the leaf (a file
+    that is read, a copy).
+    """
     if value and isinstance(self, RemoteView) and self._local.is_leaf:
         self.cut()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
@@ -57,8 +62,11 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
-    """Of what is computed the method takes that it requires grad, where the attribute takes
-    nothing: as torch has it."""
+    """Set ``requires_grad``.
+
+    On a non-leaf, ``requires_grad_()`` is accepted and ``requires_grad = True`` raises, as in
+    PyTorch.
+    """
     if requires_grad and not self._local.is_leaf:
         self._local.requires_grad_()
     else:
@@ -70,19 +78,18 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
 def data(self: GlobalTensor) -> GlobalTensor:
     if isinstance(self, RemoteView):
         return alias_of(self, detached=True)
-    out = GlobalTensor.wrap(
-        self._local.data, self._spec
-    )  # autograd does not see what is written into it
+    # Autograd does not see writes into it.
+    out = GlobalTensor.wrap(self._local.data, self._spec)
     link_alias(self, out, viewed=False)
     copy_noted_strides(self, out)
     return out
 
 
 def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
-    """Return a plain tensor, which counts as the whole value and the same on every rank, laid out
-    as ``like``. A split of a dim that it has not is dropped.
+    """Return a plain tensor with the layout of ``like``.
 
-    Memory is shared with the plain tensor where ``like`` is broadcast.
+    The plain tensor counts as the global value, the same on every rank. A split of a dim that it
+    does not have is dropped. Memory is shared with the plain tensor where ``like`` is broadcast.
     """
     shown = like._spec.shown
     whole = operand_spec(value, shown.placement, "a plain tensor laid out")
@@ -100,9 +107,12 @@ def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
-    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the
-    same leaf to its optimizer and keeps its gradient, which then lies as y does and has its dtype.
-    Of a plain y this tensor takes the value alone."""
+    """Set ``x.data = y``: this tensor gets y's value, placement and sbp.
+
+    A leaf stays the same leaf to its optimizer and keeps its gradient, which then has y's layout
+    and dtype. From a plain y this tensor gets the value alone. Raises SbpError where y is no
+    tensor.
+    """
     if not isinstance(value, torch.Tensor):
         raise SbpError(
             f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain "
@@ -133,7 +143,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 
 
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
-    """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
+    """Give a tensor another local tensor and layout. A leaf stays a leaf, without gradient."""
     parameter_gather.relearn()
     kept, old = leaf.requires_grad, leaf._local
     _refuse_older_graphs(old)
@@ -146,7 +156,7 @@ def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
 
 # ----------------------------------------------------------------- the same object, global or plain
 
-#: Where a global tensor without slots keeps what makes it one.
+#: The attributes that make a tensor without slots a global one.
 _FIELDS = (
     "_local",
     "_spec",
@@ -166,11 +176,11 @@ _FIELDS = (
 def become_global(
     plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None
 ) -> None:
-    """Let a plain tensor, from now on the same object, be the global tensor ``value``; a parameter
-    stays one, with its hooks and with ``grad`` as its gradient.
+    """Turn a plain tensor into the global tensor ``value``, as the same object.
 
-    So optimizers, averages of weights and whoever else has a reference hold what is trained. A
-    graph that was recorded before refuses to go backward: its gradient would reach nobody.
+    A parameter stays one, with its hooks and with ``grad`` as its gradient. So optimizers, averages
+    of weights and all other holders of a reference hold the tensor that is trained. A graph that
+    was recorded before refuses to go backward: its gradient would reach no leaf.
     """
     trains, parameter = plain.requires_grad and plain.is_leaf, isinstance(plain, torch.nn.Parameter)
     _refuse_older_graphs(plain)
@@ -199,9 +209,11 @@ def become_global(
 
 
 def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
-    """Let a global tensor, from now on the same object, be the plain tensor ``value``; a parameter
-    stays one. What an op or a constructor of ours has made cannot stay the same object: then return
-    another."""
+    """Turn a global tensor into the plain tensor ``value``, as the same object.
+
+    A parameter stays one. A tensor that an op or a constructor of this library has made cannot stay
+    the same object: then return another one.
+    """
     trains, parameter = tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
     kind: Any = torch.nn.Parameter if parameter else torch.Tensor
     if type(tensor) is not GlobalTensor:
@@ -217,9 +229,9 @@ def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_older_graphs(leaf: torch.Tensor) -> None:
-    """Raise an error in the backward pass of any graph that has been recorded with this leaf."""
+    """Raise an error in the backward pass of any graph that was recorded with this leaf."""
     if leaf.is_leaf and leaf.requires_grad:
-        # The node is there as long as a graph that has it; where there is none, it goes with what
+        # The node lives as long as a graph that has it. Where there is none, it is freed with what
         # this line makes.
         torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(_refuse_to_go_back)
 
@@ -232,7 +244,7 @@ def _refuse_to_go_back(grads: Any) -> None:
 
 
 def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
-    """Only to the shape it has: raises InplaceError for another."""
+    """Resize a tensor to the shape that it has. Raises InplaceError for another shape."""
     wanted = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if wanted != self.shape:
         raise InplaceError(
@@ -245,9 +257,11 @@ def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
 
 
 def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) -> GlobalTensor:
-    """This tensor becomes ``source``, another tensor. Its own sbp and placement stay where its
-    shape does; memory is shared where both lie alike. A storage is one rank's: raises
-    InplaceError."""
+    """Set this tensor to ``source``, another tensor.
+
+    Its own sbp and placement stay if its shape does. Memory is shared if both have the same layout.
+    A storage belongs to one rank: raises InplaceError for it.
+    """
     if not isinstance(source, torch.Tensor) or where or options:
         raise InplaceError(
             "set_ of a global tensor takes another tensor: a storage is the memory of one rank's "

@@ -1,9 +1,10 @@
-"""The memory of a global tensor, for those who ask below torch's functions: ``data_ptr``, storages,
-DLPack.
+"""The memory of a global tensor, for code below torch's functions: ``data_ptr``, storages, DLPack.
 
-Where a rank holds the whole value, its local tensor answers. Where the value lies in parts no rank
-has memory that holds it: then which memory it is can still be asked (two tensors that are tied
-share it), and what lies in it is refused, with the ways to the values.
+`GlobalTensor` gets these methods, and the dispatcher these handlers.
+
+Where a rank holds the full value, its local tensor answers. Where the value is sharded, no rank has
+memory that holds it. The identity of the memory can still be queried (two tied tensors share it).
+Access to its contents is refused, with the ways to get the values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_who
 
 
 def is_whole(spec: Spec, rank: int) -> bool:
-    """Return True if the local tensor of ``rank`` is the whole value."""
+    """Return True if the local tensor of ``rank`` is the full value."""
     shape = spec.placement.shape
     return rank in spec.placement._coordinates and all(
         e.is_broadcast or n == 1 for e, n in zip(spec.layout, shape, strict=True)
@@ -33,8 +34,10 @@ def is_whole(spec: Spec, rank: int) -> bool:
 
 
 def refusal(what: str, spec: Spec) -> str:
-    """Say that no rank has the memory of a value that lies in parts, and which ways lead to the
-    value. The text is the same on every rank."""
+    """Return the error text for memory that no rank has, with the ways to get the value.
+
+    The text is the same on every rank.
+    """
     whole = (
         "flow.sbp.broadcast"
         if spec.placement.axes == 1
@@ -60,19 +63,21 @@ def refuse(what: str, x: GlobalTensor) -> NoReturn:
 
 
 def held(x: GlobalTensor, what: str) -> torch.Tensor:
-    """Return the local tensor where it is the whole value. Raises StorageError where it is not."""
+    """Return the local tensor if it is the full value. Raises StorageError otherwise."""
     if not is_whole(x._spec, world().rank):
         refuse(what, x)
     return x._local
 
 
-# ------------------------------------------------------------------------------- which memory it is
+# ------------------------------------------------------------------------------- identity of memory
 
 
 @functools.total_ordering
 class Address:
-    """The address of a tensor that lies in parts, as far as it tells one memory from another: to
-    compare, to sort and to be a key, never to read from."""
+    """The address of a sharded tensor, which only identifies its memory.
+
+    It can be compared, sorted and used as a key, but never read from.
+    """
 
     __slots__ = ("_spec", "_where")
 
@@ -111,7 +116,8 @@ class Address:
     __int__ = __index__
 
     @property
-    def _as_parameter_(self) -> NoReturn:  # by which ctypes takes an object for a pointer
+    # ctypes accepts an object with this attribute as a pointer
+    def _as_parameter_(self) -> NoReturn:
         raise StorageError(refusal("data_ptr()", self._spec))
 
     def __repr__(self) -> str:
@@ -119,8 +125,10 @@ class Address:
 
 
 class StorageHandle:
-    """The storage of a tensor that lies in parts, as far as it tells which one it is and how large.
-    Whatever reads or writes in it is refused."""
+    """The storage of a sharded tensor, which only has identity and size.
+
+    Reading from it and writing to it is refused.
+    """
 
     def __init__(self, x: GlobalTensor, itemsize: int = 1) -> None:
         base = _base(x)
@@ -178,21 +186,25 @@ class StorageHandle:
 
 
 def _base(x: GlobalTensor) -> GlobalTensor:
-    """What a view is of that had to move its data. (Its own part may be one that it would have to
-    ask others for.)"""
+    """Return the base of a view that needs communication, and any other tensor itself.
+
+    The view's own local tensor may be one that it would have to fetch from other ranks.
+    """
     while isinstance(x, RemoteView):
         x = x.__dict__["_origin"][0]
     return x
 
 
 def _asks_part(x: GlobalTensor) -> bool:
-    """Return True if the local tensor may answer: it is the whole value, or there are no values."""
+    """Return True if the local tensor may answer: it is the full value, or there are no values."""
     return is_whole(x._spec, world().rank) or not x._spec.numel
 
 
 def data_ptr(self: GlobalTensor) -> Any:
-    """Return the address of the whole value where this rank has it, else one that tells memories
-    apart and cannot be read from (`Address`)."""
+    """Return the address of the full value where this rank has it, else an `Address`.
+
+    An `Address` identifies the memory and cannot be read from.
+    """
     if _asks_part(self):
         return (
             torch_private.storage_key(self._local)
@@ -201,7 +213,7 @@ def data_ptr(self: GlobalTensor) -> Any:
         )
     local = _base(self)._local
     if local.is_meta:
-        return 0  # as of every tensor on that device
+        return 0  # as for every tensor on that device
     offset = 0 if isinstance(self, RemoteView) else local.storage_offset() * local.element_size()
     return Address(torch_private.storage_key(local) + offset, self._spec)
 
@@ -227,8 +239,10 @@ def typed_storage(self: GlobalTensor) -> Any:
 
 
 def storage_offset(self: GlobalTensor) -> int:
-    """Return where in its storage the value begins; 0 of a tensor that lies in parts. Raises
-    StorageError of a view of one: where that begins is another number on each rank."""
+    """Return the offset of the value in its storage, 0 for a sharded tensor.
+
+    Raises StorageError for a view of a sharded tensor: its offset is another number on each rank.
+    """
     if _asks_part(self) or not any(e.is_split for e in self._spec.layout):
         return self._local.storage_offset()
     if self._memory is not None and self._memory.viewed:
@@ -244,11 +258,11 @@ def is_set_to(self: GlobalTensor, other: Any) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------- what lies in it
+# ------------------------------------------------------------------------------- contents of memory
 
 
 def refuse_parts(what: str, values: Iterable[Any]) -> None:
-    """Raises StorageError where one of the values is a tensor that lies in parts."""
+    """Raise StorageError if one of the values is a sharded tensor."""
     for x in values:
         if isinstance(x, GlobalTensor) and not _asks_part(x):
             refuse(what, x)
@@ -274,8 +288,10 @@ def cuda_array_interface(self: GlobalTensor) -> Any:
 
 
 class _Absent:
-    """An attribute that a class does not have, though its base does: who looks for it takes another
-    way."""
+    """An attribute that a class lacks although its base has it.
+
+    Code that looks for the attribute then takes another path.
+    """
 
     def __get__(self, x: Any, owner: Any) -> NoReturn:
         raise AttributeError("a global tensor has no such attribute")
@@ -324,8 +340,11 @@ def _method(name: str) -> Any:
 
 
 def _answered_by(name: str) -> Any:
-    """The same for functions that may be called on a plain tensor, with a global one among their
-    other arguments."""
+    """Return a handler that calls a method of GlobalTensor, or answers False for a plain tensor.
+
+    It is for functions that may be called on a plain tensor, with a global one among their other
+    arguments.
+    """
     return lambda func, args, kwargs: (
         METHODS[name](*args, **kwargs) if isinstance(args[0], GlobalTensor) else False
     )
@@ -345,6 +364,6 @@ REFUSED[torch_private.TAKING_MEMORY] = _refuse_set
 
 
 def install() -> None:
-    """Let what of torch asks no tensor refuse those without memory."""
+    """Make torch functions that cannot be overridden refuse tensors without memory."""
     torch_private.guard_data(_check_data)
     torch_private.wrap_dlpack(_in_memory)

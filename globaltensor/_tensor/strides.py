@@ -1,17 +1,19 @@
-"""Strides of a whole tensor, as one device would have them: questions about layout in memory have
-one answer on all ranks.
+"""Strides of a global tensor, as one device would have them, the same on all ranks.
 
-Where no part is empty, and none has one element of a dim of which others have more, all parts tell
-alike, and the part answers. Elsewhere (`differ`) a part may be contiguous, or may be viewed in
+View functions, ``stride()`` and ``is_contiguous()`` use them.
+
+Local tensors agree where none is empty, and none has size 1 in a dim where others have more. There
+the local tensor answers. Elsewhere (`differ`) a local tensor may be contiguous, or may be viewed in
 another shape, only because a dim of it has size 1. There the answer follows from what all ranks
-know: a view notes the strides that one device would have (the function itself, run on a meta tensor
-with the strides of its base); anything else counts as laid row by row.
+know. A view notes the strides that one device would have: the function itself is run on a meta
+tensor with the strides of its base. Any other tensor counts as row-major.
 
-Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on
-every rank or on none (`LaidView` in _ops/call_plan.py). A note is exact if the parts are laid so,
-too: where it starts from a tensor with which none shares memory, whose part is laid row by row
-first. If it is not, such a function works on a copy, and what is written into either reaches the
-other as in any view that had to move data (_tensor/view_tracking.py).
+Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these
+strides, on every rank or on none (`StridedViewPlan` in _ops/call_plan.py). A note is exact if the
+local tensors have these strides too. That is so where the note starts from a tensor that shares
+memory with no other. Its local tensor is made row-major first. If the note is not exact, such a
+function works on a copy. A write into either then reaches the other as in any view that needs
+communication (_tensor/view_tracking.py).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ __all__ = [
 
 
 class Note(NamedTuple):
-    """The strides that one device would have. ``exact``: the parts are laid so."""
+    """The strides that one device would have. ``exact``: the local tensors have these strides."""
 
     strides: tuple[int, ...]
     exact: bool
@@ -55,8 +57,10 @@ class Note(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def differ(spec: Spec) -> bool:
-    """Return True if parts may answer differently: some part is empty, or has one element of a dim
-    of which others have more."""
+    """Return True if local strides may be ambiguous.
+
+    Some local tensor is empty, or has size 1 in a dim where another rank has more.
+    """
     for d, n in enumerate(spec.shape):
         sizes = {length for _, length in nested_balanced_split(n, spec.chain(d))} if n else {1}
         if 0 in sizes or (1 in sizes and n > 1 and len(sizes) > 1):
@@ -66,9 +70,11 @@ def differ(spec: Spec) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def hidden(spec: Spec) -> bool:
-    """Return True if parts may not tell in which order dims stand: they `differ`, or all have one
-    element of a dim. The latter counts for matrices only: in more dims what the parts tell is
-    mostly right, and calls on them keep their pace."""
+    """Return True if local tensors may not show the memory order of dims.
+
+    They `differ`, or all have size 1 in a dim. The latter counts for matrices only. In more dims
+    the local order is mostly right, and calls on such tensors stay fast.
+    """
     return differ(spec) or (
         len(spec.shape) == 2
         and any(
@@ -79,9 +85,11 @@ def hidden(spec: Spec) -> bool:
 
 
 def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
-    """Return True if a view function only changes the order of dims, and the parts of ``spec``, its
-    result, may not tell in which they stand. ``taken``, ``given``: the factors of its base and of
-    its result."""
+    """Return True if a view function only permutes dims, and local tensors may not show the order.
+
+    ``spec``: the spec of its result. ``taken``, ``given``: the factors of its base and of its
+    result.
+    """
     factors = set(given)
     return (
         len(given) > 1
@@ -104,18 +112,18 @@ def note_of(x: GlobalTensor) -> Note | None:
 
 
 def copy_noted_strides(source: GlobalTensor, other: GlobalTensor) -> None:
-    """``other`` shows what ``source`` does."""
+    """Copy the note of ``source`` to its alias ``other``."""
     if (found := source.__dict__.get("_strides")) is not None:
         other.__dict__["_strides"] = found
 
 
 def forget_note(x: GlobalTensor) -> None:
-    """``x`` is about to hold something else."""
+    """Drop the note of ``x``, whose contents are about to be replaced."""
     x.__dict__.pop("_strides", None)
 
 
 def by_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor that is laid row by row."""
+    """Return the strides of a row-major tensor."""
     steps, step = [1] * len(shape), 1
     for d in range(len(shape) - 1, -1, -1):
         steps[d] = step
@@ -124,13 +132,12 @@ def by_rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_tells(x: GlobalTensor) -> bool:
-    """Return True if this rank's part, and so every rank's, answers for the whole."""
+    """Return True if this rank's local tensor, and so every rank's, has the global answer."""
     return not differ(x._spec.plain) and x._spec.placement.coordinate(world().rank) is not None
 
 
 def base_note(x: GlobalTensor, decides: bool) -> Note:
-    """Return the strides of what a view is taken of. ``decides``: the function may be refused by
-    them."""
+    """Return the strides of a view's base. ``decides``: the function may be refused by them."""
     found = note_of(x)
     if found is not None:
         return found
@@ -145,7 +152,7 @@ def base_note(x: GlobalTensor, decides: bool) -> Note:
 
 
 def _lay_by_rows(x: GlobalTensor) -> None:
-    """Lay the part of ``x``, which shares memory with no other global tensor, row by row."""
+    """Make the local tensor of ``x``, which shares memory with no other tensor, row-major."""
     local = x._local
     if local.is_contiguous():
         return
@@ -157,7 +164,7 @@ def _lay_by_rows(x: GlobalTensor) -> None:
 
 
 def _is_dense(t: torch.Tensor) -> bool:
-    """Return True if a tensor's elements are all that its memory holds, each once."""
+    """Return True if a tensor's elements fill its memory without gaps, each once."""
     return (
         sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) == t.numel() - 1
         if t.numel()
@@ -168,10 +175,10 @@ def _is_dense(t: torch.Tensor) -> bool:
 def results(
     base: GlobalTensor, strides: tuple[int, ...], call: Callable[[torch.Tensor], Any], copies: bool
 ) -> list[tuple[int, ...]] | None:
-    """Return the strides of what a view function gives of a tensor like ``base`` that is laid so on
-    one device. Raises what torch raises.
+    """Return the strides of a view function's results for a base with these strides on one device.
 
-    ``copies``: a function that copies what it cannot view so; of a copy return None.
+    Raises the errors that torch raises. ``copies``: the function copies what it cannot view; return
+    None for a copy.
     """
     with (
         torch.no_grad(),
@@ -197,8 +204,10 @@ def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
-    """Strides of a whole tensor laid out as the parts are; where the part is of the whole shape,
-    its own."""
+    """Return the strides of a global tensor with the memory order of its local tensors.
+
+    Where the local tensor has the global shape, its own strides are returned.
+    """
     shape, local = self.shape, self._local
     if (
         local.shape == shape
@@ -218,15 +227,14 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
 
 
 def _without_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides of one device as they are, or, if they leave gaps, the same without."""
+    """Return strides of one device as they are, or, if they leave gaps, those without gaps."""
     spread = [(n, s) for n, s in zip(shape, strides, strict=True) if s]
     dense = sum((n - 1) * s for n, s in spread if n > 1) + 1 == math.prod(n for n, _ in spread)
     return strides if dense else _in_order(shape, strides)
 
 
 def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor of this shape with dims in the order of ``strides``, and
-    nothing between its elements."""
+    """Return the strides of a dense tensor of this shape with dims in the order of ``strides``."""
     steps, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
         steps[d] = step if strides[d] or shape[d] <= 1 else 0
@@ -237,7 +245,7 @@ def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]
 def is_contiguous(
     self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Return what one device would, the same on every rank."""
+    """Return the answer that one device would give, the same on every rank."""
     found = note_of(self)
     if found is None and part_tells(self):
         return self._local.is_contiguous(memory_format=memory_format)
@@ -247,8 +255,11 @@ def is_contiguous(
 
 
 def memory_order(x: GlobalTensor) -> tuple[int, ...] | None:
-    """Strides in which one device would hold the values of ``x``, which is written into in that
-    order. None: row by row, or a rank outside the placement has to keep step, which cannot tell."""
+    """Return the strides with which one device would hold ``x``, the order of writes into it.
+
+    Return None for row-major, or where a rank outside the placement has to keep step: that rank
+    does not know the strides.
+    """
     spec = x._spec
     if not x.numel() or len(spec.placement.flat) < world().size:
         return None

@@ -1,12 +1,12 @@
-"""Views that had to move data.
+"""Views that need communication. The dispatcher and `GlobalTensor` call these functions.
 
-A view of a tensor shares its memory, so what is written into one shows in the other. Where the
-values of a view lie on other ranks than the view's (``x[0]`` of a split ``x``), each has memory of
-its own: what is written into the view is written on into its base, and the view is taken anew when
-it is looked at after its base, or another view of that, was written into.
+A view of a tensor shares its memory, so a write into one shows in the other. Where a view's values
+are on other ranks than the view itself (``x[0]`` of a split ``x``), each has memory of its own. A
+write into the view is then applied to its base too. The view is computed again when it is read
+after a write into its base, or into another view of the base.
 
-Which tensors share memory, and how often it was written into, is counted by function calls, so all
-ranks count alike: their parts would not, a rank may have none of what is written.
+The tensors that share memory, and the writes into it, are counted by function calls, so all ranks
+count alike. Local tensors would not do: a rank may hold none of the written elements.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _KEPT: Any = SlottedGlobalTensor.__dict__["_local"]
 
 
 def link_alias(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
-    """``out`` shows what ``source`` holds, and is told of writes. ``viewed``: it is a view (a
-    detached tensor is let go its own way)."""
+    """Make ``out`` an alias of ``source`` that sees writes into it.
+
+    ``viewed``: it is a view, which must follow if the local tensor is replaced. A detached tensor
+    need not follow.
+    """
     memory = source._memory
     if memory is None:
         memory = source._memory = AliasGroup()
@@ -48,14 +51,18 @@ def link_alias(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> 
 
 
 def has_aliases(x: GlobalTensor) -> bool:
-    """Whether it is a view, or the base of one, that would not follow if its part were exchanged
-    for another."""
+    """Return True if ``x`` has aliases that would go stale if its local tensor were replaced.
+
+    It is a view then, or the base of one.
+    """
     return x._memory is not None and x._memory.viewed and not isinstance(x, RemoteView)
 
 
 def has_partial_alias(x: GlobalTensor) -> bool:
-    """Whether it lies as parts of a sum that another tensor may show as well, a view or a detached
-    one: what is written into it has to stay parts."""
+    """Return True if a partial ``x`` may have an alias, a view or a detached tensor.
+
+    In-place writes must then keep it partial. It is False for partials other than sums.
+    """
     return (
         x._memory is not None
         and not isinstance(x, RemoteView)
@@ -64,18 +71,18 @@ def has_partial_alias(x: GlobalTensor) -> bool:
 
 
 def mark_written(x: Any) -> None:
-    """``x`` has been written into, by something that did not ask whether it is a view."""
+    """Record a write into ``x`` by code that did not check whether it is a view."""
     if isinstance(x, GlobalTensor) and x._memory is not None:
         x._memory.writes += 1
 
 
-#: What a moved view is of, for nobody else to change; what gives it again of that; where that is
-#: ``source[index]``; whether gradients were recorded.
+#: (an alias of the base that no other code changes; the function that computes the view of it; the
+#: index where that is ``source[index]``; True if gradients were recorded).
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
 
 
 class RemoteView(SlottedGlobalTensor):
-    """What a view function gave of another tensor by moving data."""
+    """A view of another tensor that needed communication."""
 
     __slots__ = ()
 
@@ -87,9 +94,12 @@ class RemoteView(SlottedGlobalTensor):
         taken: Callable[[GlobalTensor], GlobalTensor],
         index: Any = None,
     ) -> GlobalTensor:
-        """``taken(source)``, whose part here is ``local``. ``index``: where that is
-        ``source[index]``."""
-        # With a gradient where the view has one: it must not keep alive what led to its base.
+        """Return the view ``taken(source)``, whose local tensor is ``local``.
+
+        ``index``: the index where that is ``source[index]``.
+        """
+        # The alias has a gradient only where the view has one: it must not keep alive the graph of
+        # its base.
         origin = alias_of(source, not local.requires_grad), taken, index, torch.is_grad_enabled()
         out = torch_private.make_wrapper(
             RemoteView, spec.shape, dtype=spec.dtype, device=local.device
@@ -100,7 +110,7 @@ class RemoteView(SlottedGlobalTensor):
         return cast(GlobalTensor, out)
 
     def follow(self, local: torch.Tensor, origin: Origin) -> None:
-        """From now on it shows what ``origin`` says, which is ``local`` at the time."""
+        """Show what ``origin`` describes from now on, which is ``local`` at present."""
         _KEPT.__set__(self, local)
         self.__dict__.update(_origin=origin, _seen=self._memory.writes)  # type: ignore[union-attr]
 
@@ -111,7 +121,8 @@ class RemoteView(SlottedGlobalTensor):
             source, taken, _, grad = held["_origin"]
             with torch.set_grad_enabled(grad):
                 anew = taken(source)
-                local = anew._local  # first: where it moved itself it lies as it does by now
+                # read it first: if it is such a view itself, reading updates its spec
+                local = anew._local
                 if anew._spec is not self._spec:
                     local = box(
                         local,
@@ -128,19 +139,19 @@ class RemoteView(SlottedGlobalTensor):
         _KEPT.__set__(self, value)
 
     def detach_origin(self) -> None:
-        """From now on neither it nor what it shows has gradients."""
+        """Detach the view and its base from the graph."""
         source, taken, index, _ = self.__dict__["_origin"]
         self.follow(self._local.detach(), (alias_of(source, detached=True), taken, index, False))
 
     def cut(self) -> None:
-        """From now on it is a tensor by itself."""
+        """Make the view an independent tensor."""
         local = self._local
         del self.__dict__["_origin"], self.__dict__["_seen"]
         self.__class__ = SlottedGlobalTensor  # type: ignore[assignment]
         self._local, self._memory = local, None
 
     def write_on(self) -> None:
-        """What was written into it into its base too."""
+        """Write the view's values into its base too."""
         local = _KEPT.__get__(self)
         source, taken, index, _ = origin = self.__dict__["_origin"]
         value = GlobalTensor.wrap(local, self._spec)
@@ -151,13 +162,14 @@ class RemoteView(SlottedGlobalTensor):
             shown = taken(ids)
             if _overlaps(shown):
                 source.copy_(_put_changed(source, shown, value, taken(source)))
-                return  # it is taken anew: the other places of what was written into show it too
+                # the view is computed again: other positions of a written element show it too
+                return
             source.copy_(source.put(shown, value))
         self.follow(local, origin)
 
 
 def _overlaps(view: torch.Tensor) -> bool:
-    """Tell by its strides whether a view may show an element several times."""
+    """Return True if a view may show an element several times, judged by its strides."""
     reach = 0
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -167,12 +179,13 @@ def _overlaps(view: torch.Tensor) -> bool:
 
 
 def _put_changed(source: GlobalTensor, shown: Any, value: Any, before: Any) -> Any:
-    """Write what differs between two states of a view, ``before`` and ``value``, into a copy of
-    ``source``, whose elements the view may show several times.
+    """Return a copy of ``source`` with the changes of a view.
 
-    ``shown``: the number in ``source`` of each element of the view. Of the places that show an
-    element, the last one that changed counts: overlapping windows that were not written into still
-    hold the old value."""
+    The view may show an element several times. It changed from ``before`` to ``value``. ``shown``:
+    the number in ``source`` of each element of the view. Of the positions that show an element, the
+    last one that changed counts: overlapping windows that were not written into still hold the old
+    value.
+    """
     changed = (value != before) & ~(value.isnan() & before.isnan())
     if value.dtype.is_floating_point:
         changed = changed | (value.signbit() != before.signbit())
@@ -185,13 +198,13 @@ def _put_changed(source: GlobalTensor, shown: Any, value: Any, before: Any) -> A
 
 
 def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
-    """Another tensor that shows the same."""
+    """Return another tensor that is an alias of ``x``."""
     local = x._local.detach() if detached else x._local
     if isinstance(x, RemoteView):
         source, taken, index, _ = x.__dict__["_origin"]
         with torch.set_grad_enabled(not detached):
             return RemoteView.of(local, x._spec, source, taken, index)
-    # (torch.nn.Parameter wants what is detached to be of the same class.)
+    # (torch.nn.Parameter requires that a detached tensor has the same class.)
     out = (
         GlobalTensor.without_slots(local, x._spec)
         if type(x) is GlobalTensor
@@ -203,15 +216,19 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
 
 
 def refresh_view(x: Any) -> None:
-    """A view that had to move data shows from now on what its base holds. Collective where that has
-    been written into."""
+    """Update a view that needs communication from its base.
+
+    It is collective where the base has been written into.
+    """
     if isinstance(x, RemoteView):
         x._local  # noqa: B018
 
 
 def finish_inplace(target: GlobalTensor) -> GlobalTensor:
-    """``target`` has been written into: its views are told, and where it is itself one that had to
-    move data, so is its base."""
+    """Record a write into ``target``, and apply it to the base of a view that needs communication.
+
+    Views of ``target`` see the write.
+    """
     if isinstance(target, RemoteView):
         target.write_on()
     elif target._memory is not None:

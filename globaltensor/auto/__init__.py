@@ -1,5 +1,7 @@
-"""Automatic parallelism: candidates, costs, the solver and its searches. ``flow.auto.plan(model,
-inputs, cluster)``."""
+"""Automatic parallelism: candidates, costs, the solver and its searches.
+
+Users call ``flow.auto.plan(model, inputs, cluster)``.
+"""
 
 from .apply import graphs as _arrange  # (graphs whose config asks for a search)
 from .api import cluster_of, plan

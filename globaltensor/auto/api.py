@@ -1,4 +1,7 @@
-"""``flow.auto.plan``: the best way to run a model on a cluster."""
+"""``flow.auto.plan``: find the best way to run a model on a cluster.
+
+Users call `plan`. The command line, calibration and graphs that search call the helpers.
+"""
 
 from __future__ import annotations
 
@@ -50,21 +53,28 @@ def plan(
     states: float | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The best plan for a model, or a graph, and inputs of these shapes (a tuple of arguments;
-    tensors are only looked at for shape and dtype).
+    """Return the best plan for a model or a graph.
 
-    ``cluster``: a `Cluster`, the name of a preset, or a file that ``globaltensor profile`` wrote;
-    None: the ranks of this world, by the current model of the cluster. ``memory``: bytes a rank, or
-    "16GiB"; None: what the cluster's devices have, if it says. ``batch``: rows of the inputs, where
-    it is to be others than those of the examples: of all tensors that have as many in dim 0 as the
-    first one. ``kwargs``: keyword arguments beside the inputs. ``mesh``: a placement or its shape,
-    where it is not to be searched for. ``objective``: "time" (seconds a step) or "memory" (the
-    least memory, then time). ``seconds``: stop after so long with the best so far. ``states``:
-    bytes of optimizer state for each byte of a parameter (2: Adam).
+    ``example_inputs`` are a tuple of arguments. Only the shapes and dtypes of their tensors are
+    used.
 
-    From the same arguments the same plan on every rank, unless time cuts the search short: then let
-    all take rank 0's. Raises PlanError where nothing fits into the memory, naming the least that
-    would do; GraphError where the model's code depends on values.
+    - ``cluster``: a `Cluster`, the name of a preset, or a file that ``globaltensor profile`` wrote.
+      None: the ranks of this world, by the current model of the cluster.
+    - ``memory``: bytes a rank, or text such as "16GiB". None: the memory of the cluster's devices,
+      if the cluster has a figure.
+    - ``batch``: rows of the inputs, if other than those of the examples. It applies to all tensors
+      with as many rows in dim 0 as the first one.
+    - ``objective``: "time" (seconds a step) or "memory" (the minimum memory, then time).
+    - ``mesh``: a placement or its shape, if it is not to be searched.
+    - ``seconds``: stop after this time and return the best plan so far.
+    - ``states``: bytes of optimizer state for each byte of a parameter (2: Adam).
+    - ``kwargs``: keyword arguments of the model.
+
+    All ranks get the same plan from the same arguments, unless ``seconds`` stops the search. In
+    that case let all ranks use rank 0's plan.
+
+    Raises PlanError where no plan fits into the memory, with the minimum that would do, and for
+    invalid arguments. Raises GraphError where the model's code depends on values.
     """
     if objective not in ("time", "memory"):
         raise PlanError(f'objective is "time" or "memory", got {objective!r}')
@@ -95,24 +105,22 @@ def plan(
                 "the least memory was not found in the time: give more seconds, or a limit by "
                 "memory="
             )
-        if limit is None or least < limit:  # else the search says what is wrong
+        if limit is None or least < limit:  # otherwise the search raises the error
             options = dataclasses.replace(options, memory=least)
     return search(
         calls, found, where, options, left(), recipes_of(model_or_graph, calls, where)
     ).plan
 
 
-_FEW = 2  # devices that are worth but one mesh
-_SMALL = 200  # nodes of a problem that is solved on every mesh which may be worth it
-_LARGE = 1000  # nodes of a problem that is solved on one mesh only
-_FEWER = 40  # turns of the solver (`search.search`) on meshes beside the first
-_BROAD = (
-    0.6  # the part of the time for the search over everything, before that on the mesh it has found
-)
+_FEW = 2  # up to this many devices, one mesh is enough
+_SMALL = 200  # up to this many nodes, a problem is solved on every mesh that may be worth it
+_LARGE = 1000  # above this many nodes, a problem is solved on one mesh only
+_FEWER = 40  # turns of the solver (`search.search`) on meshes other than the first
+_BROAD = 0.6  # the fraction of the time for the complete search, before the one on its mesh
 
 
 class _Clock:
-    """Seconds that are left; None: as many as it takes."""
+    """A clock that returns the seconds left; None: there is no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self.end = None if seconds is None else time.perf_counter() + seconds
@@ -122,15 +130,18 @@ class _Clock:
 
 
 def _rows(given: Any) -> list[int]:
-    """Dim 0 of each tensor of the inputs that has one."""
+    """List dim 0 of each tensor of the inputs that has one."""
     return [t.shape[0] for t in object_tensors(given, []) if t.dim()]
 
 
 def _of_everything(
     model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock
 ) -> Plan:
-    """Mesh, stages, micro-batches, recomputation and shares are searched too. Beside a plan on one
-    mesh the known ways on that are priced, beside one in stages those on one axis."""
+    """Search for mesh, stages, micro-batches, recomputation and ZeRO too.
+
+    A plan on one mesh gets prices of the known plans on that mesh as alternatives. A plan in stages
+    gets those on one axis.
+    """
     calls, rows = calls_of_model(model, *given, cluster.device), _rows(given)[0]
 
     def calls_at(n: int) -> Calls:
@@ -174,7 +185,7 @@ def _of_everything(
 
 
 def _stage(plan: Plan) -> dict[str, Any]:
-    """All of a plan on one mesh."""
+    """Return the record of a stage that contains all of a plan on one mesh."""
     names, modules = [c.name for c in plan.calls], list(dict.fromkeys(c.module for c in plan.calls))
     whole = {
         "mesh": list(plan.mesh),
@@ -187,7 +198,10 @@ def _stage(plan: Plan) -> dict[str, Any]:
 
 
 def _single(plan: Plan) -> bool:
-    """Whether it has one mesh, in one go, and nothing that the solver does not know."""
+    """Return True if the plan has one mesh and one micro-batch, and only choices of the solver.
+
+    It then has one stage, without recomputation and ZeRO.
+    """
     return (
         len(plan.choices["stages"]) == 1
         and plan.choices["micro_batches"] == 1
@@ -199,14 +213,16 @@ def _single(plan: Plan) -> bool:
 def _on_meshes(
     done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock
 ) -> SearchResult | None:
-    """The plan on one mesh, by the solver, that is to take the place of ``done``, if any. Its bound
-    is that of all meshes and pipelines.
+    """Search by the solver for a plan on one mesh that is better than ``done``.
 
-    The solver knows the mesh as a whole, and what the runtime gathers together. So a plan on one
-    mesh is its plan there; and, unless the problem is large, it is asked about every mesh on which
-    by its bound something better than the best so far may be found. That bound is the other
-    search's, which leaves nothing partial between segments, and may so be a little too high: of a
-    small problem it is what computing takes."""
+    Return None if there is none. The bound of the plan found is that of all meshes and pipelines.
+
+    The solver knows the whole mesh, and which parameters the runtime gathers together. So it
+    replaces a plan on one mesh by its own plan there. Unless the problem is large, it also tries
+    every other mesh whose bound is below the best cost so far. That bound comes from the other
+    search. The other search leaves nothing partial between segments, so its bound may be a little
+    too high. For a small problem the bound is the time of computing instead.
+    """
     nodes = len(calls.calls) + len(calls.parameters)
     bounds = {
         tuple(shape): bound
@@ -222,11 +238,10 @@ def _on_meshes(
     ):
         if shape not in first and (large or bounds[shape] >= least):
             continue
-        with contextlib.suppress(
-            PlanError
-        ):  # by its own account of memory, or in the time that is left, it may have none
+        # the solver counts memory in its own way, and has limited time, so it may find no plan
+        with contextlib.suppress(PlanError):
             where = mesh_of(shape, cluster)
-            if shape not in first:  # a glance may tell that it is not worth a closer look
+            if shape not in first:  # a quick bound may rule the mesh out
                 bounds[shape] = glance(calls, cluster, where, options, left())
                 if bounds[shape] >= least:
                     continue
@@ -252,9 +267,11 @@ def _on_meshes(
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster:
-    """A cluster by itself, by a preset's name, or from a file; with as many devices as this world
-    has ranks, where it does not say how many. Raises PlanError for a name that is neither,
-    ClusterError for a file that holds none."""
+    """Return a cluster: as it is, by the name of a preset, or from a file.
+
+    A cluster without a number of devices gets as many as this world has ranks. Raises PlanError for
+    a name that is neither preset nor file, and ClusterError for a file that contains no cluster.
+    """
     if cluster is None:
         found = current_cluster()
     elif isinstance(cluster, Cluster):
@@ -286,7 +303,7 @@ _UNITS = {
 
 
 def nbytes(size: int | float | str) -> int:
-    """Bytes, of a number or of text as "16GiB". Raises PlanError.
+    """Convert a number or text such as "16GiB" to bytes. Raises PlanError for anything else.
 
     >>> nbytes("1.5 GiB")
     1610612736
@@ -308,8 +325,11 @@ def nbytes(size: int | float | str) -> int:
 def calls_of(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device: str
 ) -> Calls:
-    """The calls of a model or a graph for these inputs, that are to run on such a device ("cpu",
-    "cuda"). Raises PlanError for something else."""
+    """Return the calls of a model or a graph for these inputs.
+
+    ``device`` is the type of device that the calls are to run on ("cpu", "cuda"). Raises PlanError
+    for a model that is neither a module nor a graph.
+    """
     if isinstance(model, Graph):
         return captured_calls(model, args, kwargs, device)[1]
     if isinstance(model, torch.nn.Module):
@@ -320,8 +340,10 @@ def calls_of(
 
 
 def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placement:
-    """A mesh by itself or by its shape; None: all devices on one axis. Raises PlanError where the
-    cluster has fewer, and for what is no shape."""
+    """Return a mesh: as it is, or from its shape; None means all devices on one axis.
+
+    Raises PlanError where the cluster has fewer devices, and for an invalid shape.
+    """
     if isinstance(mesh, Placement):
         shape = tuple(mesh.shape)
     else:
@@ -345,14 +367,15 @@ def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placeme
             f"a mesh of {'x'.join(map(str, shape))} has {size} devices, the cluster "
             f"{cluster.size}: cluster.with_size({size}) has as many"
         )
-    return (
-        mesh if isinstance(mesh, Placement) else Placement("cpu", np.arange(size).reshape(shape))
-    )  # only its shape counts
+    # only the shape of a new placement counts
+    return mesh if isinstance(mesh, Placement) else Placement("cpu", np.arange(size).reshape(shape))
 
 
 def _of_batch(given: Any, batch: int) -> Any:
-    """The same inputs with a batch of so many rows: that of the first of them, and of those that
-    have as many."""
+    """Return the same inputs with ``batch`` rows.
+
+    The first tensor changes, and all tensors with as many rows as the first.
+    """
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise PlanError(f"batch is a number of rows, at least 1, got {batch!r}")
     rows = next(iter(_rows(given)), None)
@@ -394,7 +417,7 @@ def _states(model: Any, states: float | None) -> float:
 
 
 def recipes_of(model: Any, calls: Calls, mesh: Placement) -> Mapping[str, Any]:
-    """Layouts of parameters under the known plans, to be priced beside the one found."""
+    """Return the layouts of parameters under the known plans, which are priced as alternatives."""
     modules = (
         {f"{name}.": m for name, m in model._modules.items()}
         if isinstance(model, Graph)

@@ -1,5 +1,7 @@
-"""``globaltensor plan``: a model named on the command line, planned for a cluster that need not be
-there."""
+"""``globaltensor plan``: plan a model named on the command line.
+
+The command line calls `run`. The cluster need not exist here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ _UNMEASURED = (
 
 
 class Target(NamedTuple):
-    """What is to be planned: a model or graph, and what it is called with."""
+    """A model or graph to plan, with its arguments."""
 
     model: Any
     args: tuple[Any, ...]
@@ -45,7 +47,7 @@ class Target(NamedTuple):
 
 
 def options_of(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to the parser."""
     parser.add_argument(
         "target",
         metavar="MODULE:NAME",
@@ -98,12 +100,12 @@ def options_of(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say -> the exit code."""
+    """Run the command. Return the exit code."""
     say: Callable[[str], object] = lambda text: sys.stderr.write(f"globaltensor plan: {text}\n")  # noqa: E731
     try:
         for path in (options.html, options.save):
             if path:
-                check_writable(path)  # better learnt now than after the search
+                check_writable(path)  # fail now rather than after the search
         found = plan_target(
             options.target, options.cluster, options.devices, memory=options.memory,
             mesh=_shape(options.mesh), batch=options.batch,
@@ -131,8 +133,10 @@ def plan_target(
     say: Callable[[str], object] = lambda text: None,
     **options: Any,
 ) -> Plan:
-    """The plan for what MODULE:NAME gives, on so many devices of a cluster; ``options`` as for
-    `plan`. ``say`` is told what was assumed."""
+    """Return the plan for the target MODULE:NAME on ``devices`` devices of a cluster.
+
+    ``options`` are as for `plan`. ``say`` is called with each assumption that was made.
+    """
     wanted = target(name)
     on = cluster_for(cluster, devices, say)
     return plan(wanted.model, wanted.args, on, kwargs=wanted.kwargs, **options)
@@ -143,8 +147,11 @@ def cluster_for(
     devices: int | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Cluster:
-    """A preset or a file with so many devices. Without one: this machine's accelerators, or two
-    devices of the generic cluster where it has fewer. Raises PlanError or ClusterError."""
+    """Return a cluster by preset or file, with ``devices`` devices.
+
+    Without a name it is this machine's accelerators, or two devices of the generic cluster if the
+    machine has fewer than two. Raises PlanError or ClusterError.
+    """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices}: at least 1")
     if cluster is None:
@@ -187,8 +194,11 @@ def cluster_for(
 
 
 def target(name: str) -> Target:
-    """What MODULE:NAME gives. Raises PlanError where it is not there or gives something else; what
-    its code raises comes through."""
+    """Return the target that MODULE:NAME provides.
+
+    Raises PlanError where the name does not exist or provides something else. Errors of the
+    target's own code are passed on.
+    """
     module, found, path = name.rpartition(":")
     if not found or not module or not path:
         raise PlanError(
@@ -243,7 +253,7 @@ def _is_kind(value: Any) -> bool:
 
 
 def _read(value: Any, name: str) -> Target:
-    """A target out of (model, inputs) or (model, inputs, keyword arguments)."""
+    """Convert (model, inputs) or (model, inputs, keyword arguments) to a target."""
     if isinstance(value, (torch.nn.Module, Graph)) or _is_kind(value):
         raise PlanError(
             f"{name} is a model without inputs; give (model, inputs): a tuple, or a function that "

@@ -1,5 +1,7 @@
-"""Python's garbage collector, kept from looking through the whole process again and again while a
-search makes many small objects."""
+"""A pause of Python's garbage collector while a search makes many small objects.
+
+The searches use it. Otherwise the collector would traverse the whole process again and again.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ __all__ = ["gc_paused"]
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Inside, no rings of objects are collected. A search makes few of them, and a process with
-    models in it has a million objects to look through, which takes a second each time; measured, a
-    sixth of a search for 512 devices, for a third more memory."""
+    """Pause the collection of reference cycles inside the context.
+
+    A search makes few cycles. A process with models in it has a million objects to traverse, which
+    takes a second each time. Measured, that is a sixth of a search for 512 devices, for a third
+    more memory.
+    """
     on = gc.isenabled()
     gc.disable()
     try:

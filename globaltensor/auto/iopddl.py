@@ -1,11 +1,11 @@
-"""The solver on an instance of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.
+"""Solve an instance of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.
 
     python -m globaltensor.auto.iopddl FILE --seconds 60 --out SOLUTION
 
-FILE is JSON or gzipped JSON. SOLUTION becomes a JSON list of one strategy a node. Printed: the
-cost, a proven lower bound, the gap, feasibility with the peak usage and the limit; all exact
-integers. The time limit counts from the start of the process. Exit code 0 with a solution, 1 where
-none was found, 2 where the file is wrong.
+FILE is JSON or gzipped JSON. SOLUTION becomes a JSON list with one strategy a node. The program
+prints the cost, a proven lower bound, the gap, and feasibility with the peak usage and the limit.
+All are exact integers. The time limit counts from the start of the process. The exit code is 0 with
+a solution, 1 where none was found, and 2 where the file is invalid.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import time
 from .._base.writable_path import check_writable, write_text
 from .solver import Problem, ProblemError, Solution, from_iopddl, solve
 
-#: Kept back for the step that is under way when time is up and for writing the answer, in seconds
-#: and as a share of the time limit.
+#: Time reserved for the step that is running at the time limit, and for writing the answer: in
+#: seconds, and as a fraction of the time limit.
 RESERVE = 0.5, 0.05
 
 
 def process_age() -> float:
-    """Seconds since this process started; where the system does not say, an estimate from processor
-    time."""
+    """Return the seconds since this process started.
+
+    On a system without this information, estimate it from processor time.
+    """
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -58,11 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--threads", type=int, default=2, help="for the integer programs (default: 2)"
     )
     options = parser.parse_args(arguments)
-    gc.disable()  # millions of numbers, no cycles
+    gc.disable()  # the search makes millions of numbers and no cycles
     try:
         problem = from_iopddl(options.file)
         if options.out:
-            check_writable(options.out)  # better learnt now than after the search
+            check_writable(options.out)  # fail now rather than after the search
     except (ProblemError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -88,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def missing(problem: Problem, solution: Solution, seconds: float) -> str:
-    """Why there is no solution, and what would help."""
+    """Explain why there is no solution, and what would help."""
     if not solution.infeasible:
         return (
             f"no feasible choice was found in {seconds:g} s; that none exists is not proven: "

@@ -1,4 +1,7 @@
-"""Boxing: moving a tensor from one placement and sbp to any other."""
+"""Boxing: moving a tensor from one placement and sbp to any other.
+
+Conversion, dispatch and graphs call it.
+"""
 
 from .autograd import box
 from .explain import explain_boxing

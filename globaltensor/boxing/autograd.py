@@ -1,8 +1,8 @@
 """box: boxing as a differentiable function of local tensors.
 
-The backward of src -> dst is dual(dst) -> dual(src), itself a boxing, so it can be differentiated
-as often as wanted. Partial max, min and norm are reduced by functions of their own, since their
-gradient depends on the values.
+Conversion and dispatch call `box`. The backward of src -> dst is dual(dst) -> dual(src). That is a
+boxing too, so it can be differentiated any number of times. Partial max, min and norm are reduced
+by functions of their own, since their gradient depends on the values.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ __all__ = ["box"]
 def box(
     local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True
 ) -> Tensor:
-    """The local tensor of ``dst`` from that of ``src``; differentiable any number of times. Every
-    rank of both placements must call it.
+    """Return the local tensor of ``dst`` from that of ``src``.
 
-    A rank outside ``src`` gives an empty ``(0,)`` placeholder, which must require grad where the
-    tensor does: its backward takes part too. A rank outside ``dst`` gets one. ``grad``: a spec on
-    the placement of ``src`` that the gradient passes through. ``why`` names the op for logs and for
-    `no_boxing`; empty or ``to_global`` is explicit. With ``alias`` the result may share memory with
-    ``local`` (a slice is a view), so it must not be written to; without, only ``src is dst``
-    returns ``local`` itself. Raises BoxingError.
+    The result is differentiable any number of times. Every rank of both placements must call this
+    function.
+
+    A rank outside ``src`` passes an empty ``(0,)`` placeholder, which must require grad where the
+    tensor does: its backward takes part too. A rank outside ``dst`` gets such a placeholder.
+    ``grad``: a spec on the placement of ``src`` that the gradient passes through. ``why`` names the
+    op for logs and for `no_boxing`; empty or ``to_global`` is explicit. With ``alias`` the result
+    may share memory with ``local`` (a slice is a view), so it must not be written to. Without
+    ``alias``, only ``src is dst`` returns ``local`` itself. Raises BoxingError.
     """
     if src is dst and grad is None:
         return local
@@ -81,8 +83,10 @@ def _differentiable(
 def _settle(
     local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
 ) -> tuple[Tensor, Spec]:
-    """Reduce the partial maxima, minima and norms that do not stay what they are. The last axes
-    reduce first."""
+    """Reduce the partial maxima, minima and norms that the boxing changes.
+
+    The last axes reduce first.
+    """
     while odd := [
         a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum
     ]:
@@ -111,7 +115,7 @@ def _settle(
 def _back(
     gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
 ) -> Tensor:
-    """Box a gradient; differentiable where it is asked for (create_graph)."""
+    """Box a gradient, differentiably where the backward pass asks for it (create_graph)."""
     if src is dst:
         return gradient
     if gradient.requires_grad and torch.is_grad_enabled():
@@ -126,31 +130,31 @@ def _crosses(route: BoxingPlan) -> bool:
 
 
 def _agree(gradient: Tensor, route: BoxingPlan, placeholder: tuple[Tensor, ...]) -> Tensor:
-    """Let a rank that only sent its part know whether the gradient, which it does not see, is
-    itself differentiated (create_graph).
+    """Tell a rank that only sent its shard whether the gradient is itself differentiated.
 
-    If so its empty share is tied to the placeholder that stands for the result here: so this rank
-    goes the same way in the second backward.
+    With create_graph the gradient may be differentiated, which this rank does not see. If it is,
+    the rank's empty share is tied to the placeholder of the result on this rank. So this rank takes
+    the same path in the second backward.
     """
     here = world()
     members = tuple(sorted({*route.src.placement.flat, *route.dst.placement.flat}))
     if here.rank not in members:
-        return gradient + placeholder[0]  # nobody to ask: it costs nothing here to say yes
+        return gradient + placeholder[0]  # no other rank to ask: a yes costs nothing here
     wanted = here.comm(members).all_reduce(
         torch.tensor([gradient.requires_grad and not placeholder]), "max"
     )
     return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
 
 
-#: What nodes save that have nothing to save: a checkpoint (torch.utils.checkpoint) computes its
-#: region again when the first of its saved tensors is asked for, and ends when the last is there
-#: again. With one saved by every move all ranks do so at the same point between their collectives,
-#: and none too few.
+#: The tensor that nodes save which have nothing to save. A checkpoint (torch.utils.checkpoint)
+#: computes its region again when the first of its saved tensors is read, and ends when the last one
+#: is computed. As every move saves a tensor, all ranks do so at the same point between their
+#: collectives, and each rank runs all of them.
 NOTHING: Final = torch.empty(0)
 
 
 class _Box(torch.autograd.Function):
-    """Linear boxing. Applied to one local tensor; the rest are constants."""
+    """A linear boxing, applied to one local tensor. The other arguments are constants."""
 
     @staticmethod
     def forward(
@@ -166,8 +170,8 @@ class _Box(torch.autograd.Function):
         out = _run(route, local, alias, why)
         ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
         ctx.save_for_backward(out if ctx.away else NOTHING)
-        # of the buffer it came in, which nobody else knows: autograd forbids to write into a view
-        # made here
+        # Detach the view of its buffer, which no other code holds: autograd forbids writing into a
+        # view made here.
         if not alias and out._is_view():
             out = out.detach()
         return out
@@ -178,7 +182,7 @@ class _Box(torch.autograd.Function):
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         here, there = route.dst.dual(), route.src.dual()
-        kept = ctx.saved_tensors  # (before anything is sent)
+        kept = ctx.saved_tensors  # read before anything is sent
         if torch.is_grad_enabled() and _crosses(route):
             gradient = _agree(gradient, route, kept if ctx.away else ())
         if ctx.grad is not None:
@@ -187,8 +191,10 @@ class _Box(torch.autograd.Function):
 
 
 class _Extreme(torch.autograd.Function):
-    """A partial max or min to broadcast. The gradient goes to the ranks whose value is the result,
-    in equal shares."""
+    """A partial max or min to broadcast.
+
+    The gradient goes to the ranks whose value is the result, in equal shares.
+    """
 
     @staticmethod
     def forward(
@@ -201,8 +207,8 @@ class _Extreme(torch.autograd.Function):
         if ctx.away:
             ctx.save_for_backward(NOTHING)
         else:
-            # Partial over the axes that were reduced: each rank counts itself, the sum is how many
-            # share.
+            # Partial over the reduced axes: each rank counts itself, and the sum is the number of
+            # ranks that share the gradient.
             axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
             mine = (local == out).to(out.dtype)
             ones = route.dst.replace(
@@ -262,14 +268,18 @@ class _Norm(torch.autograd.Function):
 
 
 def _reduced(route: BoxingPlan) -> Spec:
-    """Where the gradient of the reduced tensor is whole: the dual of the source, whose dual of an
-    odd partial is broadcast."""
+    """Return the spec in which the gradient of the reduced tensor is replicated.
+
+    It is the dual of the source: the dual of a partial max, min or norm is broadcast.
+    """
     return route.src.dual()
 
 
 def _plain(spec: Spec) -> Spec:
-    """The same with what is still partial called broadcast: each rank counts for itself on those
-    axes."""
+    """Return the spec with broadcast in place of what is still partial.
+
+    Each rank counts for itself on those axes.
+    """
     return spec.replace(layout=[broadcast if e.kind == "partial" else e for e in spec.layout])
 
 

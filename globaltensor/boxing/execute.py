@@ -1,8 +1,10 @@
-"""Run a plan on a local tensor. The executor decides nothing: each move is compiled once for a rank
-into a function, with all offsets worked out.
+"""Run a plan on a local tensor. `box` calls `run`.
 
-A result may share memory with the input (a slice is a view, a mask keeps the tensor it has): `box`
-says who has to care.
+The executor decides nothing. Each move is compiled once for a rank into a function, with all
+offsets computed.
+
+A result may share memory with the input (a slice is a view, a mask returns its input). `box` says
+when that matters.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ __all__ = ["run"]
 Step = Callable[[Tensor, World], Tensor]
 Slices = tuple[slice, ...]
 
-#: Dtypes whose kernels are missing here or there (cat, narrow copy, zeros) travel as these, bit by
-#: bit.
+#: Dtypes for which some kernels are missing on some devices (cat, narrow copy, zeros). They are
+#: moved as these dtypes, bit by bit.
 _CARRIERS: Final = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,
@@ -40,12 +42,11 @@ _CARRIERS: Final = {
 
 
 def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
-    """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of
-    both placements must call it.
+    """Return the local tensor of ``route.dst`` from that of ``route.src``, without gradient.
 
-    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)``
-    tensor. The result may share memory with ``local``. ``why``: the operation that needs it, for
-    errors.
+    All ranks of both placements must call this function. A rank outside the source passes any
+    tensor. A rank outside the destination gets an empty ``(0,)`` tensor. The result may share
+    memory with ``local``. ``why``: the operation that needs the move, for errors.
     """
     here = world()
     if route.bytes and here.compares:
@@ -91,12 +92,12 @@ def _carried(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
 
 
 def _relative(inner: Box, outer: Box) -> Slices:
-    """Where a box lies inside another that holds it."""
+    """Return the slices of a box inside another one that contains it."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(*inner, outer[0], strict=True))
 
 
 def _common(a: Box, b: Box) -> Box:
-    """The box two boxes have in common; of length 0 in each dim where they have nothing."""
+    """Return the intersection of two boxes: of length 0 in each dim where they are disjoint."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True))
     return low, tuple(max(0, h - o) for o, h in zip(low, high, strict=True))
@@ -117,7 +118,7 @@ def _slice(move: Move, rank: int) -> Step:
         return _vanish(type_)
     shape = move.dst.local_shape(rank)
     if 0 in shape:
-        # Nothing of the source need lie here.
+        # This rank need not hold anything of the source.
         return lambda t, here: torch.empty(shape, dtype=t.dtype, device=here.device(type_))
     where = _relative(move.dst.box(rank), move.src.box(rank))
 
@@ -138,7 +139,7 @@ def _copy(move: Move, rank: int) -> Step:
 
 
 def _mask(move: Move, rank: int) -> Step | None:
-    # Of a max or min everyone may hold the value; of a sum (or norm) only one.
+    # For a max or min every rank may hold the value. For a sum (or norm) only one rank may.
     where, layout = move.dst.placement._coordinates[rank], move.dst.layout
     if any(where[a] and layout[a].reduce not in ("max", "min") for a in move.axes):
         return lambda t, here: torch.zeros_like(t, memory_format=torch.contiguous_format)
@@ -147,7 +148,7 @@ def _mask(move: Move, rank: int) -> Step | None:
 
 def _pad(move: Move, rank: int) -> Step:
     shape, where = move.dst.local_shape(rank), _relative(move.src.box(rank), move.dst.box(rank))
-    around = []  # the rest of it, so that each element is written once
+    around = []  # the rest of the result, so that each element is written once
     for dim, (part, n) in enumerate(zip(where, shape, strict=True)):
         around += [
             (*where[:dim], edge)
@@ -157,8 +158,8 @@ def _pad(move: Move, rank: int) -> Step:
 
     def step(t: Tensor, here: World) -> Tensor:
         out = t.new_empty(shape)
-        # A matrix that lies by columns, as gradients of weights do: torch is twice as quick where
-        # it may turn it by itself.
+        # A matrix in column-major order, as gradients of weights are: torch is twice as fast where
+        # it may transpose the matrix in one copy.
         out[where] = t.contiguous() if t.dim() == 2 else t
         for rest in around:
             out[rest].zero_()
@@ -168,14 +169,14 @@ def _pad(move: Move, rank: int) -> Step:
 
 
 def _reduction(move: Move) -> tuple[str, float]:
-    """(op of the collective, p of a norm or 0)."""
+    """Return (op of the collective, p of a norm or 0)."""
     reduce = move.src.layout[move.axes[0]].reduce
     p = float(reduce.removeprefix("norm")) if reduce.startswith("norm") else 0.0
     return ("max", p) if p == math.inf else ("sum" if p else reduce, p)
 
 
 def _powered(collective: Step, p: float) -> Step:
-    """Norms are reduced as sums of powers, half types in float32."""
+    """Reduce norms as sums of powers, half types in float32."""
     if not p or p == math.inf:
         return collective
 
@@ -203,7 +204,7 @@ def _reduce_scatter(move: Move, rank: int) -> Step:
 
 
 def _leading(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces along ``dim`` lie one after the other in memory."""
+    """Return True if pieces along ``dim`` are contiguous in memory, one after the other."""
     return all(n == 1 for n in shape[:dim])
 
 
@@ -272,7 +273,7 @@ def _exchange(move: Move, rank: int) -> Step:
     incoming = recv_slices(src, dst, rank)
     receives = rank in dst.placement._coordinates
     shape = dst.local_shape(rank)
-    # Messages between device types go through the host, where every rank has a carrier.
+    # Messages between device types go through the host, where every rank can communicate.
     wire = src.placement.type if src.placement.type == dst.placement.type else "cpu"
     direct = (
         [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming]
@@ -323,7 +324,7 @@ _STEPS: Final[dict[str, Callable[[Move, int], Step | None]]] = {
 
 
 def _meet(move: Move, rank: int) -> Step | None:
-    """Of a move that needs other ranks, where nothing is sent: what comes has the right shape."""
+    """Compile a move that needs other ranks for a dry run: only the result's shape is right."""
     src, dst = move.src, move.dst
     peers = (
         _peers(move, rank)

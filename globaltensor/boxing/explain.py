@@ -1,4 +1,4 @@
-"""`explain_boxing`: the route between two specs in words."""
+"""`explain_boxing`: the boxing between two specs in words, for users."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["explain_boxing"]
 
 
 def explain_boxing(a: object, b: object) -> str:
-    """The moves that box ``a`` into ``b`` (each a spec, or a tensor that has one), one a line, with
-    traffic per rank and estimated time.
+    """Describe the moves that box ``a`` into ``b``, one a line.
 
-    Raises BoxingError where shape or dtype differ, TypeError for something without a spec.
+    Each of ``a`` and ``b`` is a spec, or a tensor that has one. The text has traffic per rank and
+    estimated time. Raises BoxingError where shape or dtype differ, TypeError for something without
+    a spec.
     """
     route = plan_boxing(_spec(a), _spec(b))
     head = f"{describe(route.src)} -> {describe(route.dst)}"

@@ -1,8 +1,10 @@
-"""What native ops over a split dim exchange: intervals of it (halos, elements that change places),
-or a little from every rank (totals of parts).
+"""Exchanges of native ops over a split dim: intervals of it, or a little data from every rank.
 
-What ranks want may overlap, so no layout says it. The backward of a fetch gives every element's
-gradient back to its holder, who adds them up.
+Intervals are halos, and elements that change places. The little data are totals of local tensors.
+Rules of native ops call these functions.
+
+The intervals that ranks need may overlap, so no layout describes them. The backward of a fetch
+returns every element's gradient to its holder, which sums them.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from . import log
 
 __all__ = ["HaloPlan", "Interval", "all_gather_small", "fetch_halo", "most_fetched"]
 
-Interval = tuple[int, int]  # from, up to
+Interval = tuple[int, int]  # start, stop
 
 
 class HaloPlan:
-    """Who holds which interval of a dim, and which intervals each rank wants. Pure; every rank of
-    ``ranks`` makes the same, seen from its place.
+    """The intervals of a dim that each rank holds, and the intervals that each rank needs.
+
+    The plan is pure. Every rank of ``ranks`` makes the same one, from its own point of view.
 
     ``held``: the interval of each rank, disjoint. ``wanted``: for each rank, any intervals, in the
-    order in which they are laid side by side.
+    order in which they are concatenated.
     """
 
     __slots__ = ("chunks", "given", "index", "length", "quiet", "ranks")
@@ -41,21 +44,21 @@ class HaloPlan:
     ) -> None:
         self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
         every = _chunks(held, wanted)
-        #: (index of the holder, offset in its part, length), as they lie in what is fetched here
+        #: (index of the holder, offset in its shard, length), in the order of the fetched tensor
         self.chunks = every[self.index]
         self.length = sum(n for _, _, n in self.chunks)
-        #: index of a rank -> (offset in the part here, length) of what it gets from here
+        #: index of a rank -> (offset in the shard here, length) of each piece that it gets from
+        #: here
         self.given = {
             i: mine
             for i, chunks in enumerate(every)
             if (mine := [(a, n) for q, a, n in chunks if q == self.index])
         }
-        self.quiet = all(
-            q == i for i, chunks in enumerate(every) for q, _, _ in chunks
-        )  # nobody wants what another holds
+        # True if no rank needs what another one holds.
+        self.quiet = all(q == i for i, chunks in enumerate(every) for q, _, _ in chunks)
 
     def taken(self) -> dict[int, int]:
-        """Index of each other rank from which something is fetched here -> how much of the dim."""
+        """Return the length that is fetched from each other rank, by the rank's index."""
         found: dict[int, int] = {}
         for q, _, n in self.chunks:
             if q != self.index:
@@ -64,8 +67,10 @@ class HaloPlan:
 
 
 def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> int:
-    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as
-    `HaloPlan` has them."""
+    """Return the largest length of the dim that a rank fetches from others.
+
+    ``held``, ``wanted``: as in `HaloPlan`.
+    """
     return max(
         sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted))
     )
@@ -74,8 +79,7 @@ def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]])
 def _chunks(
     held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]
 ) -> list[list[tuple[int, int, int]]]:
-    """For each rank what it wants as (index of the holder, offset in its part, length), side by
-    side."""
+    """Return the pieces of each rank: (index of the holder, offset in its shard, length)."""
     order = sorted((a, b, q) for q, (a, b) in enumerate(held) if a < b)
     ends = [b for _, b, _ in order]
     return [
@@ -97,11 +101,11 @@ def _parts(
 
 
 def fetch_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
-    """The intervals that this rank wants of ``dim``, side by side; differentiable any number of
-    times. Every rank of the reach must call it.
+    """Return the intervals of ``dim`` that this rank needs, concatenated.
 
-    All other dims of the local tensors must be alike on these ranks. Without traffic where no rank
-    wants what another holds.
+    The result is differentiable any number of times. Every rank of the reach must call this
+    function. All other dims of the local tensors must have equal sizes on these ranks. There is no
+    traffic where no rank needs what another one holds.
     """
     if reach.quiet:
         if [(0, local.shape[dim])] == [(a, n) for _, a, n in reach.chunks]:
@@ -173,7 +177,8 @@ def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor
         .exchange(back, {i: n * rest for i, n in expected.items()}, fetched)
     )
     out = fetched.new_zeros(_sized(fetched, dim, length))
-    for i, these in sorted(reach.given.items()):  # in the order of ranks: the same sum every time
+    # in the order of ranks, so that the sum is the same every time
+    for i, these in sorted(reach.given.items()):
         part, at = mine if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])), 0
         assert part is not None
         for a, n in these:
@@ -206,15 +211,15 @@ class _Return(torch.autograd.Function):
         return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
 
 
-# --------------------------------------------------------------------------- a little from everyone
+# ------------------------------------------------------------------------------------ small gathers
 
 
 def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """Every rank's tensor (of one shape), stacked in the order of ``ranks`` -> [ranks, ...] on
-    each; differentiable any number of times.
+    """Gather every rank's tensor (of one shape), stacked in the order of ``ranks``.
 
-    What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor
-    of each.
+    The result [ranks, ...] is on each rank, and is differentiable any number of times. Each rank
+    does something else with it. So the backward sums, for each rank's tensor, the gradients of all
+    ranks' results.
     """
     log.exchange("totals of the parts of a split dim", (len(ranks) - 1) * t.nbytes)
     return _Share.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,7 @@
-"""What boxing happened, and forbidding it: `boxing_log()` and `no_boxing()`."""
+"""`boxing_log()` records the boxings that happen, `no_boxing()` forbids them.
+
+Users open both. `box` and native ops over split dims report to them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ __all__ = [
     "record_boxing",
 ]
 
-#: How an explicit call names itself; such boxing is always allowed.
+#: The name of an explicit call. Such a boxing is always allowed.
 EXPLICIT = "to_global"
 
 
 @dataclass(frozen=True, slots=True)
 class BoxingRecord:
-    """One boxing: ``op`` is what asked for it (``to_global``, ``add: argument 1``, ``backward of
-    ...``); ``bytes`` the traffic of the busiest rank."""
+    """A record of one boxing.
+
+    ``op``: the operation that needed it (``to_global``, ``add: argument 1``, ``backward of ...``).
+    ``bytes``: the traffic of the busiest rank.
+    """
 
     op: str
     src: Spec
@@ -52,8 +58,10 @@ class BoxingRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRecord:
-    """What an op exchanged with other ranks because a dim stayed split: ``op`` says what, ``bytes``
-    how much this rank received."""
+    """A record of an op's exchange with other ranks because a dim stayed split.
+
+    ``op``: the kind of exchange. ``bytes``: the bytes that this rank received.
+    """
 
     op: str
     bytes: int
@@ -68,8 +76,10 @@ _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=Fals
 
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
-    """Collect every `BoxingRecord` of this rank in the block, explicit ones and those of backward
-    too, and every `ExchangeRecord` inside an op.
+    """Collect every `BoxingRecord` and every `ExchangeRecord` of this rank in the block.
+
+    Explicit boxings and those of backward are included. An `ExchangeRecord` is of an exchange
+    inside an op.
 
     >>> with boxing_log() as log:
     ...     pass
@@ -86,9 +96,11 @@ def boxing_log() -> Iterator[list[Any]]:
 
 @contextmanager
 def no_boxing() -> Iterator[None]:
-    """Raise BoxingError where an op in the block would communicate: to box an operand, or with its
-    neighbours along a split dim. Explicit `to_global` is allowed, and so is boxing without
-    traffic."""
+    """Raise BoxingError where an op in the block would communicate.
+
+    It would communicate to box an operand, or with its neighbours along a split dim. Explicit
+    `to_global` is allowed, and so is boxing without traffic.
+    """
     token = _forbidden.set(True)
     try:
         yield
@@ -97,13 +109,15 @@ def no_boxing() -> Iterator[None]:
 
 
 def forbidden() -> bool:
-    """Whether `no_boxing` is in force."""
+    """Return True if the code runs inside `no_boxing`."""
     return _forbidden.get()
 
 
 def check(route: BoxingPlan, why: str) -> None:
-    """Raise BoxingError where `no_boxing` is in force, ``route`` has traffic, and it is not an
-    explicit ``to_global``."""
+    """Raise BoxingError if `no_boxing` forbids ``route``.
+
+    A route without traffic is allowed, and so are an explicit ``to_global`` and a backward pass.
+    """
     if (
         not _forbidden.get()
         or not route.bytes
@@ -124,8 +138,11 @@ def check(route: BoxingPlan, why: str) -> None:
 
 
 def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
-    """Check an exchange inside an op that is about to happen, and log it. ``explicit``: the user
-    has asked for just this."""
+    """Check an exchange inside an op that is about to happen, and log it.
+
+    ``explicit``: the user has asked for exactly this exchange. Raises BoxingError inside
+    `no_boxing` otherwise.
+    """
     if _forbidden.get() and not explicit:
         raise BoxingError(
             f"{what}: the op would exchange {show_bytes(nbytes)} with other ranks, since it works "
@@ -148,13 +165,15 @@ def record_boxing(route: BoxingPlan, why: str, logs: tuple[list[Any], ...] | Non
 
 
 def current_logs() -> tuple[list[Any], ...]:
-    """The logs open now. Backward runs in threads of autograd's where no context reaches, so a
-    boxing remembers them."""
+    """Return the logs that are open now.
+
+    Backward runs in threads of autograd, which no context reaches. So a boxing remembers its logs.
+    """
     return _logs.get()
 
 
 def describe(spec: Spec) -> str:
-    """``f32[8, 16] S(0) on cpu[0, 1]``."""
+    """Return a spec and its placement as text: ``f32[8, 16] S(0) on cpu[0, 1]``."""
     return f"{spec!r} on {show_placement(spec.placement)}"
 
 

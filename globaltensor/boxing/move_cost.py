@@ -1,5 +1,7 @@
-"""What the moves of one tensor cost, remembered: a search asks for the same ones over and over.
-Pure."""
+"""Costs of the moves of one tensor, cached: a search asks for the same ones again and again.
+
+The costs are pure. The planner and auto parallelism call `move_costs`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from .moves import LOCAL, Box, Layout, box_owners, source_rank
 __all__ = ["RELAID", "MoveCosts", "move_costs"]
 
 _MOST_TENSORS: Final = 256
-#: What handles pieces along a dim: they may have to be laid in another order, which counts where
-#: copies were measured.
+#: Moves of pieces along a dim. The pieces may have to be copied into another order, which counts
+#: where copies were measured.
 RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
 
 Table: TypeAlias = NDArray[np.int64]
@@ -29,7 +31,7 @@ Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 
 
 class MoveCosts:
-    """Of tensors of one shape and dtype on one placement, whatever their layout."""
+    """The costs of moves of tensors of one shape and dtype on one placement, in any layout."""
 
     __slots__ = (
         "_costs",
@@ -52,15 +54,15 @@ class MoveCosts:
         self._landings: dict[tuple[Layout, int], float] = {}
 
     def spec(self, layout: Layout) -> Spec:
-        """The tensor in this layout."""
+        """Return the tensor's spec in this layout."""
         return Spec.make(self.shape, self.dtype, self.placement, layout)
 
     def nbytes(self, layout: Layout) -> int:
-        """Bytes of the largest local tensor."""
+        """Return the bytes of the largest local tensor."""
         return self.largest(layout)[0]
 
     def largest(self, layout: Layout) -> tuple[int, tuple[int, ...]]:
-        """(bytes, shape) of the largest local tensor."""
+        """Return (bytes, shape) of the largest local tensor."""
         found = self._largest.get(layout)
         if found is None:
             shape = self.spec(layout).largest_shape()
@@ -70,8 +72,10 @@ class MoveCosts:
     def move(
         self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout
     ) -> tuple[Layout, int, float]:
-        """(where it leads: ``after`` without units that change nothing, traffic, seconds) of a move
-        on axes of the placement."""
+        """Return (layout after it, traffic, seconds) of a move on axes of the placement.
+
+        The layout is ``after`` without units that change nothing.
+        """
         key = axes, before, after
         found = self._costs.get(key)
         if found is None:
@@ -85,8 +89,11 @@ class MoveCosts:
     def _relaid(
         self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float
     ) -> float:
-        """With the copies that pieces along any dim but the first need, before they are sent and
-        after they have come; a slice along the first needs none."""
+        """Return the seconds of a move with the copies that its pieces need.
+
+        Pieces along any dim but the first are copied before they are sent and after they have
+        arrived. A slice along the first dim needs no copy.
+        """
         sent, came = (
             (layout[axes[0]], self.nbytes(other))
             for layout, other in ((after, before), (before, after))
@@ -100,12 +107,14 @@ class MoveCosts:
         return seconds
 
     def price(self, kind: str, axes: tuple[int, ...], before: int, after: int) -> Price:
-        """Of a move between local tensors of so many bytes, whatever their shape; without what
-        relaying them costs."""
+        """Return the price of a move between local tensors of so many bytes, in any shape.
+
+        The copies that reorder pieces are left out.
+        """
         if kind == "keep":
             return 0, 0.0
         if kind in LOCAL:
-            # A slice is a view; what it costs is the strided reading later.
+            # A slice is a view: its cost is the strided reading later.
             return 0, self.cluster.seconds(kind, after if kind == "slice" else before + after, 1)
         ranks = self._fibers.get(axes)
         if ranks is None:
@@ -115,16 +124,18 @@ class MoveCosts:
         return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
 
     def exchange_at_least(self, before: Layout, there: MoveCosts, after: Layout) -> float:
-        """Seconds that an exchange into a layout of ``there`` takes at least, known without looking
-        at who holds what."""
+        """Return a lower bound for the seconds of an exchange into a layout of ``there``.
+
+        It does not need to know which rank holds what.
+        """
         (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
-        # In no dim is there more in common than the shorter of the two has.
+        # In each dim the two have at most the shorter length in common.
         missing = arriving - self.dtype.itemsize * prod(map(min, mine, theirs))
         found = there._landings.get((after, missing))
         if found is None:
             cluster = self.cluster
             sent = cluster.seconds("exchange", missing or 1, 2)
-            # Where every rank has what it needs, nothing is sent.
+            # Where every rank has the elements that it needs, nothing is sent.
             found = sent if missing else min(sent, cluster.memory_latency)
             if not cluster.measured:
                 found += cluster.seconds("copy", 2 * arriving, 1)
@@ -132,7 +143,7 @@ class MoveCosts:
         return found
 
     def exchange(self, before: Layout, there: MoveCosts, after: Layout) -> Price:
-        """Of an exchange into a layout of ``there``, neither side with partials."""
+        """Return the price of an exchange into a layout of ``there``. Neither side has partials."""
         return _exchange(self.spec(before), there.spec(after), self.cluster)
 
 
@@ -140,7 +151,7 @@ class MoveCosts:
 def move_costs(
     shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster
 ) -> MoveCosts:
-    """The same object for equal arguments, as long as it is used now and then."""
+    """Return the costs of these tensors: the same object for equal arguments, while cached."""
     return MoveCosts(shape, dtype, placement, cluster)
 
 
@@ -150,16 +161,19 @@ def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     copied = _copied(src, dst, nbytes, cluster)
     if not nbytes:
         return 0, cluster.memory_latency + copied
-    # One of the peers on another node is enough for the slower links.
+    # One peer on another node is enough for the slower links.
     return nbytes, cluster.seconds(
         "exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)
     ) + copied + cluster.skew
 
 
 def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
-    """Seconds for the copies of an exchange of ``nbytes``: of all of the result by the formulas.
-    What was measured has new memory for what arrives, so there it is what more memory costs, and
-    what isn't straight on either side."""
+    """Return seconds for the copies of an exchange of ``nbytes``.
+
+    By the formulas the full result is copied. A measured exchange already writes what arrives into
+    new memory. So with measurements the copies are those of the rest of the result, of arriving
+    pieces that are not contiguous, and of leaving ones.
+    """
     whole = cluster.seconds("copy", 2 * src.dtype.itemsize * dst.local_numel(), 1)
     if not cluster.measured:
         return whole
@@ -172,14 +186,18 @@ def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
 
 
 def _first(dim: int, spec: Spec) -> bool:
-    """Whether pieces along ``dim`` lie one after the other in memory."""
+    """Return True if pieces along ``dim`` are contiguous in memory, one after the other."""
     return all(n == 1 for n in spec.local_shape(spec.placement.flat[0])[:dim])
 
 
 class _BoxTable(NamedTuple):
-    """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once,
-    [boxes, dims]. ``first``, ``last``: of each dim the different intervals of it that some rank
-    has; the boxes are all combinations of one of each dim."""
+    """The boxes of a layout in tables [boxes, dims].
+
+    ``low`` and ``high`` have the boxes of all ranks of the placement. ``once_low`` and
+    ``once_high`` have each box that is not empty once. ``first``, ``last``: for each dim the
+    different intervals of it that some rank has. The boxes are all combinations of one interval for
+    each dim.
+    """
 
     low: Table
     high: Table
@@ -205,12 +223,12 @@ def _lie(spec: Spec) -> _BoxTable:
 
 
 def _sizes(low: Table, high: Table) -> Table:
-    """Elements of boxes, 0 where one ends before it begins."""
+    """Return the number of elements of each box, 0 where it ends before it begins."""
     return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
 
 
 def _meeting(there: _BoxTable, low: Table, high: Table) -> Table:
-    """How many different boxes of a layout each of these, none empty, meets."""
+    """Return how many different boxes of a layout each of these boxes, none empty, overlaps."""
     counts = np.ones(len(low), dtype=np.int64)
     for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
         counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(
@@ -220,11 +238,11 @@ def _meeting(there: _BoxTable, low: Table, high: Table) -> Table:
 
 
 def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int, int] | None]:
-    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if
-    any do) of an exchange without partials.
+    """Return (bytes of the busiest rank, most peers of a rank, a pair of ranks on different nodes).
 
-    Every element lies on as many ranks of a placement as every other, so that sums tell what pairs
-    of boxes would.
+    The figures are those of an exchange without partials. The pair is None if no ranks on different
+    nodes exchange anything. Every element is on equally many ranks of a placement, so sums give the
+    same figures as pairs of boxes would.
     """
     number, holders, _ = box_owners(src)
     here, there, wanted = _lie(src), _lie(dst), dst.placement.flat

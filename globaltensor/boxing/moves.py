@@ -1,12 +1,13 @@
-"""Moves: the steps boxing is made of, and which of them lead on from a layout. Pure; a move says
-what, `execute` knows how.
+"""Moves: the steps of a boxing, and the legal moves from a layout.
 
-A move changes the entries of one placement axis, or of several flattened into one. Axis 0 is
-outermost: later axes split the pieces of earlier ones, and reduce first. So a move may touch a
-split of dim d only where no later axis splits d too, and reduce a partial only where no later axis
-is partial in another way (a max of sums is no sum of maxima). `exchange` has no such condition: it
-takes any split or broadcast layout on any placement to any other, each rank fetching the boxes it
-needs from ranks that hold them.
+Moves are pure: a move is a description, and `execute` runs it. The planner searches over them.
+
+A move changes the entries of one placement axis, or of several axes flattened into one. Axis 0 is
+outermost: later axes split the pieces of earlier ones, and reduce first. So a move may change a
+split of dim d only where no later axis splits d too. It may reduce a partial only where no later
+axis is partial in another way (a max of sums is no sum of maxima). `exchange` has no such
+condition. It moves any split or broadcast layout on any placement to any other: each rank fetches
+the boxes that it needs from ranks that hold them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 Layout = tuple[Sbp, ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths
 
-#: The move that takes one entry to another. Partial to partial goes through broadcast.
+#: The move from one kind of entry to another. Partial to partial goes through broadcast.
 MOVES: Final = {
     ("partial", "broadcast"): "all_reduce",
     ("partial", "split"): "reduce_scatter",
@@ -52,7 +53,7 @@ MOVES: Final = {
     ("broadcast", "partial"): "mask",
     ("split", "partial"): "pad",
 }
-#: The moves for which no rank needs another.
+#: The moves for which no rank needs another one.
 LOCAL: Final = frozenset(("slice", "mask", "pad", "keep", "copy"))
 _SHOWN_RANKS: Final = 16
 _FUSED_AXES: Final = 4  # more partial axes than this are fused all together or not at all
@@ -60,8 +61,10 @@ _FUSED_AXES: Final = 4  # more partial axes than this are fused all together or 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """One step. ``axes`` are those of the placement, outermost first; none for exchange and copy.
-    ``bytes``: traffic of the busiest rank; 0: none at all."""
+    """One move. ``axes``: placement axes, outermost first; none for exchange and copy.
+
+    ``bytes``: the traffic of the busiest rank; 0: none at all.
+    """
 
     kind: str
     src: Spec
@@ -71,7 +74,7 @@ class Move:
     seconds: float
 
     def __str__(self) -> str:
-        """``P->S(0)@axis0  reduce_scatter  16.0 MiB  0.21 ms``"""
+        """Return the move as a line: ``P->S(0)@axis0  reduce_scatter  16.0 MiB  0.21 ms``."""
         axes = self.axes or range(len(self.src.layout))
         before = ",".join(self.src.layout[a].short for a in axes)
         after = ",".join(self.dst.layout[a].short for a in self.axes or range(len(self.dst.layout)))
@@ -88,7 +91,7 @@ class Move:
 
 
 def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
-    """The axes along which src -> dst only gathers; () where it does anything else.
+    """Return the axes along which src -> dst only gathers, () where it does anything else.
 
     >>> gathers((split(0), split(1)), (broadcast, split(1)))
     (0,)
@@ -99,14 +102,14 @@ def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
             if not (x.is_split and y.is_broadcast):
                 return ()
             axes.append(a)
-    # A dim that another axis goes on splitting does not come back in one piece.
+    # A dim that another axis still splits is not complete afterwards.
     if any(src[a].dim == e.dim for a in axes for b, e in enumerate(dst) if e.is_split and b != a):
         return ()
     return tuple(axes)
 
 
 def show_bytes(n: int) -> str:
-    """``512 B``, ``16.0 MiB``."""
+    """Return a number of bytes as text: ``512 B``, ``16.0 MiB``."""
     size, unit = float(n), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
@@ -116,7 +119,7 @@ def show_bytes(n: int) -> str:
 
 
 def show_placement(placement: Placement) -> str:
-    """``cpu[0, 1]``; of many ranks the first, the last and the shape: ``cuda[0 ... 511] 64x8``."""
+    """Return a placement as text: ``cpu[0, 1]``; with many ranks ``cuda[0 ... 511] 64x8``."""
     if placement.size <= _SHOWN_RANKS:
         return f"{placement.type}{placement.ranks.tolist()}"
     return (
@@ -126,8 +129,10 @@ def show_placement(placement: Placement) -> str:
 
 
 def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
-    """Whether a split of ``dim`` on these axes may be made or undone: no later axis, outside them,
-    splits it."""
+    """Return True if a split of ``dim`` on these axes may be made or undone.
+
+    No later axis, outside them, may split it.
+    """
     return not any(
         e.kind == "split" and e.dim == dim
         for a in range(min(axes) + 1, len(layout))
@@ -146,15 +151,17 @@ def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
         e.kind == "partial" and e.reduce != now.reduce for e in layout[min(axes) + 1 :]
     ):
         return False
-    # A block of zeros is the identity of a sum (and norm), not of a max or min.
+    # A block of zeros is the identity of a sum (and of a norm), not of a max or min.
     return not (now.kind == "split" and entry.kind == "partial" and entry.reduce in ("max", "min"))
 
 
 def legal_moves(
     layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]
 ) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
-    """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of
-    interest for each axis."""
+    """Yield (kind, axes, layout after) of each move from ``layout``.
+
+    ``menu``: the entries of interest for each axis. ``sizes``: the number of ranks of each axis.
+    """
     sizes = tuple(sizes)
     for axis in range(len(layout)):
         for entry in menu[axis]:
@@ -175,7 +182,7 @@ def legal_moves(
 def _step(
     layout: Layout, axis: int, entry: Sbp, alone: bool
 ) -> tuple[str, tuple[int, ...], Layout] | None:
-    """The move of one axis to an entry, if there is one; ``alone``: the axis has one rank."""
+    """Return the move of one axis to an entry, or None. ``alone``: the axis has one rank."""
     now = layout[axis]
     if entry is now:
         return None
@@ -187,8 +194,11 @@ def _step(
 
 
 def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
-    """The entry of another axis' menu that a fused move may set there: the same one, or a split of
-    that dim with another unit."""
+    """Return the entry that a fused move may set on another axis with this menu.
+
+    It is the same entry, or a split of that dim with another unit. Return None where there is
+    neither.
+    """
     if entry in menu:
         return entry
     return next((e for e in menu if e.kind == entry.kind == "split" and e.dim == entry.dim), None)
@@ -196,8 +206,7 @@ def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
 
 @lru_cache(maxsize=1 << 12)
 def _fusible(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Sets of axes that lie alike: partials of one reduction, or the innermost splits of one
-    dim."""
+    """Return sets of axes of equal layout: partials of one reduction, innermost splits of a dim."""
     out: list[tuple[int, ...]] = []
     wide = [a for a in range(len(layout)) if sizes[a] > 1]
     for reduce in sorted({layout[a].reduce for a in wide if layout[a].kind == "partial"}):
@@ -220,8 +229,10 @@ def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
 
 @lru_cache(maxsize=256)
 def box_owners(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
-    """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without
-    elements are left out."""
+    """Return (rank -> number of its box, box -> ranks that hold it, boxes) of a layout.
+
+    Boxes without elements are left out.
+    """
     numbers: dict[Box, int] = {}
     holders: list[list[int]] = []
     ranks: dict[int, int] = {}
@@ -237,8 +248,11 @@ def box_owners(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
 
 
 def source_rank(src: Spec, number: int, rank: int, turn: int) -> int:
-    """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if
-    it has it; else the holders take turns."""
+    """Return the rank that sends box ``number`` of ``src`` to ``rank``.
+
+    A rank that has the box uses its own. Otherwise the holders take turns: ``rank`` is the
+    ``turn``-th of the receiving ranks.
+    """
     own, holders, _ = box_owners(src)
     return (
         rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
@@ -246,8 +260,7 @@ def source_rank(src: Spec, number: int, rank: int, turn: int) -> int:
 
 
 def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
-    """(first, last + 1) in each dim of what two boxes have in common; None where they have
-    nothing."""
+    """Return (starts, stops) of the intersection of two boxes, None if they are disjoint."""
     low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
     high = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
     return (low, high) if all(x < y for x, y in zip(low, high, strict=True)) else None
@@ -256,8 +269,11 @@ def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
 def recv_slices(
     src: Spec, dst: Spec, rank: int
 ) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
-    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here).
-    Itself first where it has some."""
+    """Return the pieces that ``rank`` fetches in an exchange.
+
+    Each is (source rank, slices there, slices here). The rank's own piece is first where it has
+    one.
+    """
     if rank not in dst.placement._coordinates:
         return []
     mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
@@ -275,7 +291,7 @@ def recv_slices(
 
 
 def send_slices(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
-    """What ``rank`` hands to others in an exchange: (to whom, where it lies here)."""
+    """Return the pieces that ``rank`` sends in an exchange: (destination rank, slices here)."""
     number, out = box_owners(src)[0].get(rank), []
     if number is None:
         return []
@@ -293,10 +309,10 @@ def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 
 
 def split_everywhere(ndim: int) -> list[Sbp]:
-    """Each split a tensor of ``ndim`` dims can have."""
+    """Return each split that a tensor of ``ndim`` dims can have."""
     return [split(d) for d in range(ndim)]
 
 
 def without_partials(layout: Layout) -> Layout:
-    """The layout with each partial replaced by broadcast."""
+    """Return the layout with each partial replaced by broadcast."""
     return tuple(broadcast if e.kind == "partial" else e for e in layout)

@@ -1,9 +1,10 @@
-"""The planner: the cheapest moves from one spec to another. Pure, memoised, and the same on every
-rank.
+"""The planner: the cheapest moves from one spec to another.
 
-A shortest-path search over layouts, first on the source's placement, then on the destination's:
-partials are reduced in the source, `exchange` carries the pieces over, and what remains (gather,
-mask) happens in the destination.
+It is pure, memoised, and the same on every rank. `box`, rules of ops and graph passes call it.
+
+It is a shortest-path search over layouts, first on the source's placement, then on the
+destination's. Partials are reduced in the source, `exchange` moves the pieces over, and the
+remaining moves (gather, mask) happen in the destination.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ from .moves import Layout, Move, legal_moves, show_bytes, split_everywhere, with
 
 __all__ = ["BoxingPlan", "plan_boxing"]
 
-_STATES = (
-    4096  # beyond this many layouts the search no longer looks at dims that neither side mentions
-)
+# Above this many layouts the search ignores dims that neither side mentions.
+_STATES = 4096
 
-_State = tuple[
-    bool, Layout
-]  # on the destination's placement, where that is another one; how it lies there
-_Hop = tuple[
-    _State, _State, str, tuple[int, ...], int, float
-]  # from, to, kind, axes, traffic, seconds
+# (True on the destination's placement, where that is another one; the layout there)
+_State = tuple[bool, Layout]
+# (from, to, kind, axes, traffic, seconds)
+_Hop = tuple[_State, _State, str, tuple[int, ...], int, float]
 
 
 class BoxingPlan:
-    """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for
-    each move."""
+    """The plan by which a tensor gets from ``src`` to ``dst``: ``moves`` in order.
+
+    Printing a plan shows one line for each move.
+    """
 
     __slots__ = (
         "bytes",
@@ -60,13 +60,12 @@ class BoxingPlan:
         )
         self.on_meta = src.placement.type == "meta"
         self.cached_digest = b""
-        self.programs: dict[
-            int, object
-        ] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
+        # Programs that `execute` compiled, by rank, and by ~rank where nothing is sent.
+        self.programs: dict[int, object] = {}
 
     @property
     def digest(self) -> bytes:
-        """What ranks record of it, and compare."""
+        """The digest that ranks record and compare."""
         if not self.cached_digest:
             self.cached_digest = digest_of(
                 f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on "
@@ -76,7 +75,7 @@ class BoxingPlan:
 
     @property
     def is_noop(self) -> bool:
-        """Whether every local tensor stays as it is."""
+        """True if every local tensor stays as it is."""
         return all(m.kind == "keep" for m in self.moves)
 
     def __str__(self) -> str:
@@ -90,8 +89,9 @@ class BoxingPlan:
 
 
 def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
-    """Return the cheapest route under the current cluster. Raises BoxingError where shape or dtype
-    differ, or no route exists.
+    """Return the cheapest route under the current cluster.
+
+    Raises BoxingError where shape or dtype differ, or no route exists.
 
     >>> from globaltensor.sharding.placement import placement
     >>> from globaltensor.sbp import split, broadcast
@@ -118,9 +118,12 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> BoxingPlan:
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
-    """Return the entries worth trying on each axis of a placement: broadcast, and those of source
-    and destination on any axis. These include partials of another axis: a small tensor that is
-    split on one axis and partial on the other is padded, then reduced over both axes at once."""
+    """Return the entries worth trying on each axis of a placement.
+
+    These are broadcast, and the entries of source and destination on any axis. Partials of another
+    axis are included. A small tensor that is split on one axis and partial on the other is padded,
+    then reduced over both axes at once.
+    """
     same = len(other) == len(spec.layout)
     return [
         list(
@@ -133,9 +136,12 @@ def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
 
 
 def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
-    """The menu of each side, False being the source's. Reducing goes best through a scatter, so
-    dims that nobody mentions may help there; on one placement only where moves were measured: by
-    the formulas an all-reduce takes as long as its halves."""
+    """Return the menu of each side, keyed by False for the source and True for the destination.
+
+    Reducing is cheapest through a scatter, so dims that neither side mentions may help there. On
+    one placement that is so only where moves were measured. By the formulas an all-reduce takes as
+    long as its halves.
+    """
     out = {}
     for there, spec, other in ((False, src, dst), (True, dst, src)):
         partial = any(
@@ -158,8 +164,11 @@ def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
 
 
 def _landings(src: Spec, dst: Spec) -> list[Layout]:
-    """Layouts of the destination's placement that an exchange may go to: the one asked for,
-    partials as broadcast; and on other placements, pieces that are gathered there."""
+    """Return the layouts of the destination's placement that an exchange may produce.
+
+    These are the destination's layout with partials as broadcast and, on another placement, pieces
+    that are gathered there.
+    """
     core = without_partials(dst.layout)
     out = [core]
     if dst.ndim and src.placement is not dst.placement:
@@ -170,7 +179,7 @@ def _landings(src: Spec, dst: Spec) -> list[Layout]:
 
 
 class _Search:
-    """Dijkstra's algorithm over layouts of the two placements."""
+    """A run of Dijkstra's algorithm over layouts of the two placements."""
 
     def __init__(self, src: Spec, dst: Spec, cluster: Cluster) -> None:
         self.src, self.dst = src, dst
@@ -182,7 +191,7 @@ class _Search:
         a, b = src.placement, dst.placement
         self.copies = a is not b and a.flat == b.flat and a.shape == b.shape
         self.end = not self.one_place, dst.layout
-        self.best = inf, 0  # (seconds, moves) of a route that is known
+        self.best = inf, 0  # (seconds, moves) of the best known route
 
     def run(self) -> tuple[Move, ...]:
         start = False, self.src.layout
@@ -199,8 +208,8 @@ class _Search:
                 return self._trace(came)
             for hop in self._hops(at, seconds, length):
                 to, found, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
-                # Ties go to the fewest moves, then to what was found first: the order of search is
-                # fixed.
+                # Ties go to the fewest moves, then to the route that was found first: the order of
+                # the search is fixed.
                 if (
                     to not in done
                     and (found is None or reached < found[:2])
@@ -217,8 +226,10 @@ class _Search:
     def _hops(
         self, at: _State, seconds: float, length: int
     ) -> list[tuple[_State, str, tuple[int, ...], int, float]]:
-        """(whereto, kind, axes, traffic, seconds) of the moves that lead on from ``at`` and may be
-        part of the cheapest route."""
+        """Return the moves from ``at`` that may be part of the cheapest route.
+
+        Each is (next state, kind, axes, traffic, seconds).
+        """
         there, layout = at
         prices, end, out = self.there if there else self.here, self.end, []
         for kind, axes, after in legal_moves(
@@ -246,9 +257,8 @@ class _Search:
                     <= self.best
                 ):
                     nbytes, cost = prices.exchange(layout, self.there, landing)
-                    out.append(
-                        (to, "exchange" if nbytes else "slice", (), nbytes, cost)
-                    )  # a slice where every rank has what it needs
+                    # A slice, where every rank has the pieces that it needs.
+                    out.append((to, "exchange" if nbytes else "slice", (), nbytes, cost))
         return out
 
     def _trace(self, came: dict[_State, tuple[float, int, _Hop | None]]) -> tuple[Move, ...]:

@@ -1,5 +1,8 @@
-"""Cluster: what computing and moving data cost on a machine, given by constants, by a preset or by
-what was measured there."""
+"""Cluster: the costs of computing and moving data on a machine.
+
+They come from constants, from a preset or from measurements on the machine. Every planner uses
+them.
+"""
 
 from .measured_curves import Curve
 from .model import Cluster, current_cluster, named_cluster, use_cluster

@@ -1,9 +1,11 @@
-"""What moves cost by latency and bandwidth, within a node and between nodes. Pure.
+"""Costs of moves by latency and bandwidth, within a node and between nodes. Pure.
 
-A ring of p ranks sends (p - 1) / p of the bytes in p - 1 steps (Patarasuk & Yuan 2009); by trees
-and halving it is as much in log2 p steps (Thakur, Rabenseifner & Gropp 2005). A group on several
-nodes runs one ring through all of them, or goes in phases, within the nodes and across: what is
-cheaper.
+The cluster model uses these formulas where nothing was measured.
+
+A ring of p ranks sends (p - 1) / p of the bytes in p - 1 steps (Patarasuk & Yuan 2009). Trees and
+halving send as much in log2 p steps (Thakur, Rabenseifner & Gropp 2005). A group on several nodes
+either runs one ring through all of them, or goes in phases, within the nodes and across. The
+cheaper one counts.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BETWEEN", "LOCAL", "WITHIN", "Group", "group_of"]
 
-#: Moves within the memory of each rank, and under which name they are measured.
+#: Moves within the memory of each rank, and the name under which each is measured.
 LOCAL: Final = {"slice": "copy", "pad": "copy", "mask": "copy", "copy": "copy"}
 
 
 class Group(NamedTuple):
-    """``ranks`` of them on ``nodes`` machines, at least ``local`` and at most ``most`` on each (0
-    where there is one machine)."""
+    """A group of ``ranks`` ranks on ``nodes`` machines, ``local`` to ``most`` of them on each.
+
+    ``local`` and ``most`` are 0 where there is one machine.
+    """
 
     ranks: int
     nodes: int
@@ -34,7 +38,7 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def group_of(ranks: int | tuple[int, ...], node_size: int) -> Group:
-    """How the ranks lie on nodes of ``node_size``; a number means the first so many."""
+    """Return the group of the ranks on nodes of ``node_size``. A number means the first so many."""
     p = ranks if isinstance(ranks, int) else len(ranks)
     if not node_size:
         return Group(p, 1, 0, 0)
@@ -51,8 +55,11 @@ def _steps(cluster: Cluster, p: int) -> int:
 
 
 def _outwards(cluster: Cluster, group: Group, together: int) -> float:
-    """Bytes per second that leave a node for this group: its share of the node's links, and no more
-    than its ranks there can send."""
+    """Return the bytes per second that leave a node for this group.
+
+    That is the group's share of the node's links, and at most what the group's ranks there can
+    send.
+    """
     if not together:
         return group.local * cluster.node_bandwidth
     alone = group.local * max(cluster.node_bandwidth, cluster.node_stream)
@@ -81,7 +88,7 @@ def _all_to_all(cluster: Cluster, nbytes: float, p: int) -> Parts:
 
 
 def _exchange(cluster: Cluster, nbytes: float, p: int) -> Parts:
-    # One step more than a collective among as many: its peers meet only for it.
+    # One step more than a collective among as many ranks: its peers meet for it alone.
     return cluster.launch + (_steps(cluster, p) + 1) * cluster.latency, nbytes / cluster.bandwidth
 
 
@@ -118,9 +125,10 @@ def _far_ring(cluster: Cluster, nbytes: float, group: Group, together: int) -> f
     )
     if most == 1:
         return through_all
-    # Within the nodes on all bytes, then across on what each rank has of them, all local ranks
-    # beside each other (or the other way round). The longest inside is where most ranks are, across
-    # where fewest are: they want the most from others, by the fewest links.
+    # In phases: within the nodes on all bytes, then across on each rank's share of them (or the
+    # other way round). All local ranks go across at the same time. The phase within is longest
+    # where a node has most ranks. The phase across is longest where a node has fewest: these need
+    # the most from others, over the fewest links.
     inside = (
         _steps(cluster, most) * cluster.latency + nbytes * (most - 1) / most / cluster.bandwidth
     )
@@ -134,7 +142,7 @@ def _far_double_ring(cluster: Cluster, nbytes: float, group: Group, together: in
 
 def _far_all_to_all(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
     p, local = group.ranks, group.local
-    # What the ranks of one node hold for others leaves it by links they share.
+    # The bytes that one node's ranks hold for others leave the node by links that they share.
     leaving = local * nbytes * (p - local) / p / _outwards(cluster, group, together)
     if not cluster.tree:
         fixed = cluster.launch + (p - 1) * cluster.node_latency
@@ -146,7 +154,7 @@ def _far_all_to_all(cluster: Cluster, nbytes: float, group: Group, together: int
 
 
 def _stream(cluster: Cluster, group: Group, together: int) -> float:
-    """What one rank sends to another node."""
+    """Return the bytes per second that one rank sends to another node."""
     return min(cluster.bandwidth, _outwards(cluster, group._replace(local=1), together))
 
 

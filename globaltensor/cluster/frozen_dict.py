@@ -1,5 +1,7 @@
-"""Frozen: a read-only mapping that can be hashed, so that a cluster that holds one can be part of a
-key."""
+"""Frozen: a read-only mapping that can be hashed.
+
+A cluster holds such mappings, so that it can be part of a key.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ V = TypeVar("V")
 
 
 class Frozen(Mapping[str, V]):
-    """The items of a mapping, in the order of its keys. Equal to any mapping of the same items.
+    """A read-only mapping, in the order of its keys. It equals any mapping of the same items.
 
     >>> Frozen({"b": 2, "a": 1})
     {'a': 1, 'b': 2}
@@ -45,4 +47,4 @@ class Frozen(Mapping[str, V]):
         return repr(self._items)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Frozen, (self._items,)  # hashes of strings differ from process to process
+        return Frozen, (self._items,)  # strings have other hashes in another process

@@ -1,5 +1,8 @@
-"""A cluster as a JSON file that people can read and write. Fields that are left out are those of
-the generic machine (model.py)."""
+"""A cluster as a JSON file that people can read and write.
+
+Fields that are left out are those of the generic machine (model.py). `Cluster.save` and
+`Cluster.load` call these functions.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ log = logging.getLogger("globaltensor")
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
-    """What `save` writes."""
+    """Return the JSON object that `save` writes."""
     found: dict[str, Any] = {_KEY: VERSION}
     found |= {
         name: getattr(cluster, name)
@@ -42,12 +45,12 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """See `Cluster.save`."""
+    """Write a cluster to a file: see `Cluster.save`."""
     write_text(path, json.dumps(as_json(cluster), indent=1) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Cluster:
-    """See `Cluster.load`."""
+    """Read a cluster from a file: see `Cluster.load`."""
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
@@ -78,8 +81,10 @@ def load(path: str | os.PathLike[str]) -> Cluster:
 
 
 def from_json(found: object) -> Cluster:
-    """The cluster that `as_json` describes. Raises ValueError naming the field that cannot be
-    understood."""
+    """Return the cluster that `as_json` describes.
+
+    Raises ValueError, which names the field that cannot be understood.
+    """
     if not isinstance(found, dict) or _KEY not in found:
         raise ValueError(f'describes no cluster: it has no "{_KEY}": {VERSION}')
     if found[_KEY] != VERSION:
@@ -144,7 +149,7 @@ def _whole(where: str, value: object) -> int:
     number = _number(where, value)
     if not number.is_integer():
         raise ValueError(f"{where}={value!r}: must be a whole number")
-    # of an int all digits, of which a float holds 15
+    # `value` keeps all digits of an int, and a float holds 15 of them
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 

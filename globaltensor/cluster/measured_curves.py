@@ -1,9 +1,10 @@
-"""Measured times of moves: curves over sizes for some group sizes, and what they say of sizes and
-groups that were not measured. Pure.
+"""Measured times of moves, and estimates for sizes and groups that were not measured. Pure.
 
-Timings are noisy, and planners need laws: more bytes or more ranks never take less, an all-reduce
-takes no less than either of its halves. So where measurements contradict a law they are pooled
-(isotonic regression of their logarithms): the least change that makes it hold.
+There is a curve over sizes for some group sizes. The cluster model reads these curves.
+
+Timings are noisy, and planners need laws. More bytes or more ranks never take less time. An
+all-reduce takes no less time than either of its halves. So where measurements contradict a law they
+are pooled (isotonic regression of their logarithms): the smallest change that makes the law hold.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ __all__ = ["Curve", "Curves", "pooled"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of one kind of move among ``ranks`` on ``nodes`` machines: ``points`` are (bytes,
-    seconds), by rising bytes.
+    """The seconds of one kind of move among ``ranks`` ranks on ``nodes`` machines.
 
-    Bytes are counted as `Cluster.seconds` does. Raises ValueError where a point is not positive, or
-    a size stands there twice.
+    ``points`` are (bytes, seconds), by rising bytes. Bytes are counted as `Cluster.seconds` does.
+    Raises ValueError where a point is not positive, or a size occurs twice.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Curve:
             raise ValueError(f"{what} has two points of the same size")
 
     def lawful(self) -> Curve:
-        """The nearest curve on which more bytes never take less."""
+        """Return the nearest curve on which more bytes never take less time."""
         return Curve(
             self.kind,
             self.ranks,
@@ -58,15 +58,16 @@ class Curve:
 
 
 def pooled(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence to positive values, by their logarithms (pool adjacent
-    violators; Ayer et al. 1955).
+    """Return the non-decreasing sequence that is nearest to positive values, by their logarithms.
+
+    The algorithm is pool adjacent violators (Ayer et al. 1955).
 
     >>> pooled([1.0, 4.0, 1.0, 8.0])
     [1.0, 2.0, 2.0, 8.0]
     """
     if all(a <= b for a, b in pairwise(values)):
         return list(values)
-    pools: list[tuple[float, int]] = []  # (mean of the logarithms, how many)
+    pools: list[tuple[float, int]] = []  # (mean of the logarithms, number of values)
     for value in values:
         mean, n = math.log2(value), 1
         while pools and pools[-1][0] > mean:
@@ -77,7 +78,7 @@ def pooled(values: Sequence[float]) -> list[float]:
 
 
 class _Sampled:
-    """A lawful curve made ready to be asked."""
+    """A lawful curve, prepared for look-ups."""
 
     __slots__ = ("logs", "points", "ranks", "sizes")
 
@@ -87,8 +88,11 @@ class _Sampled:
         self.logs = [(math.log(n), math.log(s)) for n, s in self.points]
 
     def seconds(self, nbytes: float) -> float:
-        """Between two points by a power law, below the first one as much as there, behind the last
-        one by its bandwidth."""
+        """Return the seconds for ``nbytes``.
+
+        Between two points it is a power law. Below the first point it is that point's time. Beyond
+        the last point it follows that point's bandwidth.
+        """
         at = bisect_right(self.sizes, nbytes)
         if at == 0:
             return self.points[0][1]
@@ -104,14 +108,13 @@ class _Sampled:
         )
 
 
-#: (kind, bytes, ranks on one node) -> (what it costs before its first byte moves, what its bytes
-#: cost), of the ring formulas.
+#: (kind, bytes, ranks on one node) -> (time before the first byte moves, time of the bytes), by the
+#: ring formulas.
 Parts = Callable[[str, float, int], tuple[float, float]]
 
 
 class Curves:
-    """All curves of a cluster, by kind and by how many of a group's ranks lie on one node (0: all
-    of them)."""
+    """The curves of a cluster, by kind and by the number of ranks on one node (0: all ranks)."""
 
     def __init__(self, curves: Iterable[Curve]) -> None:
         found: dict[str, dict[int, dict[int, _Sampled]]] = {}
@@ -129,8 +132,11 @@ class Curves:
     def seconds(
         self, kind: str, nbytes: float, ranks: int, local: int, parts: Parts
     ) -> float | None:
-        """Of a group with ``local`` ranks on each of several nodes, or 0 for all ranks on one; None
-        where nothing like it was measured."""
+        """Return the seconds of a move, or None where nothing comparable was measured.
+
+        ``local``: the number of the group's ranks on each of several nodes, or 0 for all ranks on
+        one.
+        """
         families = self._families.get(kind, {})
         if local and local not in families:
             local = min(
@@ -143,8 +149,11 @@ class Curves:
 
 
 def _among(family: list[_Sampled], kind: str, nbytes: float, ranks: int, parts: Parts) -> float:
-    """Between two measured group sizes by a power law; beyond them by how the ring formula grows
-    from the nearest, its steps and its bytes each."""
+    """Return the seconds for ``ranks`` from the curves of measured group sizes.
+
+    Between two measured sizes it is a power law. Beyond them the nearest size's time grows as the
+    ring formula does, for steps and for bytes separately.
+    """
     raw = [curve.seconds(nbytes) for curve in family]
     seconds = pooled(raw)
     sizes = [curve.ranks for curve in family]
@@ -161,7 +170,7 @@ def _among(family: list[_Sampled], kind: str, nbytes: float, ranks: int, parts: 
         parts(kind, nbytes or 1, nearest.ranks),
         parts(kind, nbytes or 1, ranks),
     )
-    # Where the formula says that steps, or bytes, cost nothing it does not say how they grow.
+    # Where the formula gives 0 for steps, or for bytes, it gives no growth for them either.
     return first * (steps_here / steps if steps else 1.0) + (total - first) * (
         moved_here / moved if moved else 1.0
     )

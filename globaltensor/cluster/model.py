@@ -1,9 +1,11 @@
-"""The cluster model: seconds of a move, of a kernel, and of both at once. Pure; every rank computes
-the same numbers.
+"""The cluster model: seconds of a move, of a kernel, and of both at once.
 
-Moves cost by latency and bandwidth (the alpha-beta model) or by what was measured; kernels by a
-roofline with a rate that small ones do not reach. The default is a generic machine, the same
-whatever the backend, so that a plan does not depend on where it is made.
+The model is pure, and every rank computes the same numbers. Boxing plans, graph passes and auto
+parallelism take their costs from it.
+
+A move costs by latency and bandwidth (the alpha-beta model) or by measured times. A kernel costs by
+a roofline whose rate small kernels do not reach. The default is a generic machine, the same for
+every backend, so that a plan does not depend on where it is made.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .measured_curves import Curve, Curves
 __all__ = ["Cluster", "current_cluster", "named_cluster", "use_cluster"]
 
 _ALONE = Group(1, 1, 0, 0)
-#: What is said of the generic machine.
+#: The origin that plans state for the generic machine.
 _ASSUMED = (
     "assumed, of no machine in particular: seconds are no prediction for this one. `globaltensor "
     "profile --out cluster.json` measures it, "
@@ -34,31 +36,45 @@ _HALVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Cluster:
-    """What moves and kernels cost. Times in seconds, sizes in bytes, rates for one device.
+    """The costs of moves and kernels on a machine.
 
-    Moves: ``launch`` is what a collective costs before its first byte moves, ``latency`` what each
-    of its steps adds, ``bandwidth`` what a rank sends in a second; ``node_latency`` and
-    ``node_bandwidth`` the same between nodes of ``node_size`` devices (0: all links are alike), a
-    rank's share while all ranks of its node send; alone it may send ``node_stream`` (0: no more
-    than that). ``tree``: steps grow with the logarithm of the group, not with it. ``message``: what
-    each further peer adds to an all-to-all then. ``measured``: curves that go before these
-    constants where there are any.
+    Times are in seconds, sizes in bytes, rates for one device. Moves:
 
-    Kernels: ``flops`` is the matmul rate that large ones reach, by dtype; ``saturation`` the
-    floating-point operations of a cube-shaped matmul at half that rate; ``kernel`` what each kernel
-    costs at least. ``memory_latency`` and ``memory_bandwidth``: of reading and writing the own
-    memory.
+    - ``launch``: the time of a collective before its first byte moves.
+    - ``latency``: the time that each step of a collective adds.
+    - ``bandwidth``: the bytes that a rank sends in a second.
+    - ``node_size``: the devices of a node; 0: all links are alike.
+    - ``node_latency``, ``node_bandwidth``: the same between nodes. The bandwidth is a rank's share
+      while all ranks of its node send.
+    - ``node_stream``: the bandwidth of a rank that sends to other nodes alone; 0: no more than its
+      share.
+    - ``tree``: True if steps grow with the logarithm of the group's size, not with the size.
+    - ``message``: the time that each further peer then adds to an all-to-all.
+    - ``measured``: curves, which take precedence over these constants.
+    - ``skew``: the time that ranks, each of which has computed, wait for one another before a move
+      that they cannot continue without. `seconds` leaves it out.
+    - ``bucketed``: a factor on the moves of parameters and gradients that move together, in buckets
+      that start early. The factor is relative to the time that such moves take alone.
 
-    ``overlap``: how much slower computing and moving are while both go on, from 1 (not at all) to 2
-    (as slow as one after the other). ``skew``: seconds that ranks which have each computed wait for
-    one another before a move that they cannot go on without; `seconds` leaves it out. ``bucketed``:
-    what parameters and their gradients that move together, in buckets begun early, take of the time
-    that such moves take by themselves. ``updating``: by how much longer an optimizer's step takes
-    than reading and writing what it does, a parameter's other costs in a training step included.
-    ``ops``: seconds of (forward, backward) of single ops, by keys of whoever measured them.
-    ``memory``: of a device; 0 is unknown, and no limit. ``size``: devices there are; 0 is as many
-    as asked for. ``device``: "cpu" or "cuda". ``source``: where these figures come from, in words
-    (see `origin`); two clusters that differ in it only are equal.
+    Kernels:
+
+    - ``flops``: the rate that large matmuls reach, by dtype.
+    - ``saturation``: the floating-point operations of a cube-shaped matmul at half that rate.
+    - ``kernel``: the minimum time of a kernel.
+    - ``memory_latency``, ``memory_bandwidth``: those of a device's own memory, read and written.
+    - ``overlap``: the slowdown of computing and moving while both run, from 1 (none) to 2 (as slow
+      as one after the other).
+    - ``updating``: the time of an optimizer's step relative to its reading and writing. It includes
+      a parameter's other costs in a training step.
+    - ``ops``: seconds of (forward, backward) of single ops, by keys of the code that measured them.
+
+    The machine:
+
+    - ``device``: "cpu" or "cuda".
+    - ``size``: the number of devices; 0: as many as asked for.
+    - ``memory``: the memory of a device; 0: unknown, and no limit.
+    - ``source``: the origin of these figures in words (see `origin`). Clusters that differ only in
+      it are equal.
 
     Raises ValueError where a number is out of its range.
 
@@ -105,30 +121,30 @@ class Cluster:
         set_(self, "measured", tuple(self.measured))
         _check(self)
         set_(self, "_curves", Curves(self.measured))
-        # Part of the key of every plan, so worked out once.
+        # The hash is part of the key of every plan, so it is computed once.
         set_(self, "_hash", hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made, (
-            {f.name: getattr(self, f.name) for f in fields(self)},
-        )  # the hash is another in another process
+        # The hash differs from process to process.
+        return _made, ({f.name: getattr(self, f.name) for f in fields(self)},)
 
-    # Moves
+    # ------------------------------------------------------------------------------------ moves
 
     def seconds(
         self, kind: str, nbytes: float, ranks: int | Sequence[int], together: int = 0
     ) -> float:
-        """Time of one move among ``ranks`` (how many consecutive ones, or which: those on several
-        nodes are joined by the slower links).
+        """Return the time of one move among ``ranks``.
 
-        ``nbytes`` is the size of the whole for all_gather (its result), reduce_scatter (its input),
-        all_reduce, broadcast and send; what one rank holds for all_to_all; what the busiest rank
-        sends or receives for exchange, whose ``ranks`` are it and its peers; what is read and
-        written for slice, pad, mask and copy. ``together``: how many such groups use the links of a
-        node at the same time; 0: all there is room for. Raises KeyError for another kind.
+        ``ranks``: the number of consecutive ranks, or the ranks themselves. Ranks on several nodes
+        are joined by the slower links. ``nbytes``: the size of the global tensor for all_gather
+        (its result), reduce_scatter (its input), all_reduce, broadcast and send. It is one rank's
+        input for all_to_all. For exchange, whose ``ranks`` are the busiest rank and its peers, it
+        is what that rank sends or receives. It is the bytes read and written for slice, pad, mask
+        and copy. ``together``: the number of such groups that use the links of a node at the same
+        time; 0: as many as there is room for. Raises KeyError for another kind.
         """
         if kind in LOCAL:
             found = self._measured(LOCAL[kind], nbytes, _ALONE) if self.measured else None
@@ -138,15 +154,18 @@ class Cluster:
             raise KeyError(f"{kind!r} is no move; there are {', '.join(sorted((*WITHIN, *LOCAL)))}")
         if group.nodes == 1:
             return self._lawful(kind, nbytes, group, 0)
-        # Not quicker than what as many ranks, or as a node has, take within one.
+        # Not faster than as many ranks, or as many as a node has, take within one node.
         return max(
             self._lawful(kind, nbytes, group, together),
             self._lawful(kind, nbytes, Group(min(group.ranks, self.node_size), 1, 0, 0), 0),
         )
 
     def _lawful(self, kind: str, nbytes: float, group: Group, together: int) -> float:
-        """Neither half of an all-reduce takes longer than it does, nor does it take more than twice
-        as long as both; an all-to-all takes no longer than gathering everything."""
+        """Return the time of one move, kept consistent with the times of related moves.
+
+        An all-reduce takes no less than either half, and at most twice as long as both halves. An
+        all-to-all takes no longer than gathering everything.
+        """
         if kind in _HALVES and self.measured:
             found = self._halves(nbytes, group)
             if found is not None:
@@ -159,8 +178,10 @@ class Cluster:
         return self._priced(kind, nbytes, group, together)
 
     def _halves(self, nbytes: float, group: Group) -> dict[str, float] | None:
-        """Measured times of all_gather, reduce_scatter and all_reduce; one that was not measured
-        follows from the others. None where none was."""
+        """Return measured times of all_gather, reduce_scatter and all_reduce.
+
+        A missing time follows from the others. Return None where none of them was measured.
+        """
         gather, scatter, whole = (self._measured(kind, nbytes, group) for kind in _HALVES)
         gather, scatter = (
             gather or scatter or (whole and whole / 2),
@@ -178,8 +199,8 @@ class Cluster:
     def _priced(self, kind: str, nbytes: float, group: Group, together: int) -> float:
         found = self._measured(kind, nbytes, group) if self.measured else None
         if found is None and self.measured and group.ranks > 1:
-            # Gathering whose ranks each send as much is nearer to the truth than constants that
-            # nobody may have measured.
+            # The gathering in which each rank sends as much is a better estimate than constants
+            # that may not have been measured.
             found = self._measured(
                 "all_gather",
                 nbytes if kind == "all_to_all" else nbytes * group.ranks / (group.ranks - 1),
@@ -199,22 +220,24 @@ class Cluster:
         )
 
     def relaid(self, nbytes: float) -> float | None:
-        """Seconds to bring so many bytes into another order before or after a move; None where
-        copies weren't measured: plans leave it out then."""
+        """Return seconds to reorder so many bytes before or after a move.
+
+        Return None where copies weren't measured. Plans leave this cost out then.
+        """
         return self._measured("copy", 2 * nbytes, _ALONE) if self.measured else None
 
-    # Kernels
+    # ------------------------------------------------------------------------------------ kernels
 
     def compute(
         self, flops: float, nbytes: float, dtype: object = "float32", kernels: int = 1
     ) -> float:
-        """Time of ``kernels`` kernels that do ``flops`` floating-point operations and read and
-        write ``nbytes``, all of them together, by the roofline.
+        """Return the time of ``kernels`` kernels by the roofline.
 
-        Arithmetic runs at rate r / (1 + (s / f)^(1/3)) for f operations a kernel, r being ``flops``
-        and s ``saturation`` of the dtype (a torch.dtype or its name): of a cube-shaped matmul the
-        efficiency grows with its side. Where copies were measured their curve says what memory
-        takes.
+        All of them together do ``flops`` floating-point operations and read and write ``nbytes``.
+        Arithmetic runs at rate r / (1 + (s / f)^(1/3)) for f operations a kernel. Here r is
+        ``flops`` and s is ``saturation`` of the dtype (a torch.dtype or its name). So the
+        efficiency of a cube-shaped matmul grows with its side. Where copies were measured, their
+        curve gives the time of memory accesses.
         """
         moving = self._touching(nbytes, kernels)
         if not flops:
@@ -225,21 +248,26 @@ class Cluster:
         return kernels * self.kernel + max(flops * slowed / self.rate(name), moving)
 
     def _touching(self, nbytes: float, kernels: int) -> float:
-        """Reading and writing, in as many kernels: by the curve of copies where it was measured, as
-        caches make small ones quicker."""
+        """Return the time of reading and writing ``nbytes`` in so many kernels.
+
+        It follows the curve of copies where that was measured, because caches make small kernels
+        faster.
+        """
         found = self._measured("copy", nbytes / kernels, _ALONE) if self.measured else None
         if found is None:
             return nbytes / self.memory_bandwidth
         return kernels * (found - (self._measured("copy", 0, _ALONE) or 0.0))
 
     def rate(self, dtype: object = "float32") -> float:
-        """Floating-point operations per second of large matmuls: that of float32, or else the
-        lowest known, for a dtype that isn't listed."""
+        """Return the floating-point operations per second of large matmuls.
+
+        For a dtype that isn't listed it is the rate of float32, or else the lowest known rate.
+        """
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name) or self.flops.get("float32") or min(self.flops.values())
 
     def beside(self, computing: float, moving: float) -> float:
-        """Seconds of a computation and a move that go on at the same time and take so long alone.
+        """Return seconds of a computation and a move at once, from the times of each alone.
 
         >>> Cluster().beside(3.0, 2.0), Cluster(overlap=2.0).beside(3.0, 2.0)
         (3.0, 5.0)
@@ -247,14 +275,14 @@ class Cluster:
         return max(computing, moving) + (self.overlap - 1.0) * min(computing, moving)
 
     def op(self, key: str) -> tuple[float, float] | None:
-        """Measured seconds of (forward, backward) of an op, None if it was not measured."""
+        """Return measured seconds of (forward, backward) of an op; None if not measured."""
         return self.ops.get(key)
 
-    # Others like it
+    # ------------------------------------------------------------------------------------ variants
 
     @property
     def origin(self) -> str:
-        """Where these figures come from, in words: what a plan says of its prices.
+        """The origin of these figures in words, which a plan states with its prices.
 
         >>> Cluster.preset("dgx-h100").origin
         'a preset, from data sheets and what others have measured'
@@ -263,8 +291,7 @@ class Cluster:
         return told + (f"; {len(self.ops)} calls by measured times" if self.ops else "")
 
     def like(self, other: Cluster) -> Cluster:
-        """This cluster with the name, the number of devices, their kind, their memory and the
-        measured calls of another one."""
+        """Return this cluster with another one's name, size, device, memory and measured calls."""
         return replace(
             self,
             name=other.name,
@@ -276,15 +303,15 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many machines; 0 where the size is not fixed."""
+        """The number of machines; 0 where the size is not fixed."""
         return -(-self.size // self.node_size) if self.node_size else min(self.size, 1)
 
     def with_size(self, size: int) -> Cluster:
-        """The same machine with so many devices."""
+        """Return the same machine with so many devices."""
         return replace(self, size=size)
 
     def with_ops(self, ops: Mapping[str, tuple[float, float]]) -> Cluster:
-        """With these times of ops beside those it has; newer ones win."""
+        """Return this cluster with these times of ops added. They replace older ones."""
         return replace(self, ops={**self.ops, **ops})
 
     def stretched(
@@ -296,11 +323,13 @@ class Cluster:
         bucketed: float | None = None,
         copying: float | None = None,
     ) -> Cluster:
-        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, ranks
-        wait ``waiting`` seconds longer for one another, optimizers take ``updating`` times as long
-        (None: as calls do), parameters and gradients in buckets ``bucketed`` times (None: as other
-        moves do), and copying, as all reading and writing that was not measured with a call,
-        ``copying`` times (None: as calls do).
+        """Return this cluster with its times multiplied by factors.
+
+        ``computing``: factor of the time of calls. ``moving``: factor of moves between ranks.
+        ``waiting``: seconds that ranks wait longer for one another. ``updating``: factor of
+        optimizers (None: as calls). ``bucketed``: factor of parameters and gradients in buckets
+        (None: as other moves). ``copying``: factor of copies, and of all reading and writing that
+        was not measured with a call (None: as calls).
 
         >>> c = Cluster().stretched(1.5, 2.0)
         >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), round(c.compute(1e9, 0) / Cluster().compute(1e9, 0), 9)
@@ -333,23 +362,28 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1, **changes: object) -> Cluster:
-        """A known machine, ``nodes`` of them joined; ``changes``: other fields. Raises ValueError
-        for an unknown name, listing those there are."""
+        """Return a cluster of ``nodes`` known machines, joined. ``changes``: other fields.
+
+        Raises ValueError for an unknown name, and lists the known ones.
+        """
         from .presets import preset
 
         return preset(name, nodes, **changes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file that `load` reads."""
+        """Write the cluster to a JSON file that `load` reads."""
         from .json_file import save
 
         save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a file that `save` or a person wrote. Raises ClusterError, naming file and field,
-        where it says no cluster. Where measured curves contradict the laws (measured_curves.py)
-        they are made lawful, and a logged warning says which."""
+        """Read a file that `save` or a person wrote.
+
+        Raises ClusterError, which names file and field, where it describes no cluster. Measured
+        curves that contradict the laws (measured_curves.py) are corrected, and a logged warning
+        names them.
+        """
         from .json_file import load
 
         return load(path)
@@ -426,21 +460,25 @@ _cluster: ContextVar[Cluster] = ContextVar("globaltensor_cluster", default=_GENE
 
 
 def current_cluster() -> Cluster:
-    """The cluster that plans are made for."""
+    """Return the cluster that plans are made for."""
     return _cluster.get()
 
 
 def named_cluster() -> Cluster | None:
-    """Return the cluster that `use_cluster` has set here, None where plans are made for the generic
-    machine because nobody has said otherwise."""
+    """Return the cluster that `use_cluster` has set here.
+
+    Return None where no cluster was set: plans are then made for the generic machine.
+    """
     found = _cluster.get()
     return None if found is _GENERIC else found
 
 
 @contextmanager
 def use_cluster(cluster: Cluster) -> Iterator[Cluster]:
-    """Plan for ``cluster`` in this block. All ranks must name the same one. Raises ClusterError
-    where it is none."""
+    """Plan for ``cluster`` in this block. All ranks must name the same one.
+
+    Raises ClusterError where ``cluster`` is no Cluster.
+    """
     if not isinstance(cluster, Cluster):
         raise ClusterError(
             f"use_cluster takes a Cluster, not {cluster!r}: Cluster.preset(name), or "

@@ -1,8 +1,10 @@
-"""Known machines, to plan for where none is at hand. Each number has its source; none replaces
-`globaltensor profile` on the machine itself.
+"""Presets of known machines, to plan for a machine that is not at hand.
 
-Peak rates are what large matmuls and copies reach, not the data sheets': 70 % of these where
-nothing was measured, as AutoParallel (meta-pytorch) assumes.
+`Cluster.preset` reads them. Each number has its source. None replaces `globaltensor profile` on the
+machine itself.
+
+Peak rates are those that large matmuls and copies reach, not the data sheets'. They are 70 % of the
+data sheets' where nothing was measured, as AutoParallel (meta-pytorch) assumes.
 """
 
 from __future__ import annotations
@@ -22,18 +24,20 @@ _SIZES: Final = tuple(1 << k for k in range(10, 33, 2))
 
 
 def _fitted(kind: str, table: Mapping[int, tuple[float, float]]) -> list[Curve]:
-    """Curves of latency (us) and bandwidth (GB/s of the bytes `seconds` counts) by ranks, for one
-    node."""
+    """Return the curves of one node by latency (us) and bandwidth (GB/s), given by ranks.
+
+    Bandwidth counts bytes as `seconds` does.
+    """
     return [
         Curve(kind, p, 1, tuple((n, us * 1e-6 + n / (rate * 1e9)) for n in _SIZES))
         for p, (us, rate) in table.items()
     ]
 
 
-# Eight GPUs on NVSwitch. The table that AutoParallel fitted to NCCL on H100: latencies and
-# algorithm bandwidths of all-gather and reduce-scatter, all-reduce (NVLS at 8; NVIDIA tells of ~480
-# GB/s bus bandwidth there, 475 measured on H200: nccl-tests issues 212, 272), all-to-all (380 GB/s
-# at 8).
+# Eight GPUs on NVSwitch. AutoParallel fitted this table to NCCL on H100. It has latencies and
+# algorithm bandwidths of all-gather and reduce-scatter, of all-reduce, and of all-to-all (380 GB/s
+# at 8). The all-reduce among 8 uses NVLS. NVIDIA reports ~480 GB/s bus bandwidth there, and 475
+# were measured on H200 (nccl-tests issues 212, 272).
 _GATHERS: Final = {2: (8, 537), 4: (17, 434), 8: (30, 394)}
 _NVSWITCH_H100: Final = (
     *_fitted("all_gather", _GATHERS),
@@ -46,11 +50,11 @@ _NVLINK_H100: Final[dict[str, Any]] = {
     "device": "cuda",
     "node_size": 8,
     "launch": 2e-6,
-    "latency": 8e-6,  # of a step of a tree: 8, 17, 30 us for 2, 4, 8 ranks (the same table)
-    # bus bandwidth of all-gather among 8; the line has 450 (nccl-tests issue 212)
+    "latency": 8e-6,  # of a tree's step: 8, 17, 30 us for 2, 4, 8 ranks (the same table)
+    # bus bandwidth of all-gather among 8; the link has 450 (nccl-tests issue 212)
     "bandwidth": 345e9,
     "tree": True,
-    # Eight 400 Gb/s adapters, one for each GPU: 50 GB/s on the line; 32 nodes gather 2 GB at ~340
+    # Eight 400 Gb/s adapters, one for each GPU: 50 GB/s on the link. 32 nodes gather 2 GB at ~340
     # GB/s a node (nccl issue 1218).
     "node_bandwidth": 42e9,
     "node_latency": 14e-6,  # torch's estimate of NCCL's Simple protocol between nodes
@@ -80,19 +84,19 @@ def _dgx_h100(**more: Any) -> Cluster:
 
 
 def _dgx_h200(**more: Any) -> Cluster:
-    # As H100, with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
+    # H100's figures with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
     return _dgx_h100(**{"memory_bandwidth": 3.36e12, "memory": 139 * _GIB} | more)
 
 
 def _dgx_a100(**more: Any) -> Cluster:
     # NVIDIA A100 SXM data sheet: bf16 312, fp32 19.5, fp64 19.5 (tensor cores) TFLOP/s; 2.0 TB/s;
-    # 80 GB. NVLink 3: 300 GB/s each way, 12 links of which NCCL's model counts 20 GB/s each. Eight
-    # 200 Gb/s adapters; three nodes with 4 HDR each reach 96 GB/s (nccl-tests issue 119).
+    # 80 GB. NVLink 3: 300 GB/s each way, 12 links, each of which counts 20 GB/s in NCCL's model.
+    # Eight 200 Gb/s adapters. Three nodes with 4 HDR each reach 96 GB/s (nccl-tests issue 119).
     found: dict[str, Any] = {
         "device": "cuda",
         "node_size": 8,
         "size": 8,
-        "launch": 6.6e-6,  # NCCL's base latency, and its latency of a step, as torch estimates them
+        "launch": 6.6e-6,  # NCCL's base latency, and its latency of a step, in torch's estimates
         "latency": 6e-6,
         "bandwidth": 230e9,
         "tree": True,
@@ -112,7 +116,7 @@ def _dgx_a100(**more: Any) -> Cluster:
 
 def _pcie_a100(**more: Any) -> Cluster:
     # A100 PCIe (data sheet: 300 W, 1.94 TB/s). All eight through host bridges: 14 GB/s a pair with
-    # 19-23 us (ColossalAI's alpha_beta_profiler); one 200 Gb/s adapter for all. UCL notes 14-15
+    # 19-23 us (ColossalAI's alpha_beta_profiler). One 200 Gb/s adapter serves all. UCL notes 14-15
     # times less than NVLink.
     pcie = {
         "bandwidth": 14e9,
@@ -126,8 +130,8 @@ def _pcie_a100(**more: Any) -> Cluster:
 
 
 def _pcie_gen5(**more: Any) -> Cluster:
-    # GPUs on PCIe Gen5 x16: 53-56 GB/s between two of one NUMA node, 39-51 across (RTX PRO 6000);
-    # arithmetic as H100 PCIe: 756 bf16, 51 fp32, 2.0 TB/s.
+    # GPUs on PCIe Gen5 x16: 53-56 GB/s between two of one NUMA node, 39-51 across NUMA nodes (RTX
+    # PRO 6000). Arithmetic as on H100 PCIe: 756 bf16, 51 fp32, 2.0 TB/s.
     pcie: dict[str, Any] = {
         "bandwidth": 39e9,
         "latency": 10e-6,
@@ -144,8 +148,8 @@ def _pcie_gen5(**more: Any) -> Cluster:
     )
 
 
-# A cube-shaped matmul of side 1024 reaches about half the rate on H100's tensor cores, of side 700
-# on A100's.
+# A cube-shaped matmul reaches about half the rate at side 1024 on H100's tensor cores, and at side
+# 700 on A100's.
 _TENSOR_CORES: Final = Frozen(
     {
         "bfloat16": 2.0 * 1024**3,
@@ -165,9 +169,9 @@ _TENSOR_CORES_A100: Final = Frozen(
 
 
 def _cpu(**more: Any) -> Cluster:
-    # Ranks of one thread on one host, over gloo. Measured on two cores of a small server:
-    # all-reduce of 4 KB 1.2 ms, of 105 MB 62 ms between two ranks; computing and moving share the
-    # cores.
+    # Ranks of one thread on one host, over gloo. Measured on two cores of a small server, between
+    # two ranks: an all-reduce of 4 KB takes 1.2 ms, one of 105 MB 62 ms. Computing and moving share
+    # the cores.
     found: dict[str, Any] = {
         "device": "cpu",
         "size": 2,
@@ -190,8 +194,8 @@ def _cpu(**more: Any) -> Cluster:
 
 
 def _ethernet(rate: float, **more: Any) -> Cluster:
-    # Gloo between hosts: 0.11 GB/s over 1 GbE (gloo issue 21), ~1.1 GB/s over 40 GbE in two ranks
-    # (gloo issue 248), so no more than 10 GbE carries.
+    # Gloo between hosts: 0.11 GB/s over 1 GbE (gloo issue 21). Two ranks reach ~1.1 GB/s over 40
+    # GbE (gloo issue 248), which is no more than 10 GbE carries.
     wire = {"node_size": 1, "node_latency": 5e-4, "node_bandwidth": rate, "overlap": 1.3}
     return _cpu(**wire | more)
 
@@ -220,7 +224,7 @@ PRESETS: Final[dict[str, tuple[str, Callable[..., Cluster]]]] = {
 
 
 def preset(name: str, nodes: int = 1, **changes: object) -> Cluster:
-    """See `Cluster.preset`."""
+    """Return the cluster of a preset: see `Cluster.preset`."""
     if name not in PRESETS:
         raise ValueError(f"no preset is named {name!r}; there are {', '.join(PRESETS)}")
     if nodes < 1:

@@ -1,4 +1,4 @@
-"""What a graph refuses."""
+"""The error of static graphs. All of `globaltensor.graph` raises it."""
 
 from ..errors import GlobalTensorError
 
@@ -6,4 +6,4 @@ __all__ = ["GraphError"]
 
 
 class GraphError(GlobalTensorError):
-    """Code that no static graph can hold, or a graph that is used otherwise than it was built."""
+    """An error for code that no static graph can hold, or for a graph used otherwise than built."""

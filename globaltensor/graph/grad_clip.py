@@ -1,5 +1,6 @@
-"""Clipping as parameter groups ask for it (OneFlow's names), once the gradients of a step are
-complete."""
+"""Gradient clipping by the settings of parameter groups (OneFlow's names).
+
+`Graph` calls it once the gradients of a step are complete."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ __all__ = ["clip"]
 
 
 def clip(optimizer: Optimizer, scaler: Any = None) -> None:
-    """Clip the gradients of each group with ``clip_grad_max_norm`` to that norm, of order
-    ``clip_grad_norm_type``. ``scaler``: what they are multiplied by."""
+    """Clip the gradients of each group with ``clip_grad_max_norm`` to that norm.
+
+    ``clip_grad_norm_type`` of the group is the order of the norm. ``scaler`` is the gradient
+    scaler, by whose scale the gradients are still multiplied."""
     asking = [
         group for group in optimizer.param_groups if group.get("clip_grad_max_norm") is not None
     ]

@@ -1,5 +1,7 @@
-"""``nn.Graph``: a function of modules and tensors, captured once for each shape of its inputs, then
-run as a program without any dispatch."""
+"""``nn.Graph``: a function of modules and tensors, captured once and run as a program.
+
+The function is captured once for each shape of its inputs. The program then runs without any
+dispatch. Users derive from `Graph` as ``flow.nn.Graph``."""
 
 from __future__ import annotations
 
@@ -62,32 +64,34 @@ __all__ = ["Graph"]
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(
     itertools.count
-)  # of the graphs of each class
+)  # counts the graphs of each class
 
-#: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by
-#: globaltensor.auto.
+#: Planners for a graph whose config asks for a searched plan: (graph, args, kwargs) -> Applied.
+#: globaltensor.auto adds its planner here.
 AUTO_PLANNERS: list[Callable[..., PlanFollower]] = []
 
 
 class _Optimizer:
-    """An optimizer of a graph, and what changes its learning rate."""
+    """An optimizer of a graph, with the schedulers of its learning rate."""
 
     def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
         self.optimizer, self.schedule = optimizer, schedule
 
 
 class CompiledShape:
-    """What the graph knows for one shape of its inputs."""
+    """The capture, the program and the plan of one shape of the graph's inputs."""
 
     def __init__(
         self, captured: CaptureResult, program: Program | None, staged: PipelinedGraph | None
     ) -> None:
         self.captured, self.program, self.staged = captured, program, staged
-        self.digest = b""  # by which ranks compare that they call it
-        self.searched: Any = None  # the plan that a search has found for it
+        self.digest = b""  # ranks compare it to see that they call the same program
+        self.searched: Any = None  # the plan that a search has found for this shape
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
-        """The results of each micro-batch; gradients are summed over the ranks in the last one."""
+        """Return the results of each micro-batch.
+
+        Gradients are summed over the ranks in the last micro-batch."""
         flat_buffers.keep_freed_memory()
         if self.staged is not None:
             outs: Any = self.staged(micros, scale)
@@ -104,18 +108,21 @@ class CompiledShape:
 
     @property
     def module(self) -> Any:
-        """The fx module of this rank; of several stages, a module that holds theirs."""
+        """The fx module of this rank; with several stages, a module that holds theirs."""
         return self.program.module if self.program is not None else self.staged.module  # type: ignore[union-attr]
 
 
 class Graph:
-    """A static graph (OneFlow's ``nn.Graph``). Derive from it: set modules as attributes in
-    ``__init__``, write the computation in ``build``.
+    """A static graph (OneFlow's ``nn.Graph``).
+
+    Derive from this class: set modules as attributes in ``__init__``, and write the computation in
+    ``build``.
 
     A graph with an optimizer (`add_optimizer`) trains: ``build`` calls ``loss.backward()``, and
-    each call of the graph is one step of the optimizers. Inputs and outputs are nests of tuples,
-    lists and dicts of tensors and plain values. Each new shape, dtype, placement or sbp of the
-    inputs is captured once; the programs of the last ``dynamic_sizes`` shapes are kept.
+    each call of the graph is one step of the optimizers. Inputs and outputs are pytrees (tuples,
+    lists and dicts) of tensors and plain values. Each new shape, dtype, placement or sbp of the
+    inputs is captured once. The graph caches the programs of the last 10 shapes (see
+    `with_dynamic_input_shape`).
     """
 
     def __init__(
@@ -140,7 +147,7 @@ class Graph:
             _steps=0,
             _held=None,
             _grads=Grads(),
-            _shared=(None, None),  # ZeRO: its settings, and what carries them out
+            _shared=(None, None),  # ZeRO: its settings, and the object that applies them
             _last=None,
             _debug=printing.Debug(
                 debug_v_level,
@@ -193,10 +200,10 @@ class Graph:
         if self._modules.pop(name, None) is None:
             object.__delattr__(self, name)
 
-    # What the user says
+    # Public API
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation. Write it in the derived class."""
+        """Compute the outputs from the inputs. Write this method in the derived class."""
         raise GraphError(
             f"{type(self).__name__} has no build(): write the computation there, as a module's "
             f"forward"
@@ -205,20 +212,24 @@ class Graph:
     def add_optimizer(
         self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False
     ) -> None:
-        """Train with this optimizer: one step at each call. Several may be added, for different
-        parameters. ``lr_sch``: a scheduler of torch (or a list of schedulers) that steps after it.
-        A parameter group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default)
-        has the gradients of all its micro-batches and stages clipped to that norm before the step.
-        ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or
-        a scheduler that wants a metric.
+        """Train with this optimizer: one step at each call.
+
+        Several optimizers may be added, for different parameters. ``lr_sch`` is a scheduler of
+        torch (or a list of schedulers) that steps after the optimizer. A parameter group with
+        ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) has its gradients
+        clipped to that norm before the step, over all micro-batches and stages. ``is_sparse`` is
+        OneFlow's and has no effect. Raises GraphError if ``optim`` is not an optimizer, or if a
+        scheduler needs a metric.
         """
         check_optimizer(optim, lr_sch, [entry.optimizer for entry in self._optimizers])
         self._optimizers.append(_Optimizer(optim, lr_sch))
         self.config.training = True
 
     def set_grad_scaler(self, grad_scaler: Any = None) -> None:
-        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``),
-        and skip the step where a gradient is no number. Raises GraphError for what is no scaler."""
+        """Multiply the loss by the scale of a gradient scaler.
+
+        ``grad_scaler`` is a ``flow.amp.GradScaler(...)`` or a ``StaticGradScaler``. A step with a
+        non-finite gradient is skipped. Raises GraphError if ``grad_scaler`` is not a scaler."""
         check_scaler(grad_scaler)
         self.__dict__["_scaler"] = grad_scaler
 
@@ -231,9 +242,11 @@ class Graph:
         only_user_py_stack: bool = True,
         op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also
-        each op, 3 also the programs. ``ranks``: which ranks log (None: rank 0; -1: all).
-        ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
+        """Log what the graph does.
+
+        ``v_level``: -1 logs nothing, 0 logs each capture, 1 also the modules, 2 also each op, 3
+        also the programs. ``ranks``: the ranks that log (None: rank 0; -1: all).
+        ``op_repr_with_py_stack``: print each op with the lines of code that made it."""
         self.__dict__["_debug"] = printing.Debug(
             v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack
         )
@@ -242,7 +255,7 @@ class Graph:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether some program has been built."""
+        """True if at least one program has been built."""
         return bool(self._built)
 
     @property
@@ -250,17 +263,20 @@ class Graph:
         return bool(self.config.training)
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Modules, optimizers, schedulers, the number of steps and the state of the random numbers;
-        before or after the first call."""
+        """Return the state of everything that the graph trains.
+
+        The state covers modules, optimizers, schedulers, the number of steps and the random number
+        generators. The method works before or after the first call."""
         return state.state_dict(self, destination)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Take what `state_dict` gave; before or after the first call. Raises as torch's
-        load_state_dict does."""
+        """Load a state that `state_dict` returned, before or after the first call.
+
+        Raises the errors of torch's load_state_dict."""
         state.load_state_dict(self, state_dict, strict)
 
     def runtime_state_dict(self, destination: Any = None) -> Any:
-        """As `state_dict`: a program keeps no state of its own."""
+        """Return `state_dict`: a program has no state of its own."""
         return self.state_dict(destination)
 
     load_runtime_state_dict = load_state_dict
@@ -270,7 +286,9 @@ class Graph:
 
     @classmethod
     def trace(cls, func: Callable[..., Any]) -> Graph:
-        """A graph whose build() is ``func``.
+        """Return a graph whose build() is ``func``, a function or a module.
+
+        Raises GraphError if ``func`` is not callable.
 
         >>> import torch
         >>> doubled = Graph.trace(lambda x: x * 2)
@@ -290,8 +308,10 @@ class Graph:
     def with_dynamic_input_shape(
         cls, *, size: int = 10, enable_shared: bool = True
     ) -> Callable[[Any], Any]:
-        """Decorator of a graph's ``__init__`` (or of its class): keep the programs of the last
-        ``size`` shapes of the inputs (every graph takes any shape)."""
+        """Decorate a graph's ``__init__`` (or its class) to cache more or fewer programs.
+
+        The graph caches the programs of the last ``size`` input shapes. Every graph accepts any
+        shape."""
         if not isinstance(size, int) or size < 1:
             raise GraphError(
                 f"with_dynamic_input_shape: size is a number of shapes, at least 1, got {size!r}"
@@ -312,10 +332,10 @@ class Graph:
         return decorated
 
     def enable_shared(self, mode: bool = True) -> None:
-        """No effect: graphs always share the parameters of their modules."""
+        """Do nothing: graphs always share the parameters of their modules."""
 
     def share_from(self, graph: Graph) -> None:
-        """No effect: graphs that hold the same modules share their parameters."""
+        """Do nothing: graphs that hold the same modules share their parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_modules" not in self.__dict__:
@@ -326,7 +346,7 @@ class Graph:
                 f"holds"
             )
         if not self._built:
-            agree(self.name, Text(settings(self, ())))  # before anything is done by them
+            agree(self.name, Text(settings(self, ())))  # before any code acts on them
         self._attach()
         args, kwargs = self._brought(args, kwargs)
         self._check_inputs(args, kwargs)
@@ -345,7 +365,7 @@ class Graph:
         return cutting.join(outs)
 
     def _check_inputs(self, args: Any, kwargs: Any) -> None:
-        """Plain inputs of a graph of global tensors count as the same on every rank."""
+        """Check that plain inputs of a graph of global tensors are the same on every rank."""
         given = object_tensors(kwargs, object_tensors(args, []))
         here = world()
         if here.compares and any(
@@ -361,7 +381,7 @@ class Graph:
                     )
 
     def _step(self, built: CompiledShape, micros: Sequence[Any]) -> list[Any]:
-        """Forward and backward of each micro-batch, then one step of each optimizer."""
+        """Run forward and backward of each micro-batch, then one step of each optimizer."""
         self._clear()
         scale = 1.0 / len(micros)
         if self._scaler is not None:
@@ -398,13 +418,13 @@ class Graph:
         self._held.clear([entry.optimizer for entry in self._optimizers])
 
     def _held_now(self) -> ModuleState:
-        """What the modules hold."""
+        """Return the state of the modules as they are now."""
         if self._held is None or not self._held.current(self._modules):
             self.__dict__["_held"] = ModuleState(self._modules)
         return self._held  # type: ignore[no-any-return]
 
     def _attach(self) -> None:
-        """The settings as they are now, those that are no part of a program; ZeRO."""
+        """Apply the current settings that are not part of a program, and attach or detach ZeRO."""
         apply_settings(self.config, [entry.optimizer for entry in self._optimizers])
         wanted = self.config.zero if self.training else None
         if wanted == self._shared[0]:
@@ -421,8 +441,11 @@ class Graph:
         self.__dict__["_shared"] = (wanted, zero)
 
     def _brought(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments; where there are stages, what lies where none does (a batch on all ranks)
-        is brought to the first, with its sbp as it is."""
+        """Return the arguments on the placements of the stages.
+
+        A global tensor that is on no stage's placement (a batch on all ranks, say) is moved to the
+        first stage, with its sbp unchanged. Without stages, the arguments are returned unchanged.
+        """
         places = self._places()
         given = object_tensors(kwargs, object_tensors(args, []))
         if not places or not any(
@@ -440,7 +463,7 @@ class Graph:
         return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
     def _places(self) -> list[Placement]:
-        """Where the stages lie that modules are said to be in."""
+        """Return the placements of the stages that modules are assigned to."""
         key = self._held_now(), *((b.stage_id, b.placement) for b in self._blocks.values())
         known = self.__dict__.get("_lie")
         if known is None or known[0] != key:
@@ -452,7 +475,7 @@ class Graph:
     def _key(self, args: Any, kwargs: Any) -> Any:
         held = (
             self._held if self._held is not None else self._held_now()
-        )  # in a call `_places` has looked
+        )  # during a call, `_places` has already refreshed it
         given = _shape_of(args), _shape_of(kwargs)
         return (
             *given,
@@ -479,7 +502,7 @@ class Graph:
                 if self.config.auto is not None and self._plan is None:
                     self.__dict__["_arranged"] = AUTO_PLANNERS[0](
                         self, args, kwargs
-                    )  # parameters may lie otherwise after it
+                    )  # the planner may change layouts of parameters
                     self._held_now()
                     key = self._key(args, kwargs)
                 found = self._build(args, kwargs, micros)
@@ -527,7 +550,7 @@ class Graph:
         kwargs: Any,
         micros: int,
     ) -> CompiledShape:
-        """This rank's programs. Collective."""
+        """Return this rank's programs. Collective."""
         owners = {
             id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors
         }
@@ -553,8 +576,10 @@ class Graph:
     def _captured(
         self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks
     ) -> CaptureResult:
-        """``around``: of the context in which modules say when they run, the one to run build()
-        in."""
+        """Capture build() and return the result.
+
+        ``around`` wraps the context in which modules report when they run. build() runs in the
+        context that ``around`` returns."""
         self.__dict__["_captures"] += 1
         named = {
             f"{name}.{path}": t
@@ -585,18 +610,21 @@ class Graph:
             around(hooks if applied is None else functools.partial(following_plan, applied, hooks)),
         )
 
-    # Looking at it
+    # Inspection
 
     def program(self) -> fx.GraphModule:
-        """This rank's program for the inputs last seen; ``print`` of it is Python. Raises
-        GraphError before the first call."""
+        """Return this rank's program for the inputs last seen; ``print`` shows it as Python code.
+
+        Raises GraphError before the first call."""
         if self._last is None:
             raise GraphError(f"{self.name} has no program yet: it is built at the first call")
         return self._last.module  # type: ignore[no-any-return]
 
     def logical(self) -> fx.Graph:
-        """The captured graph of the inputs last seen: torch functions on tensors of global shape,
-        the same on every rank."""
+        """Return the captured graph of the inputs last seen.
+
+        Its nodes are torch functions on tensors of global shape, the same on every rank. Raises
+        GraphError before the first call."""
         if self._last is None:
             raise GraphError(
                 f"{self.name} has not been captured yet: that happens at the first call"
@@ -604,24 +632,30 @@ class Graph:
         return self._last.captured.logical  # type: ignore[no-any-return]
 
     def plan(self) -> ShardingPlan:
-        """How each op of the captured graph takes its operands, and what moves for it: for
-        printing, comparing, saving, editing."""
+        """Return each op's operand layouts and boxings in the captured graph.
+
+        The plan can be printed, compared, saved and edited. Raises GraphError before the first
+        call."""
         return plan_of(self.logical())
 
     def use_plan(self, plan: ShardingPlan | str | None) -> None:
-        """Follow a plan (or that in a file; None: no longer) from the next call on: operands are
-        boxed to what it wants before an op runs. All ranks must give the same. That call raises
-        GraphError where an op cannot take an operand so, naming it, or where the plan is of another
-        graph."""
+        """Follow a plan from the next call on.
+
+        Operands are boxed to the plan's layouts before each op runs. ``plan`` is a plan, the path
+        of a saved plan, or None to follow none. All ranks must pass the same plan. The next call
+        raises GraphError if an op cannot accept an operand in the planned layout, and names the op.
+        It also raises GraphError if the plan belongs to another graph."""
         self.__dict__["_plan"] = (
             ShardingPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         )
         self.config.version += 1
 
     def auto_plan(self) -> Any:
-        """What the search has found for the inputs last seen (`flow.auto.Plan`): its price, its
-        proof, its memory, its reasons. Raises GraphError where these were seen without
-        config.enable_auto_parallel(), or follow a plan of `use_plan`, and before the first call."""
+        """Return the plan that the search has found for the inputs last seen (`flow.auto.Plan`).
+
+        The plan holds its price, its proof, its memory and its reasons. Raises GraphError before
+        the first call, and if these inputs were seen without config.enable_auto_parallel() or
+        followed a plan of `use_plan`."""
         if self._last is None or self._last.searched is None:
             raise GraphError(
                 f"{self.name} has no automatic plan of the inputs last seen: call "
@@ -630,11 +664,13 @@ class Graph:
         return self._last.searched
 
     def on_one_device(self) -> fx.GraphModule:
-        """The captured graph of the inputs last seen as a module of plain tensors, with copies of
-        the parameters as they are now: for looking, testing, export. It takes the inputs' tensors
-        in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it
-        fills ``.grad`` of its parameters. Collective. Raises GraphError before the first call, and
-        where build() uses what only one rank has (``to_local``)."""
+        """Return the captured graph of the inputs last seen as a module of plain tensors.
+
+        The module holds copies of the parameters as they are now. It serves inspection, tests and
+        export. It accepts the full tensors of the inputs in order, and returns the tensors that
+        build() returned, in order. A ``backward`` through it fills ``.grad`` of its parameters.
+        Collective. Raises GraphError before the first call, and if build() uses values of a single
+        rank (``to_local``)."""
         if self._last is None:
             raise GraphError(
                 f"{self.name} has not been captured yet: that happens at the first call"
@@ -642,11 +678,12 @@ class Graph:
         return self._last.captured.alone()  # type: ignore[no-any-return]
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
-        """When each rank did what in the last run of a pipeline, optimizer steps included;
-        ``config.enable_timeline()`` comes before it. With ``path``, rank 0 writes it there as a
-        Chrome trace, beside what the simulator foretells from what the actions cost in that run.
-        Clocks of several hosts may differ. Collective. Raises GraphError before such a run, and for
-        a graph of one stage."""
+        """Return when each rank ran what in the last run of a pipeline, optimizer steps included.
+
+        Call ``config.enable_timeline()`` before that run. With ``path``, rank 0 writes a Chrome
+        trace there, which also holds the simulator's prediction from the actions' costs in that
+        run. Clocks of several hosts may differ. Collective. Raises GraphError before such a run,
+        and for a graph of one stage."""
         staged = None if self._last is None else self._last.staged
         if staged is None or not self.config.timeline:
             raise GraphError(
@@ -666,7 +703,9 @@ def _autocast_now() -> tuple[Any, ...]:
 
 
 def _shape_of(value: Any) -> Any:
-    """What of a nest of inputs a program depends on."""
+    """Return the properties of a pytree of inputs that a program depends on.
+
+    For each tensor these are its spec, or its shape, dtype and device, and its `requires_grad`."""
     return skeleton(
         value,
         lambda t: (
@@ -685,7 +724,7 @@ def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
 
 
 def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
-    """build()'s result with this run's tensors in it."""
+    """Return build()'s result, filled with this run's tensors."""
     outs = []
     for result in object_tensors(structure, [], Result):
         local = next(found).detach()

@@ -1,4 +1,6 @@
-"""Micro-batches: how a batch is cut along dim 0, and how what comes out is joined again."""
+"""Micro-batches: split a batch along dim 0, and join the results again.
+
+`Graph` calls `MicrobatchSplit` at each call."""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ __all__ = ["MicrobatchSplit"]
 
 
 class MicrobatchSplit:
-    """How the batch of one call is cut into ``n`` micro-batches.
+    """The batch of one call, split into ``n`` micro-batches.
 
-    Where all inputs are split over the ranks into the same blocks of rows, each rank cuts what it
-    has: a micro-batch is some rows of every block, and nothing moves. Else a micro-batch is ``1 /
-    n`` of the rows in a run, and inputs that are split otherwise are boxed. Raises GraphError where
-    a batch cannot be cut.
+    If all inputs are split over the ranks into the same blocks of rows, each rank splits its local
+    rows. A micro-batch is then some rows of every block, and nothing is communicated. Otherwise a
+    micro-batch is ``1 / n`` of the rows in a run, and inputs with another layout are boxed. Raises
+    GraphError if a batch cannot be split.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
@@ -35,14 +37,14 @@ class MicrobatchSplit:
                     "set_gradient_accumulation_steps must divide it"
                 )
         blocks = {_blocks(t) if isinstance(t, GlobalTensor) else 1 for t in self.tensors if t.dim()}
-        #: Blocks of rows that ranks hold, if a micro-batch takes rows of each; 1: it is a run of
+        #: Number of blocks of rows if a micro-batch takes rows of each block; 1 if it is a run of
         #: rows.
         self.blocks = (
             blocks.pop() if len(blocks) == 1 and all(_even(t, n) for t in self.tensors) else 1
         )
 
     def split(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """(args, kwargs) of each micro-batch. Tensors without dims go to each."""
+        """Return (args, kwargs) of each micro-batch. Tensors without dims go to each."""
         if self.n == 1:
             return [(self.args, self.kwargs)]
         columns = [self._parts(t) for t in self.tensors]
@@ -66,8 +68,10 @@ class MicrobatchSplit:
         return [GlobalTensor.wrap(local, part) for local in t._local.tensor_split(self.n)]
 
     def join(self, outs: Sequence[Any]) -> Any:
-        """The results of the micro-batches as one: joined along dim 0 in the batch's order, scalars
-        averaged; what is no tensor is the first's."""
+        """Join the results of the micro-batches into one.
+
+        Tensors are concatenated along dim 0 in the batch's order, and scalars are averaged. A value
+        that is not a tensor is taken from the first micro-batch."""
         first = outs[0]
         if len(outs) == 1:
             return first
@@ -97,7 +101,7 @@ class MicrobatchSplit:
         rows = next((t.shape[0] // self.n for t in self.tensors if t.dim()), 0)
         if self.blocks == 1 or first.shape[0] != rows:
             return joined
-        # Micro-batch by micro-batch, of each the rows of every block: back to block by block.
+        # The rows are ordered by micro-batch, then by block. Reorder them by block.
         shape = joined.shape
         return (
             joined.reshape(self.n, self.blocks, rows // self.blocks, *shape[1:])
@@ -107,7 +111,7 @@ class MicrobatchSplit:
 
 
 def _blocks(t: GlobalTensor) -> int:
-    """Into how many blocks of rows a tensor is split."""
+    """Return the number of blocks of rows into which a tensor is split."""
     count = 1
     for a, e in enumerate(t._spec.layout):
         if e.is_split and e.dim == 0:
@@ -116,7 +120,9 @@ def _blocks(t: GlobalTensor) -> int:
 
 
 def _even(t: torch.Tensor, n: int) -> bool:
-    """Whether every rank's rows can be cut into ``n``, and its parts are those of a micro-batch."""
+    """Return True if every rank's rows can be split into ``n`` micro-batches without communication.
+
+    Each rank's local rows must then be those that it holds of the micro-batches."""
     if not t.dim() or not isinstance(t, GlobalTensor):
         return True
     spec = t._spec
@@ -128,5 +134,5 @@ def _even(t: torch.Tensor, n: int) -> bool:
 
 
 def _absent(local: torch.Tensor, spec: Spec) -> bool:
-    """A rank outside the placement holds a placeholder."""
+    """Return True if ``local`` is the placeholder of a rank outside the placement."""
     return not local.numel() and local.dim() != len(spec.shape)

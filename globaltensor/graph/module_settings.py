@@ -1,8 +1,8 @@
-"""What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's
-own, so that two graphs may share a module.
+"""A graph's settings of its modules: pipeline stages and recomputation.
 
-``graph.model`` is the module seen through a `ProxyModule`;
-``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
+The settings belong to the graph, so that two graphs may share a module. ``graph.model`` returns the
+module wrapped in a `ProxyModule`, and ``graph.model.layer.to(nn.graph.GraphModule)`` returns the
+settings of that submodule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GraphModule", "GraphTensor", "ModuleSettings", "ProxyModule", "bare"
 
 
 class ModuleSettings:
-    """Settings of one module in one graph. There are no others: what is misspelt is an error."""
+    """The settings of one module in one graph. Setting any other attribute is an error."""
 
     __slots__ = ("activation_checkpointing", "placement", "stage_id")
 
@@ -35,10 +35,10 @@ class ModuleSettings:
         self.activation_checkpointing = False
 
     def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
-        """This module is part of pipeline stage ``stage_id``, which lies on ``placement``: what
-        comes in is brought there, with its sbp as it is.
+        """Assign this module to pipeline stage ``stage_id``, which runs on ``placement``.
 
-        Raises GraphError where ``stage_id`` is no number from 0 on, or ``placement`` no placement.
+        The module's inputs are moved to that placement, with their sbp unchanged. Raises GraphError
+        if ``stage_id`` is not a number from 0 on, or ``placement`` is not a placement.
         """
         if stage_id is not None and (
             not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0
@@ -58,13 +58,15 @@ class ModuleSettings:
 
 
 class GraphModule(ModuleSettings):
-    """What ``module.to(nn.graph.GraphModule)`` gives, inside a graph."""
+    """The settings that ``module.to(nn.graph.GraphModule)`` returns inside a graph."""
 
     __slots__ = ()
 
 
 class GraphTensor(ModuleSettings):
-    """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside build(), of a global tensor."""
+    """The settings of a global tensor that ``tensor.to(nn.graph.GraphTensor)`` returns.
+
+    The call is made in build()."""
 
     __slots__ = ("_tensor",)
 
@@ -73,10 +75,11 @@ class GraphTensor(ModuleSettings):
         self._tensor = tensor
 
     def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
-        """What build() computes from this tensor from here on, outside of modules with a stage of
-        their own, belongs to pipeline stage ``stage_id``, which lies on ``placement``: the tensor
-        is brought there, with its sbp as it is. Raises GraphError as `Block.set_stage`, and outside
-        of build()."""
+        """Start pipeline stage ``stage_id``, which runs on ``placement``, at this tensor.
+
+        Everything that build() computes from this tensor from here on belongs to the stage, except
+        inside modules with their own stage. The tensor is moved to the placement, with its sbp
+        unchanged. Raises GraphError as `ModuleSettings.set_stage` does, and outside of build()."""
         if not torch_private.function_mode_on():
             raise GraphError("set_stage of a tensor: call it in build(), where the tensor is used")
         super().set_stage(stage_id, placement)
@@ -91,11 +94,11 @@ SEEN_AS.add(GraphTensor)
 def stage_of_tensor(
     tensor: torch.Tensor, stage_id: int | None, placement: Placement | None
 ) -> None:
-    """What a recorder sees of `GraphTensor.set_stage`."""
+    """Do nothing: this is the function that a recorder sees for `GraphTensor.set_stage`."""
 
 
 class ProxyModule:
-    """A module of a graph: behaves as the module does, and knows the graph's settings of it."""
+    """A wrapper of a graph's module that behaves as the module and knows its settings."""
 
     def __init__(self, module: Any, blocks: dict[int, GraphModule]) -> None:
         object.__setattr__(self, "_module", module)
@@ -106,8 +109,10 @@ class ProxyModule:
         return type(self._module)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.nn.Module.to``; of the class GraphModule, this module's settings in this
-        graph. Of nn.Module, the module itself."""
+        """Return this module's settings in this graph for the class GraphModule.
+
+        For the class nn.Module, return the module itself. For other arguments, convert the module
+        as ``torch.nn.Module.to`` does."""
         if args and args[0] is GraphModule:
             return self._blocks.setdefault(id(self._module), GraphModule())
         if args and args[0] is torch.nn.Module:
@@ -142,8 +147,10 @@ class ProxyModule:
         setattr(self._module, name, bare(value))
 
     def get_submodule(self, target: str) -> Any:
-        """As ``torch.nn.Module.get_submodule``:
-        ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
+        """Return a submodule by its path, as ``torch.nn.Module.get_submodule`` does.
+
+        The result is a proxy: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``.
+        """
         return _seen(self._module.get_submodule(target), self._blocks)
 
     def __getitem__(self, index: Any) -> Any:
@@ -174,8 +181,8 @@ class ProxyModule:
         return repr(self._module)
 
 
-#: Torch's methods that give modules one by one, alone or by name, and whose they are. A class's own
-#: method of that name gives what it gives.
+#: PyTorch's methods that yield modules or (name, module) pairs, and the class that defines each. An
+#: override of such a method in a user's class is left as it is.
 WALKS = {
     **dict.fromkeys(("children", "named_children", "modules", "named_modules"), torch.nn.Module),
     **dict.fromkeys(("items", "values"), torch.nn.ModuleDict),
@@ -183,13 +190,15 @@ WALKS = {
 
 
 def bare(value: Any) -> Any:
-    """The module that a proxy stands for. Of a module that was made of proxies (``self.net =
-    nn.Sequential(self.a, self.b)``): it, made of the modules."""
+    """Return the module that a proxy wraps.
+
+    If a module was made of proxies (``self.net = nn.Sequential(self.a, self.b)``), replace the
+    proxies in it by their modules and return it."""
     value = value._module if type(value) is ProxyModule else value
     for module in value.modules() if isinstance(value, torch.nn.Module) else ():
         for name, part in module._modules.items():
             if type(part) is ProxyModule:
-                module._modules[name] = part._module  # before the walk comes to it
+                module._modules[name] = part._module  # before the walk reaches it
     return value
 
 

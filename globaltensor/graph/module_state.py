@@ -1,5 +1,7 @@
-"""What a graph's modules hold, listed once: looking through a module tree at each call would cost
-more than many a step."""
+"""The state of a graph's modules, listed once.
+
+A walk through a module tree at each call would cost more than many a step. `Graph` reads the list
+at each call."""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from .._tensor.grad import set_grad
 __all__ = ["ModuleState"]
 
 _numbers = itertools.count()
-# As methods of tensors they are seen by recorders; here nobody records.
+# No recorder runs here, so call the undecorated function: recorders would see the decorated one.
 _set_grad = set_grad.__wrapped__  # type: ignore[attr-defined]
 
 
 class ModuleState:
-    """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they
-    still are."""
+    """The submodules, parameters and buffers of ``modules`` at the time of creation.
+
+    `current` tests whether they are still the same."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self.number = next(_numbers)
@@ -37,19 +40,17 @@ class ModuleState:
         #: Parameters and buffers, each once.
         self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
         self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
-        self._stepped: list[
-            torch.Tensor
-        ] = []  # what the optimizers had when gradients were last cleared,
-        self._besides: list[torch.Tensor] = []  # and what of it the modules do not hold
+        self._stepped: list[torch.Tensor] = []  # all parameters of the optimizers at the last clear
+        self._besides: list[torch.Tensor] = []  # those of them that are not in the modules
 
     def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether these modules hold the same parts and tensors still."""
+        """Return True if these modules still hold the same submodules and tensors."""
         if list(modules.items()) != self._tops or list(map(len, self._dicts)) != self._lengths:
             return False
         return all(map(operator.is_, _values(self._dicts), self._values))
 
     def state(self) -> tuple[Any, ...]:
-        """What of them a program depends on."""
+        """Return the properties of the modules that a program depends on."""
         where = [
             t._spec if type(t) in ORDINARY else (t.shape, t.dtype, t.device) for t in self.tensors
         ]
@@ -61,11 +62,11 @@ class ModuleState:
         )
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that get gradients."""
+        """Return the parameters that get gradients."""
         return [p for p in self.parameters if p.requires_grad]
 
     def clear(self, optimizers: Iterable[Optimizer]) -> None:
-        """No gradients are left, in the optimizers' parameters too."""
+        """Clear all gradients, also those of optimizers' parameters outside of the modules."""
         _clear(self.parameters)
         params = [
             p

@@ -1,4 +1,6 @@
-"""What a graph shows: its modules and ops, the text of it that ranks compare, its log."""
+"""Texts of a graph: its modules and ops, the lines that ranks compare, its log.
+
+`Graph` and `rank_agreement` call this module."""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ log = logging.getLogger(__name__)
 
 
 def lines(graph: fx.Graph) -> list[str]:
-    """One line an op: what it is called with, and what comes out where. The same text on every
-    rank, or the ranks run different graphs. How much a rank holds of a tensor (`to_local`), and
-    what it computes of that alone, is its own affair."""
+    """Return one line for each op: its arguments, and its results with their placements.
+
+    The text must be the same on every rank: otherwise the ranks run different graphs. It leaves out
+    the sizes of local tensors (`to_local`) and the numbers that a rank computes from them alone,
+    which may differ."""
     own = _of_a_rank(graph)
     return [_line(node, node in own) for node in graph.nodes]
 
 
 def _of_a_rank(graph: fx.Graph) -> set[fx.Node]:
-    """Plain tensors that follow from the part of a rank, and those made for them alone."""
+    """Return the nodes whose plain tensors are this rank's own.
+
+    They follow from a rank's local tensor, or serve only such nodes."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_plain(node) and (
@@ -85,7 +91,7 @@ def _kind(t: torch.Tensor, own: bool = False) -> str:
 
 
 def describe(graph: Any) -> str:
-    """Modules with their parameters, and the ops of each, with sbp and placement."""
+    """Return the modules with their parameters, and each module's ops with sbp and placement."""
     out = [f"(GRAPH:{graph.name}:{type(graph).__name__}): ("]
     ops: defaultdict[str, list[str]] = defaultdict(list)
     if graph._last is not None:
@@ -124,7 +130,7 @@ def _given(graph: Any) -> list[fx.Node]:
 
 
 class Debug:
-    """How much a graph tells, and on which ranks."""
+    """The level of a graph's log, and the ranks that write it."""
 
     def __init__(
         self, level: int, ranks: Any, depth: int, only_user: bool, with_stack: bool
@@ -147,7 +153,7 @@ class Debug:
         self.ranks = ranks
 
     def where(self, node: fx.Node) -> str:
-        """The line of code that has made an op, if it is to be told."""
+        """Return the line of code that made an op, or "" if the log does not show such lines."""
         return f"   ({node.meta['where']})" if self.with_stack and node.meta.get("where") else ""
 
     def wanted(self) -> bool:
@@ -164,7 +170,7 @@ class Debug:
         )
 
     def log(self, graph: Any, captured: Any, module: Any) -> None:
-        """Tell of a graph that has just been built."""
+        """Log a graph that has just been built."""
         if not self.wanted():
             return
         prefix = f"[rank {world().rank}] {graph.name}"

@@ -1,5 +1,8 @@
-"""Ranks agree before they run: on the settings of a graph, on what they have captured, on how it
-went. Else all raise, and say which rank differs in what."""
+"""Agreement of the ranks before they run a graph.
+
+Ranks compare the settings of a graph, what they have captured, and whether it went well. If they
+differ, all ranks raise, and the error names the rank and the difference. `Graph` calls this module
+when it builds a program."""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ T = TypeVar("T")
 
 
 class Text(NamedTuple):
-    """What ranks compare: settings and ops, a line each. ``seed``: of the random numbers that the
-    program draws, None where it draws none here."""
+    """The text that ranks compare: settings and ops, one per line.
+
+    ``seed`` is the seed of the random numbers that the program draws, None if it draws none here.
+    """
 
     settings: Sequence[str]
     ops: Sequence[str] = ()
@@ -35,8 +40,9 @@ class Text(NamedTuple):
 
 
 def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
-    """What of a graph must be the same on every rank, besides build(): its settings, optimizers,
-    stages. A line each."""
+    """Return the settings, optimizers and stages of a graph, one per line.
+
+    These must be the same on every rank, as must build()."""
     lines = [
         f"config.{name} = {_shown(value)}"
         for name, value in vars(graph.config).items()
@@ -64,7 +70,7 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """The same text on every rank for the same value."""
+    """Return a text for a value that is the same on every rank."""
     if isinstance(value, torch.Tensor):
         return (
             f"{value.item()!r} (tensor)"
@@ -76,8 +82,9 @@ def _shown(value: Any) -> str:
 
 
 def seed_of(program: fx.Graph) -> int | None:
-    """The seed of torch's generator, if this rank draws from it. Simulated ranks share one
-    generator."""
+    """Return the seed of torch's generator, or None if this rank does not draw from the generator.
+
+    Simulated ranks share one generator, so they return None."""
     drawn = any(
         isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None
         for n in program.nodes
@@ -86,8 +93,11 @@ def seed_of(program: fx.Graph) -> int | None:
 
 
 def agree(name: str, told: Text | Exception | None) -> None:
-    """Every rank tells the same text (None: nothing but that all went well), or all raise
-    GraphError; a rank that tells of an error of its own raises that. Collective among all ranks."""
+    """Raise GraphError on all ranks unless every rank passes the same text.
+
+    ``told`` is the text, an error of this rank, or None to report success only. A rank that passes
+    its own error returns, and its caller raises that error; the other ranks raise GraphError.
+    Collective among all ranks."""
     here = world()
     if here.size == 1:
         return
@@ -147,13 +157,14 @@ def agree(name: str, told: Text | Exception | None) -> None:
 
 
 def agreed(name: str, make: Callable[[], tuple[T, Text | None]], doing: str = "") -> T:
-    """What ``make`` gives, where it comes about on every rank and its text is the same. Raises what
-    ``make`` raises here, with a note of what was going on, and GraphError as `agree` does.
-    Collective among all ranks."""
+    """Return what ``make`` returns, if it succeeds with the same text on every rank.
+
+    Raises the error that ``make`` raises on this rank, with a note of what ``doing`` describes, and
+    GraphError as `agree` does. Collective among all ranks."""
     try:
         found, told = make()
     except Exception as error:
-        if not isinstance(error, Left):  # else the others have left already
+        if not isinstance(error, Left):  # Left: the other ranks have left already
             agree(name, error)
         if doing:
             noted(error, f"(while {doing})")
@@ -167,8 +178,10 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
-    """(one that has what most have, the first that has not); of as many, what comes first counts as
-    most."""
+    """Return (index of the most common value, first index of another value).
+
+    Return None if all values are equal. On a tie, the value that comes first counts as the most
+    common."""
     if len(set(values)) <= 1:
         return None
     usual = Counter(values).most_common(1)[0][0]

@@ -1,5 +1,7 @@
-"""Plans: how each op of a captured graph takes its operands, as data: printed, compared, saved as
-JSON, edited by hand, and used for the next capture."""
+"""Plans: the layouts in which each op of a captured graph takes its operands, as data.
+
+A plan is printed, compared, saved as JSON, edited by hand, and used for the next capture.
+`Graph.plan` makes one, `Graph.use_plan` follows one."""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ Layout = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an op takes: which op gives it (``of``), how it came, and how the op takes it:
-    one entry for each axis. A plain tensor comes as ()."""
+    """A tensor operand of an op, with one layout entry for each axis.
+
+    ``of`` is the op that produced the tensor, ``came`` the layout in which the tensor arrived, and
+    ``wanted`` the layout in which the op takes it. A plain tensor has the layout ()."""
 
     of: str
     came: Layout
@@ -56,8 +60,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Moved:
-    """One boxing while an op runs: ``why`` is which operand of what; ``moves`` a line for each
-    step; ``bytes`` the traffic of the busiest rank."""
+    """A boxing while an op runs.
+
+    ``why`` names the operand and the op. ``moves`` has a line for each step. ``bytes`` is the
+    traffic of the busiest rank."""
 
     why: str
     src: Layout
@@ -69,7 +75,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class PlannedOp:
-    """One op: ``name`` in the graph, the function called, the module it belongs to."""
+    """An op: its ``name`` in the graph, the function called, the module that it belongs to."""
 
     name: str
     function: str
@@ -100,18 +106,18 @@ class PlannedOp:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What `Graph.plan` gives. Two plans are equal where they say the same."""
+    """The plan that `Graph.plan` returns. Two plans are equal if all their fields are equal."""
 
     ops: tuple[PlannedOp, ...]
 
     @property
     def bytes(self) -> int:
-        """Traffic of the busiest rank in one forward pass."""
+        """The traffic of the busiest rank in one forward pass."""
         return sum(b.bytes for op in self.ops for b in op.boxings)
 
     @property
     def seconds(self) -> float:
-        """What the boxings of one forward pass take, by the cluster's model."""
+        """The predicted time of the boxings of one forward pass, by the cluster's model."""
         return sum(b.seconds for op in self.ops for b in op.boxings)
 
     def __str__(self) -> str:
@@ -129,8 +135,10 @@ class ShardingPlan:
         return found
 
     def wanting(self, name: str, operand: int, sbp: Sbp | Sequence[Sbp]) -> ShardingPlan:
-        """The same plan, but the op ``name`` takes its ``operand`` (counted from 0) as ``sbp``.
-        Raises GraphError for an op or operand that is not there."""
+        """Return the same plan with another layout for one operand.
+
+        In the new plan, op ``name`` takes operand number ``operand`` as ``sbp``. Operands are
+        counted from 0. Raises GraphError if the plan has no such op or operand."""
         op = self[name]
         if not 0 <= operand < len(op.operands):
             raise GraphError(
@@ -146,8 +154,10 @@ class ShardingPlan:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, which may be edited: what counts when it is used are the ``wanted`` of
-        operands."""
+        """Write the plan as JSON.
+
+        The file may be edited. When the plan is used, only the ``wanted`` entries of operands
+        count."""
         write_text(
             path,
             json.dumps(
@@ -172,8 +182,10 @@ class ShardingPlan:
             ) from error
 
     def diff(self, other: ShardingPlan) -> str:
-        """What ``other`` does otherwise: a line for each op that differs, and the traffic of both.
-        Empty where they are equal."""
+        """Return the differences of ``other`` from this plan as text.
+
+        The text has a line for each op that differs, and the traffic of both plans. The text is
+        empty if the plans are equal."""
         if self == other:
             return ""
         mine, theirs = {op.name: op for op in self.ops}, {op.name: op for op in other.ops}
@@ -249,7 +261,7 @@ def _op(told: dict[str, Any]) -> PlannedOp:
 
 
 def entry(text: str) -> Sbp:
-    """An entry as it is printed -> the entry. Raises ValueError."""
+    """Parse the printed form of an sbp entry. Raises ValueError for any other text."""
     if text == "B":
         return broadcast
     if text == "P":
@@ -266,11 +278,11 @@ def _layout(spec: Spec) -> Layout:
     return tuple(e.short for e in spec.layout)
 
 
-# ---------------------------------------------------------------------------- from a captured graph
+# ------------------------------------------------------------------------- plan of a captured graph
 
 
 def plan_of(graph: fx.Graph) -> ShardingPlan:
-    """The plan of a logical graph."""
+    """Return the plan of a logical graph."""
     return ShardingPlan(tuple(_planned(node) for node in graph.nodes if "came" in node.meta))
 
 
@@ -332,25 +344,26 @@ def _names(node: fx.Node) -> list[str]:
 def _final(
     boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, taken: Spec | None
 ) -> Spec | None:
-    """How an op has taken an operand: as it was boxed for it, or as it was given."""
+    """Return the spec in which an op took an operand: its last boxing's, or else ``taken``."""
     return next(
         (dst for _, dst, why in reversed(boxes) if why == f"{called}: operand {operand}"), taken
     )
 
 
-# ----------------------------------------------------------------------------- for the next capture
+# --------------------------------------------------------------------------------- following a plan
 
 
 class PlanFollower:
-    """A plan being followed while a graph is captured: operands are boxed to what it says before an
-    op runs."""
+    """A plan that a capture follows: before each op, operands are boxed to planned layouts."""
 
     def __init__(
         self, plan: ShardingPlan, strict: bool = True, unasked: bool = False, searched: Any = None
     ) -> None:
-        """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``:
-        explicit changes of layout in build() follow the plan, not the code. ``searched``: what a
-        search has found, where the plan comes from one."""
+        """Set the plan to follow and the options.
+
+        ``strict``: raise if an op takes an operand in another layout than the plan's. ``unasked``:
+        explicit changes of layout in build() follow the plan, not the code. ``searched``: the
+        result of the search that the plan comes from, if any."""
         self.plan, self.next, self.strict, self.unasked, self.searched = (
             plan,
             0,
@@ -360,11 +373,12 @@ class PlanFollower:
         )
         self._moved: list[
             tuple[GlobalTensor, GlobalTensor, int]
-        ] = []  # of the op that runs: an operand, what it was brought to, that one's version then
+        ] = []  # for the current op: (operand, boxed operand, its version then)
 
     def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the plan wants them. Raises GraphError where an operand cannot be
-        brought there."""
+        """Return the arguments, boxed to the planned layouts.
+
+        Raises GraphError if an operand cannot be boxed to its planned layout."""
         self._moved.clear()
         op = self._now()
         tensors = tensors_in(kwargs, tensors_in(args, []))
@@ -372,7 +386,7 @@ class PlanFollower:
             return (
                 args,
                 kwargs,
-            )  # a call that gives no tensor; `after` says where the plan is of another graph
+            )  # no tensor results, or the plan is of another graph: `after` reports that
         if self.unasked and op.function in SAME and op.operands[0].wanted:
             return args[:1], {"sbp": [entry(e) for e in op.operands[0].wanted]}
         rule = rule_of(func, kwargs)
@@ -394,15 +408,15 @@ class PlanFollower:
             or _layout(t._spec) == wanted
             or t._spec.shown is not t._spec
         ):
-            return t  # what is stored in shares is brought together by the op
+            return t  # the op itself gathers what is stored in shares
         try:
             spec = t._spec.replace(layout=[entry(e) for e in wanted])
             if len(wanted) != t._spec.placement.axes:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
             why = f"{called}: operand {i}"
             if "_is_param" in t.__dict__ and parameter_gather.gather_axes(t._spec, spec):
-                # As ops gather parameters. Left to the op, it would be taken as it lies where that
-                # is cheaper than what the plan says.
+                # Parameters are gathered as ops gather them. Left to the op, the parameter would be
+                # taken in its stored layout where that is cheaper than the plan's.
                 there = GlobalTensor.wrap(
                     parameter_gather.gather_param(t, t._spec, spec, why), spec
                 )
@@ -417,8 +431,9 @@ class PlanFollower:
             ) from error
 
     def written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What the op has written into operands that were brought elsewhere for it (running
-        statistics, say) goes into the operands themselves."""
+        """Copy what the op has written into boxed operands to the originals.
+
+        An op may write running statistics, for example."""
         quiet = args[1:3] if func in _QUIET and kwargs.get(_QUIET[func]) else ()
         for t, there, version in self._moved:
             if there._local._version != version or any(there is a for a in quiet):
@@ -428,8 +443,10 @@ class PlanFollower:
                     )
 
     def after(self, node: fx.Node, func: Any, args: Any, kwargs: Any) -> None:
-        """Check what has become of it. Raises GraphError where the op has taken an operand
-        otherwise, or where the plan has another op here."""
+        """Check that the op that has run is the plan's next op and took the planned layouts.
+
+        Raises GraphError if the op took an operand in another layout, or if the plan has another op
+        here."""
         op = self._now()
         target = (
             node.target
@@ -458,7 +475,7 @@ class PlanFollower:
                 )
 
     def finish(self) -> None:
-        """Raises GraphError where build() is over before the plan is."""
+        """Raise GraphError if build() has ended and the plan has more ops."""
         op = self._now()
         if op is not None:
             where = f"{op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}"
@@ -470,20 +487,19 @@ class PlanFollower:
         return self.plan.ops[self.next] if self.next < len(self.plan.ops) else None
 
 
-#: Functions that write running statistics, their second and third argument, and tell autograd
-#: nothing of it, where the argument named here says so.
+#: Functions that write running statistics (their second and third argument) without autograd seeing
+#: the write. They write only if the argument named here is true.
 _QUIET: Final = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def _spellings(func: Any) -> set[str]:
-    """The names under which a graph may show a function: that of the function, and that of the
-    operator."""
+    """Return the names under which a graph may show a function: its own and the operator's."""
     name = getattr(func, "__name__", "")
     return {name, name.strip("_"), {"__get__": "getattr", "__set__": "setattr"}.get(name, name)}
 
 
 def _admitted(func: Any, args: Any, kwargs: Any) -> str:
-    """The signatures of an op on each axis, for messages."""
+    """Return the signatures of an op on each axis, for messages."""
     rule, tensors = RULES.get(func), tensors_in(kwargs, tensors_in(args, []))
     found = [t._spec.shown for t in tensors if isinstance(t, GlobalTensor)]
     if rule is None or not found:
@@ -522,7 +538,9 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
 def following_plan(
     applied: PlanFollower, hooks: Callable[[Any], Any], logical: Any
 ) -> Iterator[None]:
-    """``hooks(logical)``, with the recorder ``logical`` following a plan."""
+    """Enter ``hooks(logical)`` while the recorder ``logical`` follows a plan.
+
+    On exit, raises GraphError if the plan has more ops."""
     logical.applied = applied
     with hooks(logical):
         yield

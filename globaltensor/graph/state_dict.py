@@ -1,4 +1,4 @@
-"""What a graph saves and takes back."""
+"""Save and load the state of a graph. `Graph.state_dict` and its counterparts call this module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import GraphError
 
 __all__ = ["load_state_dict", "not_copied", "state_dict"]
 
-STEP = "System-Train-TrainStep"  # OneFlow's name, and as there a tensor of one number
+STEP = "System-Train-TrainStep"  # as in OneFlow: its name, and a tensor with one element
 TRAINING = ("optimizers", "lr_schedulers")
 
 
@@ -62,8 +62,10 @@ def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
 
 
 def _check(graph: Any, saved: Any) -> None:
-    """Before anything is loaded. What a graph without optimizers is given of those of another is no
-    error: it evaluates what that one trains."""
+    """Raise RuntimeError if the names in a state do not match the graph, before anything is loaded.
+
+    State of optimizers is no error for a graph without optimizers: such a graph evaluates what
+    another one trains."""
     wanted = [*graph._modules, *(TRAINING if graph._optimizers else ())]
     other = [
         name
@@ -94,7 +96,9 @@ def _check(graph: Any, saved: Any) -> None:
 
 
 def not_copied(graph: Any, protocol: Any) -> Any:
-    """In place of ``__reduce_ex__``: a graph is code, and programs for the ranks of this job."""
+    """Raise GraphError in place of ``__reduce_ex__``: a graph cannot be saved or copied.
+
+    A graph is code, and programs for the ranks of this job."""
     raise GraphError(
         f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), "
         f"and load_state_dict() it into a graph that the same class makes"
@@ -102,5 +106,5 @@ def not_copied(graph: Any, protocol: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """A state may come as `to_global` has made it, every tensor of it global."""
+    """Return a plain tensor. `to_global` may have made every tensor of a state global."""
     return gather_global_value(x) if isinstance(x, GlobalTensor) else x

@@ -1,4 +1,6 @@
-"""What a graph refuses of its optimizers and of what build() came to."""
+"""Checks of a graph's optimizers, scaler and captured program.
+
+`Graph` calls them. The module also lists the settings and attributes that programs depend on."""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ __all__ = [
 
 
 def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer]) -> None:
-    """Raises GraphError for what is no optimizer, one that wants a closure or is among ``others``
-    already, or a scheduler that wants a metric."""
+    """Raise GraphError if an optimizer or its schedulers cannot be used by a graph.
+
+    An optimizer must be a torch.optim.Optimizer, need no closure, and not be among ``others``. A
+    scheduler must be made for this optimizer and need no metric."""
     if not isinstance(optimizer, Optimizer):
         raise GraphError(
             f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}"
@@ -61,7 +65,7 @@ def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer])
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raises GraphError for what is no scaler of losses."""
+    """Raise GraphError if ``scaler`` is neither a gradient scaler nor None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise GraphError(
             f"set_grad_scaler: flow.amp.GradScaler(...), StaticGradScaler(scale) or None, got "
@@ -70,7 +74,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
-    """Raises GraphError for a graph that would not train, or not as build() says."""
+    """Raise GraphError for a graph that would not train, or not as build() says."""
     if not graph._optimizers:
         return
     if not captured.scaled:
@@ -108,20 +112,23 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
 
 
 def apply_settings(config: Any, optimizers: Iterable[Any]) -> None:
-    """What settings change outside of programs: which kernels optimizers step with, how cudnn
-    chooses its algorithms."""
+    """Apply the settings that act outside of programs.
+
+    These are fused optimizer kernels and cudnn's choice of algorithms."""
     if config.fused is not None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                if "fused" in group and group["fused"] is not True:  # what the user asked for stays
+                if "fused" in group and group["fused"] is not True:  # the user's choice stays
                     group["fused"] = None if config.fused else False
     if config.search is not None:
         torch.backends.cudnn.benchmark = not config.search
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
-    """The modules that a function names: it is one, belongs to one, holds them, or finds them
-    around itself or among the globals."""
+    """Return the modules that a function refers to.
+
+    The function may be a module or a module's method. Modules in its attributes, its closure and
+    the globals that it names count too."""
     held = [
         getattr(function, "__self__", None),
         function,
@@ -140,8 +147,9 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def rebound(programs: Iterable[Any]) -> frozenset[Any]:
-    """Which tensors the attributes hold that programs read or keep a state in: whoever puts another
-    there means that one from now on."""
+    """Return the ids of the tensors in the attributes that programs read or keep a state in.
+
+    A tensor that the user assigns to such an attribute replaces the former one from then on."""
     slots = {(id(held), k): held for built in programs for held, k in built.captured.slots}
     return frozenset(
         (where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), [])))
@@ -150,8 +158,7 @@ def rebound(programs: Iterable[Any]) -> frozenset[Any]:
 
 
 def attributes(graph: Any) -> tuple[Any, ...]:
-    """What of a graph's own attributes its programs depend on: plain values, and which tensors they
-    are."""
+    """Return the graph's attributes that its programs depend on: plain values and tensor ids."""
     found: list[Any] = []
     for name, value in graph.__dict__.items():
         if not name.startswith("_") and name not in ("name", "config"):

@@ -1,1 +1,1 @@
-"""Pure values: where a tensor lies."""
+"""Pure values that describe the layout of a tensor over ranks. Every other package uses them."""

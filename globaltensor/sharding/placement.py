@@ -1,5 +1,7 @@
-"""placement: which ranks hold a tensor, as an N-D array of ranks. Pure values; nothing here
-communicates."""
+"""placement: the ranks that hold a tensor, as an N-D array of ranks. Nothing here communicates.
+
+Placements are pure values. Users write them, and every other package reads them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _job: list[Callable[[], tuple[int, int]]] = []
 
 
 def register_job_size(size: Callable[[], tuple[int, int]]) -> None:
-    """Say who knows how many ranks and nodes this job has (distributed/env.py): ``size()`` ->
-    (ranks, nodes)."""
+    """Register the function that knows this job's numbers of ranks and nodes (distributed/env.py).
+
+    ``size()`` -> (ranks, nodes).
+    """
     _job[:] = [size]
 
 
@@ -32,8 +36,7 @@ def _job_size() -> tuple[int, int]:
 
 
 class Placement:
-    """The devices that hold a tensor: a device type and an N-D array of ranks, kept in the order
-    given.
+    """The devices that hold a tensor: a device type and an N-D array of ranks in the given order.
 
     ``placement("cuda", [0, 1])`` has one axis; ``placement("cuda", [[0, 1], [2, 3]])`` two.
     Interned and immutable. Raises PlacementError for an unknown device type, a duplicate or
@@ -62,7 +65,7 @@ class Placement:
         device_ids: Mapping[int, Any] | None = None,
     ) -> Placement:
         # The last three are OneFlow's older spelling: {node: devices of that node}, and the shape
-        # that their ranks form.
+        # of their ranks.
         type, ranks = device_type or type, ranks if device_ids is None else device_ids
         if isinstance(ranks, Mapping):
             ranks = _of_nodes(ranks, hierarchy)
@@ -122,7 +125,7 @@ class Placement:
 
     @staticmethod
     def all(type: str) -> Placement:
-        """All ranks of this job, on one axis."""
+        """Return the placement of all ranks of this job, on one axis."""
         return Placement(type, list(range(_job_size()[0])))
 
     @property
@@ -151,21 +154,23 @@ class Placement:
 
     @property
     def axes(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where ``rank`` stands, one index for each axis; None outside the placement."""
+        """Return the coordinate of ``rank``, an index for each axis; None outside the placement."""
         return self._coordinates.get(rank)
 
     def fiber(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks met by walking from ``rank`` along ``axes`` (the first is the slowest), itself
-        included."""
+        """Return the ranks along ``axes`` from ``rank``, itself included.
+
+        The first axis is the slowest.
+        """
         key = rank, *axes
         found = self._fibers.get(key)
         if found is None:
@@ -179,7 +184,7 @@ class Placement:
         return found
 
     def with_type(self, type: str) -> Placement:
-        """The same ranks on another device type."""
+        """Return the placement of the same ranks on another device type."""
         return Placement(type, self._ranks_array)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,8 +201,11 @@ class Placement:
 
 
 def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:
-    """``{node: device, or devices}`` -> ranks: those of a node are numbered one after the other, as
-    many on each."""
+    """Return the ranks of ``{node: device, or devices}``.
+
+    The ranks of a node are numbered one after the other, and each node has the same number of
+    ranks.
+    """
     said = (
         "placement(type, {node: devices}, hierarchy) is deprecated: name the ranks, "
         "placement(type, [[0, 1], [2, 3]])"

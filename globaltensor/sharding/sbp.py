@@ -1,4 +1,7 @@
-"""sbp: how a tensor lies on one axis of a placement. Pure values; nothing here communicates."""
+"""sbp: the layout of a tensor on one axis of a placement. Pure values: nothing here communicates.
+
+Users write these values, and every other package reads them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ __all__ = [
 
 
 class Sbp:
-    """One entry of an sbp: ``split(dim)``, ``broadcast``, or a partial (``partial_sum``, and max,
-    min, norm where an op yields them).
+    """An entry of an sbp: ``split(dim)``, ``broadcast``, or a partial.
 
-    Interned: equal entries are the same object. ``unit`` is internal (see
-    ``globaltensor.sharding.spec``): a split with a unit hands out whole groups of ``unit``
-    elements, so that merging and dividing dims keeps a split tensor split.
+    Partials are ``partial_sum``, and max, min and norm where an op returns them. Entries are
+    interned: equal entries are the same object. ``unit`` is internal (see
+    ``globaltensor.sharding.spec``). A split with a unit assigns full groups of ``unit`` elements,
+    so that merging and dividing dims keeps a split tensor split.
     """
 
     __slots__ = ("dim", "kind", "reduce", "unit")
@@ -49,7 +52,10 @@ class Sbp:
         raise AttributeError("sbp entries are immutable")
 
     def __call__(self) -> Sbp:
-        """``broadcast()`` and ``partial_sum()`` are the same as without the brackets."""
+        """Return the entry itself, so that ``broadcast()`` and ``partial_sum()`` work too.
+
+        Raises SbpError for a split.
+        """
         if self.kind == "split":
             raise SbpError(f"{self} is not callable; it is already an sbp entry")
         return self
@@ -72,7 +78,7 @@ class Sbp:
 
     @property
     def short(self) -> str:
-        """``S(0)``, ``B``, ``P``; with a unit ``S(0)/4``; other partials ``P(max)``."""
+        """The short form: ``S(0)``, ``B``, ``P``; with a unit ``S(0)/4``; a maximum ``P(max)``."""
         if self.kind == "split":
             return f"S({self.dim})" + (f"/{self.unit}" if self.unit != 1 else "")
         if self.kind == "broadcast":
@@ -92,16 +98,16 @@ class Sbp:
         return self.kind == "partial"
 
     def with_unit(self, unit: int) -> Sbp:
-        """The same split in whole groups of ``unit`` elements."""
+        """Return the same split in full groups of ``unit`` elements."""
         return Sbp("split", self.dim, unit)
 
 
 def split(dim: int | None = None, *, axis: int | None = None) -> Sbp:
-    """Split dim ``dim`` over the ranks of an axis, balanced: of n elements over p ranks the first n
-    mod p ranks hold one more.
+    """Split dim ``dim`` over the ranks of an axis, balanced.
 
-    A negative ``dim`` counts from the last and is resolved when it meets a tensor. ``axis`` is an
-    older name of ``dim``.
+    Of n elements over p ranks the first n mod p ranks hold one more. A negative ``dim`` counts from
+    the last dim and is resolved when the entry is applied to a tensor. ``axis`` is an older name of
+    ``dim``. Raises SbpError where ``dim`` is no integer.
     """
     if dim is None:
         dim = axis
@@ -118,22 +124,28 @@ sbp = Sbp
 
 
 def partial_norm(p: float) -> Sbp:
-    """Each rank holds the p-norm of its part; the value is the p-norm of the parts."""
+    """Return the partial whose value is the p-norm of the ranks' local values.
+
+    Each rank holds the p-norm of its local tensor.
+    """
     return Sbp("partial", reduce=f"norm{float(p)}")
 
 
-#: The cotangent of a tensor lies like this (DESIGN: duality). Partials other than sum are reduced
-#: before a gradient passes.
+#: The sbp of a tensor's cotangent, by the kind of the tensor's sbp (DESIGN: duality). Partials
+#: other than sum are reduced before a gradient passes.
 GRADIENT_SBP = {"split": None, "broadcast": partial_sum, "partial": broadcast}
 
 
 def dual(entry: Sbp) -> Sbp:
-    """The sbp of the gradient of a tensor with this sbp: S -> S, B -> P, P -> B."""
+    """Return the sbp of the gradient of a tensor with this sbp: S -> S, B -> P, P -> B."""
     return GRADIENT_SBP[entry.kind] or entry
 
 
 def as_layout(value: object, axes: int, what: str = "sbp") -> tuple[Sbp, ...]:
-    """One entry or a sequence of them -> a tuple with one entry for each of ``axes`` axes."""
+    """Convert one entry, or a sequence of them, to a tuple of one entry for each axis.
+
+    Raises SbpError where ``value`` is no such thing or has another number of entries.
+    """
     entries: Iterable[object] = (
         (value,) if isinstance(value, Sbp) else value if isinstance(value, (list, tuple)) else ()
     )

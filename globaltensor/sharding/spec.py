@@ -1,5 +1,7 @@
-"""Spec: the global shape, dtype, placement and sbp of a tensor, and which box of it each rank
-holds. Pure and interned."""
+"""Spec: the global shape, dtype, placement and sbp of a tensor, and the box that each rank holds.
+
+Specs are pure and interned. Every package that plans or moves tensors uses them.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,25 @@ from .sbp import Sbp, as_layout, broadcast, dual
 
 __all__ = ["Spec", "StorageSpec", "balanced_split", "fitting", "layout_for"]
 
-# setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks)
-# both could win.
+# setdefault of a weak dictionary is not atomic: of two threads (autograd's, or simulated ranks)
+# both could insert an object.
 _interning = threading.Lock()
 
 
 def layout_for(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
-    """How what lies as ``layout`` is to lie on another placement: alike where that has as many
-    axes, else whole on all its ranks."""
+    """Return the layout on another placement of a tensor with this layout.
+
+    It is the same where that placement has as many axes, and broadcast on all axes otherwise.
+    """
     return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
 
 
 def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
-    """Return the layout without splits of dims that a tensor of ``dims`` dims has not, and without
-    partials other than sums, which admit no other values."""
+    """Return the layout with broadcast in place of entries that do not fit ``dims`` dims.
+
+    These are splits of dims that it does not have, and partials other than sums, which admit no
+    other values.
+    """
     return [
         broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e
         for e in layout
@@ -40,10 +47,10 @@ def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
 
 @lru_cache(maxsize=1 << 14)
 def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
-    """Balanced split of ``n`` elements over ``parts``, in whole groups of ``unit`` -> (offset,
-    length) of each part.
+    """Split ``n`` elements over ``parts``, in full groups of ``unit`` -> (offset, length) of each.
 
-    Of g groups the first g mod parts parts hold one more. The last group may be short.
+    The split is balanced: of g groups the first g mod parts parts hold one more. The last group may
+    be short.
 
     >>> balanced_split(5, 3)
     ((0, 2), (2, 2), (4, 1))
@@ -59,8 +66,10 @@ def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], 
 def nested_balanced_split(
     n: int, chain: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Pieces of pieces: ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in
-    row-major order."""
+    """Split ``n`` elements along several axes, each of which splits the pieces of the one before.
+
+    ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order.
+    """
     boxes: tuple[tuple[int, int], ...] = ((0, n),)
     for parts, unit in chain:
         boxes = tuple(
@@ -72,12 +81,11 @@ def nested_balanced_split(
 
 
 class Spec:
-    """What every rank knows of a global tensor: shape, dtype, placement and layout (its sbp, units
-    included).
+    """The description of a global tensor that every rank knows: shape, dtype, placement and layout.
 
-    Interned: ``Spec.make`` gives the same object for equal arguments, so specs are compared by
-    identity. ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing
-    is 1.
+    The layout is its sbp, units included. Specs are interned: ``Spec.make`` returns the same object
+    for equal arguments, so specs are compared by identity. ``layout`` is canonical: negative dims
+    are resolved, and a unit that changes nothing is 1.
     """
 
     __slots__ = ("__weakref__", "_boxes", "_text", "dtype", "layout", "placement", "sbp", "shape")
@@ -88,7 +96,7 @@ class Spec:
     sbp: tuple[Sbp, ...]
     _boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     _text: bytes
-    # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and
+    # Weak: a spec lives as long as a tensor or a plan needs it. So the table is bounded and
     # identity is equality.
     _interned: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
 
@@ -100,7 +108,10 @@ class Spec:
         placement: Placement,
         sbp: Sbp | Sequence[Sbp],
     ) -> Spec:
-        """Raises SbpError where the sbp does not fit the placement's axes or the shape's dims."""
+        """Return the spec with these fields.
+
+        Raises SbpError where the sbp does not fit the placement's axes or the shape's dims.
+        """
         layout = (
             (sbp,)
             if isinstance(sbp, Sbp)
@@ -138,13 +149,15 @@ class Spec:
 
     @property
     def shown(self) -> Spec:
-        """What users are shown: the spec itself, save where a tensor is stored otherwise
-        (`StorageSpec`)."""
+        """The spec that users see: the spec itself, except for a tensor stored otherwise.
+
+        See `StorageSpec`.
+        """
         return self
 
     @property
     def plain(self) -> Spec:
-        """The spec of the same layout that is shown as it is."""
+        """The ordinary spec of the same layout, whose ``shown`` is itself."""
         return self
 
     @property
@@ -164,19 +177,19 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the global tensor."""
         return self.numel * self.dtype.itemsize
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
-        """The placement axes that split ``dim``, outermost first."""
+        """Return the placement axes that split ``dim``, outermost first."""
         return tuple(a for a, e in enumerate(self.layout) if e.kind == "split" and e.dim == dim)
 
     def chain(self, dim: int) -> tuple[tuple[int, int], ...]:
-        """(parts, unit) of each axis that splits ``dim``, outermost first."""
+        """Return (parts, unit) of each axis that splits ``dim``, outermost first."""
         return tuple((self.placement.shape[a], self.layout[a].unit) for a in self.axes_of(dim))
 
     def box(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, lengths) of what ``rank`` holds; a rank outside the placement raises KeyError.
+        """Return (offsets, lengths) of the box of ``rank``. Raises KeyError outside the placement.
 
         >>> Spec.make((5, 4), torch.float32, Placement("cpu", [0, 1]), Sbp("split", 0)).box(1)
         ((3, 0), (2, 4))
@@ -196,18 +209,18 @@ class Spec:
         return found
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor on ``rank``: ``(0,)`` outside the placement."""
+        """Return the shape of the local tensor on ``rank``: ``(0,)`` outside the placement."""
         return self.box(rank)[1] if rank in self.placement._coordinates else (0,)
 
     def largest_shape(self) -> tuple[int, ...]:
-        """Shape of the largest local tensor."""
+        """Return the shape of the largest local tensor."""
         return tuple(
             max(length for _, length in nested_balanced_split(n, self.chain(dim)))
             for dim, n in enumerate(self.shape)
         )
 
     def local_numel(self) -> int:
-        """Elements of the largest local tensor."""
+        """Return the number of elements of the largest local tensor."""
         return math.prod(self.largest_shape())
 
     def replace(
@@ -218,7 +231,7 @@ class Spec:
         placement: Placement | None = None,
         layout: Sequence[Sbp] | None = None,
     ) -> Spec:
-        """The same spec with some parts changed."""
+        """Return the same spec with some fields changed."""
         return Spec.make(
             self.shape if shape is None else shape,
             self.dtype if dtype is None else dtype,
@@ -227,11 +240,11 @@ class Spec:
         )
 
     def dual(self) -> Spec:
-        """The spec of this tensor's gradient: S stays, B becomes P, P becomes B."""
+        """Return the spec of this tensor's gradient: S stays, B becomes P, P becomes B."""
         return self.replace(layout=[dual(e) for e in self.layout])
 
     def replicated(self) -> Spec:
-        """The same tensor, broadcast on every axis."""
+        """Return the spec of the same tensor, broadcast on every axis."""
         return self.replace(layout=[broadcast] * self.placement.axes)
 
     def __repr__(self) -> str:
@@ -247,12 +260,13 @@ class Spec:
 
 
 class StorageSpec(Spec):
-    """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what
-    it is shown to hold (ZeRO, arXiv:1910.02054).
+    """The spec of a tensor that is stored with another layout than ``shown``, the one that ops see.
 
-    Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by
-    ``shown``; the ranks along ``axes`` of the placement hold the shares of one part, in order. The
-    placement may have the axes of the shown one in another order.
+    Each rank stores only its share of the local tensor that ``shown`` gives it (ZeRO,
+    arXiv:1910.02054). Ops treat such a tensor as having the spec ``shown``, and gather it. Each
+    rank's share is part of its local tensor by ``shown``. The ranks along ``axes`` of the placement
+    hold the shares of one local tensor, in order. The placement may have the axes of ``shown``'s
+    placement in another order.
     """
 
     __slots__ = ("axes", "shown")
@@ -264,8 +278,10 @@ class StorageSpec(Spec):
 
     @classmethod
     def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> StorageSpec:
-        """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split
-        what ``shown`` does not."""
+        """Return the storage spec of these arguments: the same object for equal arguments.
+
+        ``axes``: the axes of ``spec.placement`` that split what ``shown`` does not.
+        """
         found = cls._kept.get((spec, shown))
         if found is None:
             found = object.__new__(cls)
@@ -294,8 +310,11 @@ class StorageSpec(Spec):
         placement: Placement | None = None,
         layout: Sequence[Sbp] | None = None,
     ) -> Spec:
-        """With another dtype it is still stored so; with another shape, placement or layout it is
-        an ordinary spec."""
+        """Return the spec with some fields changed.
+
+        With another dtype it is still a storage spec. With another shape, placement or layout it is
+        an ordinary spec.
+        """
         if shape is None and placement is None and layout is None:
             return StorageSpec.of(
                 self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes
@@ -303,12 +322,14 @@ class StorageSpec(Spec):
         return super().replace(shape=shape, dtype=dtype, placement=placement, layout=layout)
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Those whose shares make up what ``rank`` is shown to hold, in the order of the shares."""
+        """Return the ranks whose shares make up what ``rank`` holds by ``shown``, in order."""
         return self.placement.fiber(rank, self.axes)
 
     def share(self, rank: int, holder: int) -> tuple[slice, ...]:
-        """Where the share of ``holder`` lies in what ``rank``, one of its peers, is shown to
-        hold."""
+        """Return the slices of the share of ``holder`` in the local tensor of its peer ``rank``.
+
+        That is the local tensor by ``shown``.
+        """
         offsets = self.shown.box(rank)[0]
         return tuple(
             slice(b - o, b - o + n) for b, n, o in zip(*self.box(holder), offsets, strict=True)
@@ -321,20 +342,22 @@ class StorageSpec(Spec):
 def _rebuild_spec(
     shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]
 ) -> Spec:
-    """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow
-    it, a method has none."""
+    """Rebuild a spec from a pickle.
+
+    A function of the module has a name by which ``torch.load`` can allow it. A method has none.
+    """
     return Spec.make(shape, dtype, placement, layout)
 
 
 def _rebuild_storage_spec(spec: Spec, shown: Spec, axes: Sequence[int]) -> StorageSpec:
-    """The same of `StorageSpec`."""
+    """Rebuild a `StorageSpec` from a pickle."""
     return StorageSpec.of(spec, shown, axes)
 
 
 def _canonical(
     shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]
 ) -> tuple[Sbp, ...]:
-    """Resolve negative dims, refuse dims out of range, drop units that change nothing."""
+    """Resolve negative dims, refuse dims out of range, and drop units that change nothing."""
     out = []
     for axis, entry in enumerate(layout):
         if entry.kind == "split":

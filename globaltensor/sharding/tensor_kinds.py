@@ -1,9 +1,11 @@
-"""Kinds of tensors: a global tensor is made of ordinary ones, dense and with values in memory of
-their own. Of each other kind the error says what to do.
+"""Kinds of tensors that cannot become global, each with an error that says what to do.
+
+A global tensor is made of ordinary tensors, dense and with values in memory of their own.
+Conversion and parallelization call these functions.
 
 Ranks send each other the kinds of their tensors with the shapes, before any data moves, so all
 raise the same error (`gather_specs`, `SameModel`, `local_map`). A plain tensor among global ones is
-compared anyhow (`check_replicated`): its kind is part of what is compared. Sparse tensors, and
+compared in any case (`check_replicated`): its kind is part of the comparison. Sparse tensors, and
 those of classes that run torch's functions themselves, may be such operands if all ranks have the
 same.
 """
@@ -34,16 +36,17 @@ __all__ = [
 
 
 class Kind(NamedTuple):
-    """A kind of tensor that cannot become global: what it is, and what to do instead."""
+    """A kind of tensor that cannot become global: its name, and what to do instead."""
 
     text: str
     mend: str
-    operand: bool = False  # whether torch's functions may take it with parts of global tensors
+    # True if torch's functions may accept it together with local tensors of global ones
+    operand: bool = False
     error: type[GlobalTensorError] = KindError
 
 
 _ORDINARY: Final = frozenset((torch.Tensor, torch.nn.Parameter))
-# torch's functional collectives give it: an ordinary tensor that may still be on its way
+# torch's functional collectives return it: an ordinary tensor that may still be in transit
 _AWAITED: Final = "AsyncCollectiveTensor"
 _NO_OPERANDS: Final = frozenset(("DTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor"))
 _HARMLESS: Final = frozenset(("__new__", "__init__", "__repr__", "__str__"))
@@ -57,8 +60,8 @@ _UNINITIALIZED: Final = (
 _QUANTIZED: Final = f"Take x.dequantize(); {_LOCAL}"
 _NESTED: Final = f"Give the rows one length: x.to_padded_tensor(0.0) and a mask; {_LOCAL}"
 
-#: What to do instead of a tensor of a class, by the name of the class: torch's own, and those of
-#: libraries that many use.
+#: Advice for a tensor of a class, by the name of the class: torch's own classes, and those of
+#: libraries with many users.
 _CLASSES: Final = {
     "DTensor": (
         "Take x.full_tensor().to_global(placement, flow.sbp.broadcast), or x.to_local() "
@@ -90,8 +93,7 @@ def _is_global(t: torch.Tensor) -> bool:
 
 
 def kind_of(t: torch.Tensor) -> Kind | None:
-    """Return the kind of a tensor that is none of those that global tensors are made of, else
-    None."""
+    """Return the kind of a tensor that cannot become global, else None."""
     if type(t) not in _ORDINARY and (_is_global(t) or (found := _kind_of_class(t)) is not None):
         return None if _is_global(t) else found
     if t.layout is not torch.strided:
@@ -111,7 +113,7 @@ def kind_of(t: torch.Tensor) -> Kind | None:
 
 
 def _kind_of_class(t: torch.Tensor) -> Kind | None:
-    """Return the kind that a tensor is of by its class."""
+    """Return the kind that a tensor's class gives it, else None."""
     cls = type(t)
     if issubclass(cls, (UninitializedParameter, UninitializedBuffer)):
         return Kind(f"an {cls.__name__}, which has no shape yet", _UNINITIALIZED)
@@ -132,14 +134,18 @@ def _kind_of_class(t: torch.Tensor) -> Kind | None:
 
 
 def arrived(t: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary tensor for one that a collective of torch's has given and that may still
-    be on its way; any other as it is."""
+    """Return an ordinary tensor for one that may still be in transit, and any other unchanged.
+
+    torch's functional collectives return such tensors.
+    """
     return t.wait() if type(t).__name__ == _AWAITED else t  # type: ignore[attr-defined, no-any-return]
 
 
 def _parameter_kind(t: torch.Tensor) -> Kind | None:
-    """Return the kind of a parameter or buffer that cannot become global and stay the same object,
-    else None."""
+    """Return the kind of a parameter or buffer that cannot become global, else None.
+
+    A parameter has to stay the same object when it becomes global.
+    """
     cls = type(t)
     if (kind := kind_of(t)) is not None or cls in _ORDINARY or _is_global(t):
         return kind
@@ -158,7 +164,7 @@ def _parameter_kind(t: torch.Tensor) -> Kind | None:
 
 
 def _own_methods(cls: type) -> list[str]:
-    """Return the names of what a class does otherwise than torch's."""
+    """Return the names of the methods that a class overrides in torch's class."""
     theirs = {
         name: value
         for c in reversed(cls.__mro__[: cls.__mro__.index(torch.Tensor)])
@@ -178,9 +184,9 @@ def _own_methods(cls: type) -> list[str]:
     return sorted(changed - _HARMLESS)
 
 
-#: What a rank tells of a tensor: shape and dtype, or why it cannot become global.
+#: The description of a tensor that a rank sends: shape and dtype, or why it cannot become global.
 Described = tuple[tuple[int, ...], torch.dtype] | Kind
-#: Of a tensor on the meta device where values are needed.
+#: The kind of a tensor on the meta device where values are needed.
 BARE: Final = Kind(
     "a tensor on the meta device, which has no values",
     "Give it memory and values first: torch.empty_like(x, device=...)",
@@ -189,8 +195,10 @@ BARE: Final = Kind(
 
 
 def described(t: torch.Tensor, placement: Placement | None = None) -> Described:
-    """Return what a rank tells the others of its part of a global tensor. ``placement``: where that
-    is to have values."""
+    """Return the description of this rank's local tensor, which the ranks exchange.
+
+    ``placement``: the placement on which the global tensor is to have values.
+    """
     if (kind := kind_of(t)) is not None:
         return kind
     if t.is_meta and placement is not None and placement.type != "meta":
@@ -203,8 +211,10 @@ def described(t: torch.Tensor, placement: Placement | None = None) -> Described:
 
 
 def parameter_described(t: torch.Tensor) -> Any:
-    """Return the same of a parameter or buffer, which becomes global and stays the same object;
-    with what its gradient is, if it has one."""
+    """Return the description of a parameter or buffer, which stays the same object.
+
+    It includes the description of the gradient, if there is one.
+    """
     if (kind := _parameter_kind(t)) is not None:
         return kind
     grad = None if _is_global(t) or not t.is_leaf or t.grad is None else described(t.grad)
@@ -214,8 +224,10 @@ def parameter_described(t: torch.Tensor) -> Any:
 
 
 def refusal(what: str, held: Mapping[int, Any]) -> GlobalTensorError:
-    """Return the error of ranks of which one holds a tensor that cannot be global. ``held``: what
-    ranks told (`described`), the same on every rank."""
+    """Return the error for ranks of which one holds a tensor that cannot be global.
+
+    ``held``: the ranks' descriptions (`described`), the same on every rank.
+    """
     odd = {rank: kind for rank, kind in held.items() if isinstance(kind, Kind)}
     first = next(iter(odd.values()))
     ranks = [rank for rank, kind in odd.items() if kind == first]
@@ -231,6 +243,6 @@ def refusal(what: str, held: Mapping[int, Any]) -> GlobalTensorError:
 
 
 def refuse(what: str, held: Mapping[int, Any]) -> None:
-    """Raise that error if there is such a rank."""
+    """Raise the error of `refusal` if a rank holds a tensor that cannot be global."""
     if any(isinstance(kind, Kind) for kind in held.values()):
         raise refusal(what, held)

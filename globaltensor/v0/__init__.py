@@ -1,8 +1,9 @@
-"""``import globaltensor.v0 as flow``: job functions. A script configures machines and devices,
-decorates functions, and calls them with NumPy arrays.
+"""``import globaltensor.v0 as flow``: the job-function interface of OneFlow 0.1 to 0.4.
 
-A thin layer: a job function is recorded once (recording/program.py) and played in the ``build()``
-of an `nn.Graph` (v0/recording/execute.py) on every device. Docs: docs/v0.md.
+A script configures machines and devices, decorates functions, and calls them with NumPy arrays.
+This package is a thin layer: each job function is recorded once (recording/program.py). Every
+device then replays the recording in the ``build()`` of an `nn.Graph` (v0/recording/execute.py).
+Docs: docs/v0.md.
 """
 
 import torch as _torch

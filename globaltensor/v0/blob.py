@@ -1,5 +1,8 @@
-"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known
-shape and dtype; recording/program.py records what is done to it."""
+"""Blobs, the values that a job function computes with.
+
+A blob is a symbolic value of known shape and dtype. Ops on blobs are recorded as steps of a program
+(recording/program.py). Every op of ``flow`` calls `apply` or `own_step` to record itself.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ __all__ = ["Blob", "apply", "cast_distribute", "named", "own_step", "recording",
 
 
 class Blob:
-    """A value of a job. ``shape`` is that of one logical device; in the mirrored view, of each
-    device."""
+    """A symbolic value of a job.
+
+    ``shape`` is the global shape in the consistent view, and the shape on each device in the
+    mirrored view.
+    """
 
     __slots__ = (
         "devices",
@@ -72,15 +78,15 @@ class Blob:
 
     @property
     def is_dynamic(self) -> bool:
-        """Shapes are static here."""
+        """Always False, because shapes are static here."""
         return False
 
     def with_distribute(self, distribute: Distribute) -> Blob:
-        """The same blob, lying so."""
+        """Return the blob cast to this sbp; ``auto()`` leaves it unchanged."""
         return cast_distribute(self, distribute, None, None)
 
     def with_gradient_distribute(self, distribute: Distribute) -> Blob:
-        """The same blob, whose gradient lies so."""
+        """Return the blob with its gradient cast to this sbp; ``auto()`` leaves it unchanged."""
         return cast_distribute(self, None, distribute, None)
 
     def __len__(self) -> int:
@@ -112,7 +118,7 @@ class Blob:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Any function of torch is an op as well."""
+        """Record any torch function as an op."""
         return apply(func, *args, **(kwargs or {}))
 
 
@@ -137,14 +143,17 @@ Blob.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def named(function: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:
-    """A function made by another, with a name and a docstring of its own."""
+    """Give a generated function its own name and docstring."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return function
 
 
 def recording() -> Tape:
-    """The job that is being recorded. Raises JobError outside of job functions."""
+    """Return the tape of the job that is being recorded.
+
+    Raise JobError outside of job functions.
+    """
     tape = taping()
     if tape is None:
         raise JobError(
@@ -155,8 +164,11 @@ def recording() -> Tape:
 
 
 def apply(op: Callable[..., Any], *args: Any, op_name: str | None = None, **kwargs: Any) -> Any:
-    """Record an op, a function of tensors and plain values -> its results, blobs in place of
-    tensors. Raises JobError where the op refuses its arguments."""
+    """Record an op, a function of tensors and plain values.
+
+    Return its results, with blobs in place of tensors. Raise JobError if the op refuses its
+    arguments.
+    """
     tape = recording()
     blobs = [tape.seen(b) for b in object_tensors((args, kwargs), [], Blob)]
     blobs = [scoped(b) for b in blobs]
@@ -182,9 +194,11 @@ def own_step(
     name: str | None = None, devices: Devices | None = None,
     mirrored: bool | None = None, variable: bool = False,
 ) -> Blob:  # fmt: skip
-    """Record one of the replay's own steps, with one result of this shape and dtype. ``mirrored``:
-    its view; None: that of the blobs it takes, of which the shape follows, or without any the
-    scope's."""
+    """Record one of the replay's own steps, with one result of this shape and dtype.
+
+    ``mirrored`` sets the view of the result. If it is None, the view is that of the first input
+    blob, from which ``shape`` was computed. If there are no input blobs, the view is the scope's.
+    """
     tape = recording()
     blobs = [tape.seen(b) for b in object_tensors(args, [], Blob)]
     refs = replaced_in_objects(args, iter([Ref(b.index) for b in blobs]), Blob)
@@ -199,12 +213,16 @@ def own_step(
 def cast_distribute(
     blob: Blob, distribute: Distribute | None, gradient: Distribute | None, name: str | None
 ) -> Blob:
-    """The same blob, lying so, with a gradient that lies so; None: as it does."""
+    """Cast a blob to one sbp and its gradient to another.
+
+    None or ``auto()`` leaves the sbp unchanged. Return mirrored blobs as they are. Raise JobError
+    for a dim that the blob does not have.
+    """
     for given in (distribute, gradient):
         if given is not None:
             assert_is_valid_distribute(given)
     sbp, grad = (None if d is None else d.sbp for d in (distribute, gradient))
-    if (sbp is None and grad is None) or blob.mirrored:  # a device's own blob lies nowhere else
+    if (sbp is None and grad is None) or blob.mirrored:  # on one device alone: no sbp
         return blob
     for wanted in (sbp, grad):
         if (
@@ -227,14 +245,18 @@ def cast_distribute(
 
 
 def scoped(blob: Blob) -> Blob:
-    """The blob as the view that holds here sees it."""
+    """Convert the blob to the view of the current scope."""
     mirrored = recording().scoped_view()
     return blob if blob.mirrored == mirrored else _viewed(blob, mirrored)
 
 
 def _viewed(blob: Blob, mirrored: bool) -> Blob:
-    """The blob as the other view sees it: a batch that is cut over the devices along dim 0, or the
-    devices' batches one after the other."""
+    """Convert the blob to the other view.
+
+    The mirrored view splits a batch over the devices along dim 0. The consistent view concatenates
+    the devices' batches along dim 0. A variable keeps its shape. Raise JobError for a batch that
+    does not divide by the number of devices.
+    """
     devices = blob.tape.layout.size
     if mirrored and not blob.variable:
         if not blob.shape or blob.shape[0] % devices:

@@ -1,7 +1,9 @@
-"""``flow.checkpoint``: variables in a folder. Each has a folder of its name with ``out``, the
-elements as they lie in memory, and ``meta``, their shape and type; ``snapshot_done`` tells that all
-have been written. The master writes. The original's snapshots can be read, and it could read
-these."""
+"""``flow.checkpoint``: save variables to a folder and load them.
+
+Each variable has a folder of its name with two files. ``out`` holds its elements as they are in
+memory, ``meta`` its shape and dtype. A file ``snapshot_done`` marks that all have been written.
+User code calls this; the master writes. Snapshots are compatible with OneFlow's in both directions.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ _NAMES: Final = {name: kind for kind, name in reversed(_TYPES.items())}
 
 
 class Variable:
-    """A variable of the session: its value is fetched when it is asked for."""
+    """A variable of the session, whose value is fetched on access."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.name, self.shape, self.dtype = name, shape, dtype
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The value now, as an array of its own."""
+        """Return the current value as a new array."""
         return session().fetch([self.name])[self.name]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
@@ -51,7 +53,7 @@ class Variable:
 
 
 class FileBacked:
-    """A variable in a folder, read when it is asked for."""
+    """A variable in a snapshot folder, which is read on access."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -67,7 +69,7 @@ class FileBacked:
         self._kind = np.dtype(_TYPES[kind[1]])
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The value. Raises SessionError where the file is shorter or longer than its shape."""
+        """Read the value. Raise SessionError if the file's size does not match the shape."""
         found = np.fromfile(self.folder / "out", dtype=self._kind)
         if found.size != int(np.prod(self.shape)):
             raise SessionError(
@@ -84,16 +86,21 @@ class FileBacked:
 
 
 def get_all_variables() -> dict[str, Variable]:
-    """The variables of all jobs by name. Starts the session. What optimizers keep is not among
-    them; `save` saves it."""
+    """Return the variables of all jobs by name, and start the session if needed.
+
+    Optimizer states are not among them; `save` saves those too.
+    """
     here = session()
     return {name: Variable(name, *here.shape_of(name)) for name in here.names()}
 
 
 def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
-    """Write variables into a folder, which must not be there or be empty: all, with what optimizers
-    keep, the steps made and growing loss scales, or those given by name (arrays, or what
-    `get_all_variables` and `get` return). Raises SessionError where the folder holds something."""
+    """Write variables into a folder, which must be empty or not exist yet.
+
+    Without ``var_dict``, save everything: variables, optimizer states, step counts and dynamic loss
+    scales. Otherwise save the given values by name: arrays, or the results of `get_all_variables`
+    and `get`. Raise SessionError if the folder is not empty.
+    """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SessionError(
@@ -107,9 +114,8 @@ def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
         else {name: np.asarray(_value(v)) for name, v in var_dict.items()}
     )
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(
-        unfinished, ignore_errors=True
-    )  # of a process with our number that was killed at it
+    # A killed process with the same pid may have left this folder.
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
         for name, array in arrays.items():
             _write(unfinished, name, array)
@@ -140,8 +146,10 @@ def _write(folder: Path, name: str, array: np.ndarray[Any, Any]) -> None:
 
 
 def get(path: str) -> dict[str, FileBacked]:
-    """The variables in a folder by name, read when their values are asked for. Raises SessionError
-    where there is no complete snapshot."""
+    """Return the variables in a folder by name; their values are read on access.
+
+    Raise SessionError if there is no complete snapshot.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise SessionError(f"checkpoint.get: there is no folder {folder}")
@@ -160,9 +168,12 @@ def _folders(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
 
 
 def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) -> None:
-    """Give variables the values of arrays, by name; what optimizers keep too, where a snapshot has
-    it. Names that no job has are passed over; ``ignore_mismatch=False``: raises SessionError for
-    them, and for variables that get no value. Raises JobError for another shape, or no numbers."""
+    """Set variables to the values of arrays, by name, and optimizer states if a snapshot has them.
+
+    Names that no job has are skipped. With ``ignore_mismatch=False``, raise SessionError for such
+    names and for variables without a value. Raise JobError for a value of another shape, or one
+    that is not numeric.
+    """
     here = session()
     known, own = set(here.saved_names()), here.names()
     strange = sorted(set(value_dict) - known)
@@ -179,12 +190,11 @@ def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) 
         for name in here.saved_names()
         if name in value_dict
     }
+    # Check all values before loading any: an error halfway would leave the devices out of step.
     for (
         name,
         array,
-    ) in (
-        arrays.items()
-    ):  # all before any is loaded: an error on the way would leave the devices out of step
+    ) in arrays.items():
         shape = here.shape_of(name)[0]
         if array.shape != shape:
             raise JobError(

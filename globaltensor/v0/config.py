@@ -1,5 +1,8 @@
-"""``flow.config``: how many devices, and settings of the whole session. Each returns True, or False
-once the session has started."""
+"""``flow.config``: device counts and settings of the whole session.
+
+User code calls these before the first job call. Each returns True, or False once the session has
+started.
+"""
 
 from __future__ import annotations
 
@@ -18,66 +21,76 @@ __all__ = [
 
 @setting
 def gpu_device_num(val: int) -> None:
-    """Devices of each machine, the same on all. Each is a process; where a machine has no GPU, a
-    CPU device takes its place (one warning says so)."""
+    """Set the number of GPU devices per machine, the same on all machines.
+
+    Each device is a process. On a machine without GPUs, CPU devices replace them (one warning says
+    so).
+    """
     settings.gpus = whole("config.gpu_device_num", val)
 
 
 @setting
 def cpu_device_num(val: int) -> None:
-    """CPU devices of each machine."""
+    """Set the number of CPU devices per machine."""
     settings.cpus = whole("config.cpu_device_num", val)
 
 
 @setting
 def machine_num(val: int) -> None:
-    """Number of machines; `env.machine` must name as many."""
+    """Set the number of machines; `env.machine` must name as many."""
     settings.machine_num = whole("config.machine_num", val)
 
 
 @setting
 def ctrl_port(val: int) -> None:
-    """As ``env.ctrl_port``."""
+    """Set the port at which machines meet, like ``env.ctrl_port``."""
     settings.ctrl_port = whole("config.ctrl_port", val, 1, 65535)
 
 
 @setting
 def enable_debug_mode(val: bool = True) -> None:
-    """Log (logger ``globaltensor.v0``) what is recorded of each job and which programs are
-    built."""
+    """Log the recorded jobs and the programs being built (logger ``globaltensor.v0``)."""
     settings.debug = bool(val)
 
 
 @setting
 def enable_legacy_model_io(val: bool = True) -> None:
-    """No effect: both interfaces of models, ``checkpoint`` and ``train.CheckPoint``, are there
-    either way, in one format."""
+    """Do nothing: both checkpoint interfaces are always available.
+
+    They are ``checkpoint`` and ``train.CheckPoint``, and they use one format.
+    """
 
 
 @setting
 def enable_model_io_v2(val: bool = True) -> None:
-    """The opposite of `enable_legacy_model_io`, by an older name."""
+    """Do nothing: the opposite of `enable_legacy_model_io`, by an older name."""
 
 
 @setting
 def use_rdma(val: bool = True) -> None:
-    """Make sure that data between machines goes by RDMA: the session refuses to start where it
-    cannot (``flow.env.init_rdma``)."""
+    """Require RDMA for data between machines.
+
+    The session refuses to start where RDMA is not available (``flow.env.init_rdma``).
+    """
     settings.rdma = bool(val)
 
 
 @setting
 def enable_tensor_float_32_compute(val: bool = True) -> None:
-    """Whether GPUs may multiply float32 matrices in TF32
-    (``torch.backends.cuda.matmul.allow_tf32``)."""
+    """Allow GPUs to multiply float32 matrices in TF32.
+
+    This sets ``torch.backends.cuda.matmul.allow_tf32``.
+    """
     settings.tensor_float = bool(val)
 
 
 def _hint(name: str) -> Callable[..., bool]:
     @setting
     def told(val: Any = True) -> None:
-        """No effect: a hint to the original's allocator, threads or transport; PyTorch and its
-        backends choose these themselves."""
+        """Do nothing: a hint to OneFlow's allocator, threads or transport.
+
+        PyTorch and its backends choose these automatically.
+        """
 
     told.__name__ = told.__qualname__ = name.rpartition(".")[2]
     return told
@@ -102,8 +115,8 @@ _COLLECTIVE = (
 for _name in _HINTS:
     globals()[_name] = _hint(f"config.{_name}")
 
-#: Settings of the original's collectives, without effect: gradients are bucketed and overlapped by
-#: themselves.
+#: Settings of OneFlow's collectives, without effect: gradients are bucketed and overlapped
+#: automatically.
 collective_boxing = types.SimpleNamespace(
     **{name: _hint(f"config.collective_boxing.{name}") for name in _COLLECTIVE}
 )

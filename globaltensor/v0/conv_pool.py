@@ -1,5 +1,8 @@
-"""Windows over space: convolutions, pooling and padding, for 1 to 3 dims, channels first or last.
-Functions of tensors, and what they have in common."""
+"""Convolutions, pooling and padding of tensors.
+
+They have 1 to 3 spatial dims, and channels first or last. `nn` and `layers` record these functions,
+and use their checks of arguments.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,20 @@ _POOLS = {
 
 
 def channels_last(what: str, data_format: str, dims: int) -> bool:
-    """Raises JobError for a format that does not belong to so many dims of space."""
+    """Return True if the format has channels last.
+
+    Raise JobError for a format that does not have ``dims`` spatial dims.
+    """
     if not isinstance(data_format, str) or data_format.upper() not in _FORMATS[dims]:
         raise JobError(f"{what}: data_format is {' or '.join(_FORMATS[dims])}, got {data_format!r}")
     return data_format.upper() == _FORMATS[dims][1]
 
 
 def numbers(what: str, value: Any, dims: int) -> tuple[int, ...]:
-    """One integer for each dim of space; one alone stands for all. Raises JobError."""
+    """Return one positive integer for each spatial dim; a single integer is repeated.
+
+    Raise JobError for other values.
+    """
     found = (
         (value,) * dims
         if isinstance(value, int)
@@ -59,9 +68,12 @@ def padding_of(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """(before, after) for each dim of space. "SAME" keeps ceil(size / stride) places; where that
-    takes an odd number, "SAME" and "SAME_LOWER" put the larger half before, "SAME_UPPER" after. Or
-    pairs for every dim of the tensor or of space, or integers. Raises JobError.
+    """Return (before, after) for each spatial dim.
+
+    "SAME" gives ceil(size / stride) output positions. If the total padding is odd, "SAME" and
+    "SAME_LOWER" put the larger half before, "SAME_UPPER" after. "VALID" adds no padding.
+    ``padding`` may also be pairs or integers for every dim of the tensor or of space, or one
+    integer. Raise JobError for other values.
 
     >>> padding_of("conv2d", "SAME", False, [28], [5], [1], [1]), padding_of("pool", "SAME", False, [7], [2], [2], [1])
     (((2, 2),), ((1, 0),))
@@ -119,7 +131,7 @@ def convolved(
     padding: Sequence[tuple[int, int]], dilations: Sequence[int],
     groups: int, last: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """A convolution. With channels last the weight is (filters, window..., channels)."""
+    """Apply a convolution. With channels last, the weight is (filters, window..., channels)."""
     even = all(a == b for a, b in padding)
     x = to_channels_first(x, last) if even else _padded(to_channels_first(x, last), padding)
     own = [a for a, _ in padding] if even else 0
@@ -138,7 +150,7 @@ def pooled(
     ceil_mode: bool,
     last: bool,
 ) -> torch.Tensor:
-    """Pooling; an average counts the places that are there, not the padding."""
+    """Apply max or average pooling; the average leaves out the padding."""
     pool: Any = _POOLS[kind, len(windows)]
     x = to_channels_first(x, last)
     windows, strides = list(windows), list(strides)

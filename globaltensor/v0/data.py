@@ -1,4 +1,4 @@
-"""``flow.data``: the handwritten digits of MNIST from files on this machine."""
+"""``flow.data``: a loader of MNIST from files on this machine, for user code."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def load_mnist(
     hash_check: str | None = None,
     out_dir: str = ".",
 ) -> tuple[Arrays, Arrays]:
-    """((images, labels) to train with, (images, labels) to test with), in batches: images float32
-    in [0, 1] of shape (batches, size, 1, 28, 28), or with ``data_format="NHWC"`` (batches, size,
-    28, 28, 1); labels int32 (batches, size). What is left of the last batch is dropped.
+    """Return ((images, labels) to train with, (images, labels) to test with), in batches.
 
-    They are read from the four IDX files (plain or ``.gz``) or ``mnist.npz`` in the folder
-    ``out_dir``; nothing is downloaded, so ``url`` and ``hash_check`` have no effect. Raises
-    SessionError where they are not there or not what they should be.
+    Images are float32 in [0, 1] of shape (batches, size, 1, 28, 28), or (batches, size, 28, 28, 1)
+    with ``data_format="NHWC"``. Labels are int32 of shape (batches, size). An incomplete last batch
+    is dropped.
+
+    They are read from the four IDX files (plain or ``.gz``) or from ``mnist.npz`` in the folder
+    ``out_dir``. Nothing is downloaded, so ``url`` and ``hash_check`` have no effect. Raise
+    SessionError if the files are missing or damaged.
     """
     if data_format not in ("NCHW", "NHWC"):
         raise SessionError(f'load_mnist: data_format is "NCHW" or "NHWC", got {data_format!r}')
@@ -72,8 +74,10 @@ def _found(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path) -> np.ndarray[Any, Any]:
-    """An IDX file of unsigned bytes (http://yann.lecun.com/exdb/mnist), plain or gzipped. Raises
-    SessionError for another file, or one that is cut off."""
+    """Read an IDX file of unsigned bytes (http://yann.lecun.com/exdb/mnist), plain or gzipped.
+
+    Raise SessionError for another file, or a truncated one.
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError) as error:

@@ -1,5 +1,7 @@
-"""``flow.distribute``: how a blob lies on the devices of its placement; older names of the
-views."""
+"""``flow.distribute``: the sbp of a blob on its placement, and older names of the views.
+
+User code passes these values to ops, layers and variables.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Distribute:
-    """``sbp``: how it lies; None: as the ops around it choose. Equal ones are interchangeable."""
+    """The sbp of a blob; ``sbp=None`` leaves the choice to the surrounding ops.
+
+    Equal values are interchangeable.
+    """
 
     sbp: Sbp | None
 
@@ -41,25 +46,27 @@ class Distribute:
 
 
 def split(axis: int) -> Distribute:
-    """Each device has a piece of dim ``axis``. Raises JobError for what is no dim."""
+    """Return a `Distribute` that shards dim ``axis`` over the devices.
+
+    Raise JobError if ``axis`` is no integer.
+    """
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise JobError(f"distribute.split: axis is a dim of the blob, got {axis!r}")
     return Distribute(sbp_split(axis))
 
 
 def broadcast() -> Distribute:
-    """Each device has all of it."""
+    """Return a `Distribute` that replicates a blob on every device."""
     return Distribute(sbp_broadcast)
 
 
 def auto() -> Distribute:
-    """As the ops around it choose."""
+    """Return a `Distribute` that leaves the sbp to the surrounding ops."""
     return Distribute(None)
 
 
 def assert_is_valid_distribute(distribute: Any) -> None:
-    """Raises JobError for what is neither ``distribute.split(axis)`` nor ``broadcast()`` nor
-    ``auto()``."""
+    """Raise JobError unless the argument is ``split(axis)``, ``broadcast()`` or ``auto()``."""
     if not isinstance(distribute, Distribute):
         raise JobError(
             f"a distribute is wanted: flow.distribute.split(axis), broadcast() or auto(); got "
@@ -68,20 +75,20 @@ def assert_is_valid_distribute(distribute: Any) -> None:
 
 
 def consistent_strategy() -> ConsistentView:
-    """An older name of ``scope.consistent_view``."""
+    """Return ``scope.consistent_view()``; an older name of that function."""
     return consistent_view()
 
 
 def mirrored_strategy() -> MirroredView:
-    """An older name of ``scope.mirrored_view``."""
+    """Return ``scope.mirrored_view()``; an older name of that function."""
     return mirrored_view()
 
 
 def consistent_strategy_enabled() -> bool:
-    """An older name of ``scope.consistent_view_enabled``."""
+    """Return ``scope.consistent_view_enabled()``; an older name of that function."""
     return consistent_view_enabled()
 
 
 def mirrored_strategy_enabled() -> bool:
-    """An older name of ``scope.mirrored_view_enabled``."""
+    """Return ``scope.mirrored_view_enabled()``; an older name of that function."""
     return mirrored_view_enabled()

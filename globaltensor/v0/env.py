@@ -1,5 +1,8 @@
-"""``flow.env``: the machines of a session and how they reach each other. Settings return True, or
-False once the session has started."""
+"""``flow.env``: the machines of a session and how they reach each other.
+
+User code calls the setters before the first job call. They return True, or False once the session
+has started.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = [
 
 
 class Resource(NamedTuple):
-    """What a session has."""
+    """The resources of a session."""
 
     machine_num: int
     gpu_device_num: int
@@ -37,10 +40,12 @@ class Resource(NamedTuple):
 
 @setting
 def machine(*val: Any) -> None:
-    """The machines, as a list or as arguments: addresses, or dicts with ``addr`` (and
-    ``ctrl_port_agent``, ``data_port_agent``: the ports by which others reach it, where they are
-    forwarded). The first is the master. Raises SessionError for what is no address, or one that
-    stands twice."""
+    """Set the machines, as a list or as arguments: addresses, or dicts with ``addr``.
+
+    A dict may also have ``ctrl_port_agent`` and ``data_port_agent``: the ports at which others
+    reach the machine if its ports are forwarded. The first machine is the master. Raise
+    SessionError for an invalid address, a duplicate, or an empty list.
+    """
     given = (
         list(val[0])
         if len(val) == 1 and isinstance(val[0], Iterable) and not isinstance(val[0], (str, Mapping))
@@ -80,39 +85,43 @@ def machine(*val: Any) -> None:
 
 @setting
 def ctrl_port(val: int) -> None:
-    """The port by which machines meet, the same on all; the master listens there."""
+    """Set the port at which machines meet, the same on all; the master listens on it."""
     settings.ctrl_port = whole("env.ctrl_port", val, 1, 65535)
 
 
 @setting
 def data_port(val: int) -> None:
-    """The master's port where devices meet for their data; by default a free one. The data itself
-    goes over ports that the system gives."""
+    """Set the master's port at which devices meet to exchange data; by default a free port.
+
+    The data itself goes over ports that the system chooses.
+    """
     settings.data_port = whole("env.data_port", val, 1, 65535)
 
 
 @setting
 def log_dir(val: str) -> None:
-    """The session writes its log there, a file for each process that runs the script."""
+    """Set the folder of the session's log, with a file for each process that runs the script."""
     settings.log_dir = str(val)
 
 
 @setting
 def logtostderr(val: bool) -> None:
-    """The session writes its log to stderr too."""
+    """Set whether the session writes its log to stderr too."""
     settings.log_to_stderr = bool(val)
 
 
 @setting
 def logbuflevel(val: int) -> None:
-    """The least level that is logged: 0 everything, 1 information, 2 warnings, 3 errors."""
+    """Set the lowest level that is logged: 0 everything, 1 information, 2 warnings, 3 errors."""
     settings.log_level = {0: 10, 1: 20, 2: 30, 3: 40}.get(whole("env.logbuflevel", val, -1), 10)
 
 
 def init() -> bool:
-    """Find the other machines now, instead of at the first job call; what is said about the session
-    afterwards counts no more. Raises SessionError where they do not meet. True; False where it has
-    been done."""
+    """Find the other machines now, instead of at the first job call.
+
+    Settings made afterwards have no effect. Return True, or False if this has been done already.
+    Raise SessionError if the machines cannot meet.
+    """
     if settings.closed:
         return False
     session().meet()
@@ -120,8 +129,7 @@ def init() -> bool:
 
 
 def current_resource() -> Resource:
-    """What the session has. It must have been initialised: `init`, or a job call; else this does
-    it."""
+    """Return the session's resources. This calls `init` if the session is not initialised yet."""
     init()
     layout = session().layout
     gpus = layout.each if layout.kind == "cuda" and layout.tag == "gpu" else 0
@@ -131,8 +139,7 @@ def current_resource() -> Resource:
 
 
 def current_machine_id() -> int:
-    """Which machine of the list this is. It must have been initialised: `init`, or a job call; else
-    this does it."""
+    """Return this machine's index in the list, after calling `init` if needed."""
     init()
     meeting = session().meeting
     return 0 if meeting is None else meeting.machine

@@ -1,4 +1,4 @@
-"""What the job-function view raises."""
+"""The exceptions of the job-function interface, raised by all modules of `globaltensor.v0`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["JobError", "SessionError"]
 
 
 class JobError(GlobalTensorError):
-    """A job function, its arguments or its settings make no sense."""
+    """An error in a job function, its arguments or its settings."""
 
 
 class SessionError(GlobalTensorError):
-    """The machines of a session cannot meet, do not agree, or one of them is gone."""
+    """An error of a session: its machines cannot meet, do not agree, or one of them is gone."""

@@ -1,4 +1,7 @@
-"""``flow.function_config()``: settings of a job."""
+"""``flow.function_config()``: the settings of one job function.
+
+User code fills them in and hands them to `global_function`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from .session.settings import logger
 
 __all__ = ["FunctionConfig", "function_config"]
 
-#: Choices of the original's compiler, memory planner and cudnn that have no effect here: torch
-#: chooses itself.
+#: Options of OneFlow's compiler, memory planner and cudnn that have no effect here, because torch
+#: chooses automatically.
 HINTS = frozenset({
     "all_reduce_fp16", "all_reduce_group_min_mbyte", "all_reduce_group_num",
     "all_reduce_group_size_warmup", "all_reduce_lazy_ratio", "allow_cpu_return_op",
@@ -55,8 +58,12 @@ _ZERO_MODES = ("none", "distributed_split", "non_distributed")
 
 
 class FunctionConfig:
-    """Settings of a job function: ``@flow.global_function(type="train", function_config=config)``.
-    Each returns nothing; hints without effect are taken too."""
+    """The settings of a job function.
+
+    Pass them as ``@flow.global_function(type="train", function_config=config)``. Every setter
+    returns None. Options of OneFlow without effect here are accepted and logged (`HINTS`). Removed
+    ones raise AttributeError and name their replacement (`GONE`).
+    """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype = torch.float32
@@ -66,8 +73,10 @@ class FunctionConfig:
         self.train = _Train()
 
     def default_data_type(self, value: torch.dtype) -> None:
-        """The dtype of floating-point values that say none. Raises JobError for what is no
-        dtype."""
+        """Set the default dtype of floating-point values.
+
+        Raise JobError if ``value`` is no dtype.
+        """
         if not isinstance(value, torch.dtype):
             raise JobError(
                 f"default_data_type: one of flow.float, flow.double, flow.float16 ...; got "
@@ -76,7 +85,10 @@ class FunctionConfig:
         self.dtype = value
 
     def default_logical_view(self, value: View) -> None:
-        """``scope.consistent_view()`` or ``scope.mirrored_view()``. Raises JobError for another."""
+        """Set the job's default view: ``scope.consistent_view()`` or ``scope.mirrored_view()``.
+
+        Raise JobError for another value.
+        """
         if not isinstance(value, View):
             raise JobError(
                 f"default_logical_view: flow.scope.consistent_view() or "
@@ -85,12 +97,14 @@ class FunctionConfig:
         self.view = value
 
     def default_distribute_strategy(self, value: View) -> None:
-        """An older name of `default_logical_view`."""
+        """Set the job's default view; an older name of `default_logical_view`."""
         self.default_logical_view(value)
 
     def default_placement_scope(self, value: PlacementScope) -> None:
-        """``scope.placement(...)``: the devices of ops outside of any such block. Raises JobError
-        for another."""
+        """Set the devices of ops outside of any placement block, as ``scope.placement(...)``.
+
+        Raise JobError for another value.
+        """
         if not isinstance(value, PlacementScope):
             raise JobError(
                 f'default_placement_scope: flow.scope.placement("gpu", "0:0-3"), got {value!r}'
@@ -98,13 +112,19 @@ class FunctionConfig:
         self.scope = value
 
     def enable_auto_mixed_precision(self, value: bool = True) -> None:
-        """Compute in float16 on GPUs, in bfloat16 on CPUs, where that is safe (torch.autocast);
-        variables stay as they are."""
+        """Compute in float16 on GPUs and in bfloat16 on CPUs, wherever that is safe.
+
+        This uses torch.autocast. Variables keep their dtype.
+        """
         self.options["amp"] = bool(value)
 
     def optimizer_placement_optimization_mode(self, mode: str) -> None:
-        """ "distributed_split" (and "non_distributed", its older form): each device keeps a part of
-        the optimizer's state (ZeRO stage 1). "none": all of it. Raises JobError for another."""
+        """Set whether optimizer states are sharded over the devices.
+
+        "distributed_split" (and "non_distributed", its older form) keeps a shard of the states on
+        each device (ZeRO stage 1). "none" keeps all states on every device. Raise JobError for
+        another mode.
+        """
         if mode not in _ZERO_MODES:
             raise JobError(
                 f"optimizer_placement_optimization_mode: one of {', '.join(_ZERO_MODES)}; got "
@@ -113,8 +133,10 @@ class FunctionConfig:
         self.options["zero"] = mode != "none"
 
     def optimizer_placement_optimization_threshold(self, value: int) -> None:
-        """Variables of fewer elements for each device are not shared out. Raises JobError below
-        1."""
+        """Set the minimum size of variables whose optimizer states are sharded.
+
+        ``value`` counts elements per device. Raise JobError for a value below 1.
+        """
         if not isinstance(value, int) or value < 1:
             raise JobError(
                 f"optimizer_placement_optimization_threshold: a number of elements, at least 1; "
@@ -123,11 +145,14 @@ class FunctionConfig:
         self.options["zero_least"] = value
 
     def enable_non_distributed_optimizer(self, value: bool = True) -> None:
-        """An older form of ``optimizer_placement_optimization_mode("non_distributed")``."""
+        """Shard optimizer states; an older form of `optimizer_placement_optimization_mode`.
+
+        True corresponds to its mode "non_distributed", False to "none".
+        """
         self.options["zero"] = bool(value)
 
     def use_xla_jit(self, value: bool = True) -> None:
-        """Compile the job's program, with torch.compile."""
+        """Compile the job's program with torch.compile."""
         self.options["compile"] = bool(value)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -144,13 +169,15 @@ class FunctionConfig:
 
 
 def function_config() -> FunctionConfig:
-    """Settings of a job, to be filled in."""
+    """Return new settings of a job, to be filled in."""
     return FunctionConfig()
 
 
 class _Train:
-    """The older way to set the optimizer: with ``losses.add_loss(loss)`` in the job. ``minimize``
-    is the newer way."""
+    """The older way to set the optimizer, with ``losses.add_loss(loss)`` in the job.
+
+    ``minimize`` is the newer way.
+    """
 
     def __init__(self) -> None:
         self.rates: list[float | None] = [None, None]
@@ -158,26 +185,32 @@ class _Train:
         self.update: Mapping[str, Any] | None = None
 
     def primary_lr(self, value: float) -> None:
-        """The learning rate."""
+        """Set the learning rate."""
         self.rates[0] = float(value)
 
     def secondary_lr(self, value: float) -> None:
-        """The learning rate of variables with ``model_name="bias"``."""
+        """Set the learning rate of variables with ``model_name="bias"``."""
         self.rates[1] = float(value)
 
     def loss_scale_factor(self, value: float) -> None:
-        """A factor of the loss."""
+        """Set the loss scale, by which the loss is multiplied."""
         self.scale = float(value)
 
     def model_update_conf(self, value: Mapping[str, Any]) -> None:
-        """``{"naive_conf": {}}``, ``{"momentum_conf": {"beta": 0.9}}`` and so on; beside it
-        ``learning_rate_decay``, ``warmup_conf``, ``clip_conf``, ``weight_decay_conf``. Raises
-        JobError where it names no update."""
+        """Set the optimizer and its options.
+
+        One key names the optimizer: ``{"naive_conf": {}}``, ``{"momentum_conf": {"beta": 0.9}}``
+        and so on. Further keys are ``learning_rate_decay``, ``warmup_conf``, ``clip_conf`` and
+        ``weight_decay_conf``. `optimizer` raises JobError unless exactly one key names an
+        optimizer.
+        """
         self.update = dict(value)
 
     def optimizer(self) -> optimizers.Optimizer | None:
-        """What these settings come to; None where there are none. Raises JobError where they are
-        incomplete."""
+        """Return the optimizer that these settings describe, or None if nothing was set.
+
+        Raise JobError if the settings are incomplete.
+        """
         if self.update is None and self.rates[0] is None:
             return None
         if self.rates[0] is None:

@@ -1,5 +1,8 @@
-"""Starting values of variables. An initializer is a value: the same one and the same seed give the
-same numbers on every device."""
+"""Initializers, which compute the starting values of variables.
+
+An initializer is a value: equal initializers and seeds produce the same numbers on every device.
+User code passes them to `get_variable` and to layers.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ __all__ = [
     "xavier_uniform_initializer", "zeros_initializer",
 ]  # fmt: skip
 
-# The standard deviation of a standard normal distribution cut at -2 and 2.
+# Standard deviation of a standard normal distribution truncated at -2 and 2.
 _CUT_DEVIATION = 0.87962566103423978
 _MODES = ("fan_in", "fan_out", "fan_avg")
 _DISTRIBUTIONS = ("truncated_normal", "random_normal", "random_uniform")
 
 
 class Initializer:
-    """Fills a new tensor, from a generator."""
+    """An initializer: it fills a new tensor with numbers from a generator."""
 
     seed: int | None = None
 
@@ -67,7 +70,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Values further than two deviations from the mean are drawn again."""
+    """A normal distribution that redraws values more than two deviations from the mean."""
 
     mean: float
     deviation: float
@@ -81,8 +84,10 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class VarianceScaling(Initializer):
-    """Variance ``scale / n``, where n counts the inputs or outputs of a unit, or is their mean (He
-    et al. 2015, Glorot and Bengio 2010)."""
+    """An initializer with variance ``scale / n`` (He et al. 2015, Glorot and Bengio 2010).
+
+    n is the number of inputs of a unit, of its outputs, or the mean of both.
+    """
 
     scale: float
     mode: str
@@ -104,8 +109,10 @@ class VarianceScaling(Initializer):
 
 
 def fan(shape: Sequence[int], mode: str, data_format: str) -> float:
-    """Inputs or outputs of a unit whose weight has this shape: (outputs, inputs), for convolutions
-    with the window's dims after the inputs, or before them.
+    """Return the number of inputs or outputs of a unit whose weight has this shape, or their mean.
+
+    The weight is (outputs, inputs). For convolutions, the window's dims follow the inputs, or
+    precede them if ``data_format`` ends in "C". Raise JobError for a weight of less than 2 dims.
 
     >>> fan((8, 3, 5, 5), "fan_in", "NCHW"), fan((8, 3, 5, 5), "fan_out", "NCHW")
     (75.0, 200.0)
@@ -120,24 +127,24 @@ def fan(shape: Sequence[int], mode: str, data_format: str) -> float:
 
 
 def constant_initializer(value: float = 0, dtype: torch.dtype = torch.float32) -> Initializer:
-    """Every element is ``value``."""
+    """Return an initializer that sets every element to ``value``."""
     return Constant(value)
 
 
 def zeros_initializer(dtype: torch.dtype = torch.float32) -> Initializer:
-    """Every element is 0."""
+    """Return an initializer that sets every element to 0."""
     return Constant(0)
 
 
 def ones_initializer(dtype: torch.dtype = torch.float32) -> Initializer:
-    """Every element is 1."""
+    """Return an initializer that sets every element to 1."""
     return Constant(1)
 
 
 def random_uniform_initializer(
     minval: float = 0, maxval: float = 1, dtype: torch.dtype = torch.float32
 ) -> Initializer:
-    """Uniform from ``minval`` to ``maxval``."""
+    """Return an initializer that draws uniformly from ``minval`` to ``maxval``."""
     return Uniform(minval, maxval)
 
 
@@ -147,17 +154,17 @@ def random_normal_initializer(
     seed: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Initializer:
-    """Normal."""
+    """Return an initializer that draws from a normal distribution."""
     return Normal(mean, stddev, seed)
 
 
 def truncated_normal_initializer(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
-    """Normal, but nothing further than two deviations from the mean."""
+    """Return an initializer for a normal distribution truncated at two deviations from the mean."""
     return TruncatedNormal(mean, stddev)
 
 
 def truncated_normal(stddev: float = 1.0) -> Initializer:
-    """As `truncated_normal_initializer` with mean 0."""
+    """Return `truncated_normal_initializer` with mean 0."""
     return TruncatedNormal(0.0, stddev)
 
 
@@ -167,21 +174,23 @@ def variance_scaling_initializer(
     distribution: str = "truncated_normal",
     data_format: str = "",
 ) -> Initializer:
-    """Variance ``scale / n``: ``mode`` says what n is, "fan_in", "fan_out" or "fan_avg";
-    ``distribution``: "truncated_normal", "random_normal" or "random_uniform". Raises JobError for
-    others."""
+    """Return an initializer with variance ``scale / n``.
+
+    ``mode`` sets n: "fan_in", "fan_out" or "fan_avg". ``distribution`` is "truncated_normal",
+    "random_normal" or "random_uniform". Raise JobError for others.
+    """
     _among("mode", mode.lower(), _MODES)
     _among("distribution", distribution.lower(), _DISTRIBUTIONS)
     return VarianceScaling(float(scale), mode.lower(), distribution.lower(), data_format)
 
 
 def glorot_uniform_initializer(data_format: str = "") -> Initializer:
-    """Uniform with variance 2 / (inputs + outputs) (Glorot and Bengio 2010)."""
+    """Return a uniform initializer of variance 2 / (inputs + outputs) (Glorot and Bengio 2010)."""
     return variance_scaling_initializer(1.0, "fan_avg", "random_uniform", data_format)
 
 
 def glorot_normal_initializer(data_format: str = "") -> Initializer:
-    """Normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010)."""
+    """Return a normal initializer of variance 2 / (inputs + outputs) (Glorot and Bengio 2010)."""
     return variance_scaling_initializer(1.0, "fan_avg", "random_normal", data_format)
 
 
@@ -196,8 +205,11 @@ def kaiming_initializer(
     nonlinearity: str | None = "leaky_relu",
     negative_slope: float = 0.0, data_format: str = "NCHW",
 ) -> Initializer:  # fmt: skip
-    """For weights of this shape before such a nonlinearity: "leaky_relu", "relu", "tanh", "sigmoid"
-    or None (He et al. 2015). Raises JobError for others."""
+    """Return an initializer for weights of this shape before a nonlinearity (He et al. 2015).
+
+    ``nonlinearity`` is "leaky_relu", "relu", "tanh", "sigmoid" or None. ``distribution`` is
+    "random_normal" or "random_uniform". Raise JobError for others.
+    """
     _among("mode", mode, _MODES)
     _among("distribution", distribution, _DISTRIBUTIONS[1:])
     gains: dict[Any, float] = {

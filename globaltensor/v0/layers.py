@@ -1,4 +1,7 @@
-"""``flow.layers``: ops with variables of their own, named ``<name>-weight`` and so on."""
+"""``flow.layers``: ops that create their own variables, named ``<name>-weight`` and so on.
+
+User code calls them inside job functions.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,14 @@ def dense(
     bias_regularizer: Regularizer | None = None,
     trainable: bool = True, name: str = "Dense", model_distribute: Distribute = broadcast(),  # noqa: B008 - a value
 ) -> Blob:  # fmt: skip
-    """``inputs @ weight.T + bias`` along the last dim; the weight is (units, inputs), zeros without
-    an initializer.
+    """Apply a linear layer, ``inputs @ weight.T + bias``, along the last dim.
 
-    ``model_distribute``: ``split(0)`` gives each device some of the units, rows of the weight and
-    elements of the bias: the inputs come whole to every device, the output is split along dim 1
-    (2-D inputs alone). Raises JobError for another split, or inputs of less than 2 dims.
+    The weight has shape (units, inputs). Without an initializer, it starts at zero.
+
+    ``model_distribute``: ``split(0)`` gives each device some of the units, that is rows of the
+    weight and elements of the bias. Every device then gets the full inputs, and the output is split
+    along dim 1. This works for 2-D inputs only. Raise JobError for another split, or for inputs of
+    less than 2 dims.
     """
     if len(inputs.shape) < 2:
         raise JobError(f"layers.dense: inputs of 2 dims or more are wanted, got {inputs!r}")
@@ -88,7 +93,10 @@ def dense(
 
 
 def _activated(activation: Activation | None, blob: Blob) -> Blob:
-    """The interface gives activations a name; functions that take none are taken too."""
+    """Apply an activation, passing ``name`` only if its signature has that parameter.
+
+    The activations of this interface have it; functions without it are accepted too.
+    """
     if activation is None:
         return blob
     try:
@@ -184,8 +192,11 @@ def layer_norm(
     begin_norm_axis: int = 1, begin_params_axis: int = -1,
     epsilon: float = 1e-5, name: str = "LayerNorm", model_distribute: Distribute = broadcast(),  # noqa: B008 - a value
 ) -> Blob:  # fmt: skip
-    """Normalised over the dims from ``begin_norm_axis`` on, times gamma plus beta, which have the
-    dims from ``begin_params_axis`` on. Raises JobError for dims that are not there."""
+    """Normalise over the dims from ``begin_norm_axis`` on, then multiply by gamma and add beta.
+
+    Gamma and beta have the dims from ``begin_params_axis`` on. Raise JobError for dims that
+    ``inputs`` does not have.
+    """
     dims = len(inputs.shape)
     if not -dims <= begin_norm_axis < dims or not -dims <= begin_params_axis < dims:
         raise JobError(
@@ -213,7 +224,7 @@ def layer_norm(
 
 
 def layer_norm_grad(*args: Any, **kwargs: Any) -> Blob:
-    """Gone: gradients come of themselves. Raises JobError."""
+    """Raise JobError: this function is gone, because autograd computes the gradients."""
     raise JobError(
         "layers.layer_norm_grad is gone: gradients are taken by autograd now; use "
         "layers.layer_norm and minimize"
@@ -223,7 +234,7 @@ def layer_norm_grad(*args: Any, **kwargs: Any) -> Blob:
 def _batch_normed(
     x: torch.Tensor, gamma: Any, beta: Any, epsilon: float, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalised; mean, and variance as an estimate of the population's."""
+    """Return the normalised batch, the batch's mean and its unbiased variance."""
     moved = x.movedim(axis, 1)
     out = F.batch_norm(moved, None, None, gamma, beta, True, 0.0, epsilon).movedim(1, axis)
     variance, mean = torch.var_mean(
@@ -244,11 +255,14 @@ def batch_normalization(
     moving_variance_initializer: Initializer | None = None, trainable: bool = True,
     training: bool = True, name: str = "BatchNorm",
 ) -> Blob:  # fmt: skip
-    """Normalised over all dims but ``axis``. In a job that trains, with ``trainable`` and
-    ``training``, by the batch's mean and variance, which also go into the moving ones (``momentum``
-    of the old, the rest of the new); else by the moving ones. In the consistent view the batch is
-    that of all devices, in the mirrored view each device's own. Raises JobError for a dim that is
-    not there."""
+    """Normalise over all dims except ``axis``.
+
+    In a job that trains, with ``trainable`` and ``training``, the batch's mean and variance are
+    used. They also update the moving averages: ``momentum`` times the old value plus
+    ``1 - momentum`` times the new one. Otherwise the moving averages are used. The batch is that of
+    all devices in the consistent view, and each device's own in the mirrored view. Raise JobError
+    for a dim that ``inputs`` does not have.
+    """
     dims = len(inputs.shape)
     if not -dims <= axis < dims:
         raise JobError(f"layers.batch_normalization: {inputs!r} has no dim {axis}")
@@ -307,13 +321,13 @@ def batch_normalization(
 
 
 def batch_normalization_add_relu(inputs: Blob, addend: Blob | None = None, **options: Any) -> Blob:
-    """`batch_normalization`, plus ``addend``, and relu."""
+    """Apply `batch_normalization`, add ``addend`` (if not None), and apply relu."""
     out = batch_normalization(inputs, **options)
     return nn.relu(out if addend is None else apply(torch.add, out, addend))
 
 
 def batch_normalization_relu(inputs: Blob, **options: Any) -> Blob:
-    """`batch_normalization` and relu."""
+    """Apply `batch_normalization` and relu."""
     return nn.relu(batch_normalization(inputs, **options))
 
 
@@ -332,8 +346,10 @@ def upsample_2d(
     interpolation: str = "nearest",
     name: str = "Upsample2D",
 ) -> Blob:
-    """An image ``size`` times as high and wide; ``interpolation`` "nearest" or "bilinear". Raises
-    JobError for another."""
+    """Enlarge images ``size`` times in height and width.
+
+    ``interpolation`` is "nearest" or "bilinear". Raise JobError for another.
+    """
     if interpolation not in ("nearest", "bilinear"):
         raise JobError(
             f'layers.upsample_2d: interpolation is "nearest" or "bilinear", got {interpolation!r}'

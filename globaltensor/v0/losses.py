@@ -1,4 +1,4 @@
-"""``flow.losses``: what a job trains against."""
+"""``flow.losses``: the losses that a job minimises; user code and `Optimizer.minimize` add them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ __all__ = ["add_loss"]
 
 
 def add_loss(loss: Blob) -> None:
-    """Add to what the job trains against the mean over the elements of ``loss``.
-    ``optimizer.*.minimize`` does it; alone it belongs to the older settings
-    ``function_config().train.*``. Raises JobError for what is no blob of numbers, a job that does
-    not train, or losses of different shapes."""
+    """Add the mean over the elements of ``loss`` to the job's training objective.
+
+    ``optimizer.*.minimize`` calls it. User code calls it with the older settings
+    ``function_config().train.*``. Raise JobError if ``loss`` is no floating-point blob, if the job
+    does not train, or if losses differ in shape.
+    """
     tape = recording()
     if not isinstance(loss, Blob) or not loss.dtype.is_floating_point:
         raise JobError(f"add_loss: a blob of floating-point numbers is wanted, got {loss!r}")

@@ -1,5 +1,8 @@
-"""Learning rates by step. Steps count from 0: the first batch is trained with ``rate(0)``. A
-warm-up takes the place of a schedule's first steps."""
+"""Learning-rate schedules for the optimizers of the job-function interface.
+
+Steps count from 0: the first batch is trained with ``rate(0)``. A warm-up replaces the first steps
+of a schedule. User code creates schedules; `optimizer` asks them for each step's rate.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WarmupConf:
-    """How the first ``steps`` batches are trained; made by ``warmup.constant`` and
-    ``warmup.linear``."""
+    """A warm-up: the learning rates of the first ``steps`` batches.
+
+    ``warmup.constant`` and ``warmup.linear`` create it.
+    """
 
     steps: int
     start: float
@@ -33,30 +38,38 @@ class WarmupConf:
 
 
 def constant(steps: int, multiplier: float) -> WarmupConf:
-    """For ``steps`` batches the base rate times ``multiplier``."""
+    """Return a warm-up of ``steps`` batches at the base rate times ``multiplier``.
+
+    Raise JobError if ``steps`` is less than 1.
+    """
     return WarmupConf(_steps("warmup.constant", steps), float(multiplier), False)
 
 
 def linear(steps: int, start_multiplier: float) -> WarmupConf:
-    """For ``steps`` batches from the base rate times ``start_multiplier`` up to the base rate, in
-    even steps."""
+    """Return a warm-up that rises from the base rate times ``start_multiplier`` to the base rate.
+
+    It rises in equal increments over ``steps`` batches. Raise JobError if ``steps`` is less than 1.
+    """
     return WarmupConf(_steps("warmup.linear", steps), float(start_multiplier), True)
 
 
 class LrScheduler:
-    """A learning rate by step. ``base_lr``: the rate that warm-ups lead to."""
+    """A learning rate by step, the base class of all schedules.
+
+    ``base_lr`` is the rate at which warm-ups end.
+    """
 
     base_lr: float
     warmup: WarmupConf | None = None
 
     def decayed(self, step: int) -> float:
-        """The rate at a step, warm-ups aside."""
+        """Return the rate at a step, without warm-up."""
         raise JobError(
             f"{type(self).__name__} is no schedule: take one of flow.optimizer.*Scheduler"
         )
 
     def rate(self, step: int) -> float:
-        """The rate at a step.
+        """Return the rate at a step, including warm-up.
 
         >>> PiecewiseConstantScheduler([], [0.1], warmup=linear(10, 0.0)).rate(5)
         0.05
@@ -68,7 +81,7 @@ class LrScheduler:
 
 @dataclass(frozen=True)
 class CosineScheduler(LrScheduler):
-    """Half a cosine from ``base_lr`` down to ``alpha * base_lr`` at ``steps``, where it stays."""
+    """A half cosine from ``base_lr`` to ``alpha * base_lr`` at ``steps``, then constant."""
 
     base_lr: float
     steps: int
@@ -82,8 +95,10 @@ class CosineScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class PiecewiseConstantScheduler(LrScheduler):
-    """``values[i]`` up to and including step ``boundaries[i]``, then the next; one value more than
-    boundaries."""
+    """A piecewise constant rate: ``values[i]`` up to and including step ``boundaries[i]``.
+
+    ``values`` must have one item more than ``boundaries``; otherwise JobError is raised.
+    """
 
     boundaries: Sequence[int]
     values: Sequence[float]
@@ -106,8 +121,12 @@ class PiecewiseConstantScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class PiecewiseScalingScheduler(LrScheduler):
-    """``base_lr`` up to and including the first boundary, then times ``scale[0]``, then
-    ``scale[1]`` ... (of ``base_lr``). One number serves all."""
+    """A piecewise constant rate, given as factors of ``base_lr``.
+
+    The rate is ``base_lr`` up to and including the first boundary, then ``base_lr * scale[0]``,
+    then ``base_lr * scale[1]`` and so on. A single number as ``scale`` applies after every
+    boundary. JobError is raised if the numbers of scales and boundaries differ.
+    """
 
     base_lr: float
     boundaries: Sequence[int]
@@ -132,8 +151,11 @@ class PiecewiseScalingScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class PolynomialScheduler(LrScheduler):
-    """From ``base_lr`` to ``end_learning_rate`` at ``steps``, along a power; with ``cycle`` again
-    and again, over longer and longer stretches."""
+    """A polynomial decay from ``base_lr`` to ``end_learning_rate`` at ``steps``.
+
+    ``power`` is the exponent. With ``cycle``, the schedule is stretched to the next multiple of
+    ``steps`` whenever it has ended.
+    """
 
     base_lr: float
     steps: int
@@ -156,8 +178,11 @@ class PolynomialScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class LinearCosineScheduler(LrScheduler):
-    """A falling line times a cosine of ``num_periods`` periods: ``(alpha + line) * cosine + beta``
-    times ``base_lr`` (Bello et al. 2017)."""
+    """A falling line times a cosine of ``num_periods`` periods (Bello et al. 2017).
+
+    The rate is ``((alpha + line) * cosine + beta) * base_lr``. The line falls from 1 to 0 at
+    ``steps`` and stays there.
+    """
 
     base_lr: float
     steps: int
@@ -174,8 +199,10 @@ class LinearCosineScheduler(LrScheduler):
 
 @dataclass(frozen=True)
 class _Decay(LrScheduler):
-    """What the next three share: a rate that falls with ``step / steps``, of which ``staircase``
-    takes the whole part."""
+    """The base of the next three schedules, whose rates fall with ``step / steps``.
+
+    ``staircase`` rounds that ratio down to an integer.
+    """
 
     base_lr: float
     steps: int
@@ -188,29 +215,41 @@ class _Decay(LrScheduler):
 
 
 class ExponentialScheduler(_Decay):
-    """``base_lr * decay_rate ** (step / steps)``; ``staircase``: only whole powers."""
+    """The rate ``base_lr * decay_rate ** (step / steps)``.
+
+    ``staircase`` rounds the exponent down.
+    """
 
     def decayed(self, step: int) -> float:
         return float(self.base_lr * self.decay_rate ** self.ratio(step))
 
 
 class InverseTimeScheduler(_Decay):
-    """``base_lr / (1 + decay_rate * step / steps)``; ``staircase``: only whole ratios."""
+    """The rate ``base_lr / (1 + decay_rate * step / steps)``.
+
+    ``staircase`` rounds ``step / steps`` down.
+    """
 
     def decayed(self, step: int) -> float:
         return self.base_lr / (1.0 + self.decay_rate * self.ratio(step))
 
 
 class NaturalExpScheduler(_Decay):
-    """``base_lr * exp(-decay_rate * step / steps)``; ``staircase``: only whole ratios."""
+    """The rate ``base_lr * exp(-decay_rate * step / steps)``.
+
+    ``staircase`` rounds ``step / steps`` down.
+    """
 
     def decayed(self, step: int) -> float:
         return self.base_lr * math.exp(-self.decay_rate * self.ratio(step))
 
 
 class CustomScheduler(LrScheduler):
-    """A rate of your own: a function of the step. The original took the name of a blob; raises
-    JobError for one, since a job's blobs are not known before its step."""
+    """A schedule by a function of the step that the user supplies.
+
+    OneFlow took the name of a blob here. That raises JobError, because a job's blobs are not known
+    before its step.
+    """
 
     def __init__(self, lbn: Callable[[int], float] | Any) -> None:
         if not callable(lbn):

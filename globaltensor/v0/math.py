@@ -1,5 +1,8 @@
-"""``flow.math``: elementwise ops, comparisons and reductions, by table: a name of the interface and
-torch's function for it."""
+"""``flow.math``: elementwise ops, comparisons and reductions on blobs.
+
+Most functions are generated from tables that map a name of the interface to a torch function. User
+code calls them inside job functions.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _divide_no_nan(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _xdivy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """0 where x is 0, whatever y is; elsewhere the quotient."""
+    """Return ``x / y``, and 0 wherever x is 0, even where y is 0."""
     out = x / torch.where(x == 0, torch.ones_like(y), y)
     return torch.where(x == 0, torch.zeros_like(out), out)
 
@@ -144,7 +147,11 @@ def _reduction(op: Callable[..., Any], called: str) -> Callable[..., Any]:
 
 
 def _beside(value: Any, blob: Any) -> Any:
-    """A number beside a blob: as a tensor where torch's function wants two."""
+    """Record a number as a 0-dim constant blob, because torch's binary functions want two tensors.
+
+    ``blob`` is the other operand and sets the dtype: its own if it is floating-point or ``value``
+    is an int, otherwise float32. Raise JobError unless ``blob`` is a blob and ``value`` a number.
+    """
     if not isinstance(blob, Blob) or not isinstance(value, (int, float)):
         raise JobError(f"flow.math: blobs and numbers are wanted, got {value!r}")
     whole = isinstance(value, int) or not blob.dtype.is_floating_point
@@ -172,7 +179,7 @@ def _total(*xs: torch.Tensor) -> torch.Tensor:
 
 
 def add_n(inputs: Sequence[Blob], name: str | None = None) -> Blob:
-    """The sum of blobs."""
+    """Add blobs elementwise, from left to right."""
     return apply(_total, *inputs, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -182,7 +189,7 @@ def clip_by_value(
     max_value: float | None = None,
     name: str | None = None,
 ) -> Blob:
-    """Elements below ``min_value`` become that, elements above ``max_value`` that."""
+    """Clamp elements to ``min_value`` and ``max_value``; None leaves that side open."""
     return apply(torch.clamp, values, min_value, max_value, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -193,7 +200,10 @@ def _top(x: torch.Tensor, k: int, sort: bool) -> torch.Tensor:
 def top_k(
     input: Blob, axis: int = -1, k: int = 1, sorted: bool = True, name: str | None = None
 ) -> Blob:
-    """Where along the last dim the ``k`` largest elements are."""
+    """Return the int32 indices of the ``k`` largest elements along the last dim.
+
+    Raise JobError for another ``axis``.
+    """
     if axis % len(input.shape) != len(input.shape) - 1:
         raise JobError("top_k: the last dim is looked at; transpose another one to the end")
     return apply(_top, input, k, sorted, op_name=name)  # type: ignore[no-any-return]
@@ -206,7 +216,7 @@ def _largest(x: torch.Tensor, axis: int) -> torch.Tensor:
 def argmax(
     input: Blob, axis: int = -1, output_type: torch.dtype | None = None, name: str | None = None
 ) -> Blob:
-    """Where along a dim the largest element is."""
+    """Return the index of the largest element along a dim, as int32 or ``output_type``."""
     out = apply(_largest, input, axis, op_name=name)
     return out if output_type is None else cast(out, output_type)
 
@@ -214,7 +224,10 @@ def argmax(
 def l2_normalize(
     input: Blob, axis: int | None = None, epsilon: float = 1e-12, name: str | None = None
 ) -> Blob:
-    """Divided by the Euclidean norm along a dim (None: the first)."""
+    """Divide by the Euclidean norm along a dim (None: the first dim).
+
+    ``epsilon`` is added to the squared norm.
+    """
     return apply(_l2, input, 0 if axis is None else axis, epsilon, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -223,7 +236,7 @@ def _l2(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
 
 
 def polyval(coeffs: Sequence[float], x: Blob, name: str | None = None) -> Blob:
-    """The polynomial with these coefficients, the highest power's first."""
+    """Evaluate a polynomial at ``x``; ``coeffs`` starts with the highest power's coefficient."""
     out: Any = x * 0 + coeffs[0]
     for c in coeffs[1:]:
         out = out * x + c

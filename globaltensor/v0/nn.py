@@ -1,4 +1,4 @@
-"""``flow.nn``: ops of neural networks."""
+"""``flow.nn``: ops of neural networks, which user code calls inside job functions."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ __all__ = [
 
 
 def relu(x: Blob, name: str | None = None) -> Blob:
-    """max(x, 0)"""
+    """Return ``max(x, 0)``."""
     return apply(torch.relu, x, op_name=name)  # type: ignore[no-any-return]
 
 
 def leaky_relu(x: Blob, alpha: float = 0.2, name: str | None = None) -> Blob:
-    """x where it is positive, else ``alpha * x``"""
+    """Return x where it is positive, and ``alpha * x`` elsewhere."""
     return apply(F.leaky_relu, x, alpha, op_name=name)  # type: ignore[no-any-return]
 
 
 def elu(x: Blob, alpha: float = 1.0, name: str | None = None) -> Blob:
-    """x where it is positive, else ``alpha * (exp(x) - 1)``"""
+    """Return x where it is positive, and ``alpha * (exp(x) - 1)`` elsewhere."""
     return apply(F.elu, x, alpha, op_name=name)  # type: ignore[no-any-return]
 
 
 def softmax(logits: Blob, axis: int | None = None, name: str | None = None) -> Blob:
-    """Softmax over a dim, by default the last."""
+    """Apply softmax over a dim, by default the last."""
     return apply(torch.softmax, logits, -1 if axis is None else axis, op_name=name)  # type: ignore[no-any-return]
 
 
 def logsoftmax(logits: Blob, axis: int | None = None, name: str | None = None) -> Blob:
-    """The logarithm of `softmax`."""
+    """Return the logarithm of `softmax`."""
     return apply(torch.log_softmax, logits, -1 if axis is None else axis, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -53,8 +53,10 @@ def _bias_add(value: torch.Tensor, bias: torch.Tensor, axis: int) -> torch.Tenso
 def bias_add(
     value: Blob, bias: Blob, data_format: str | None = None, name: str | None = None
 ) -> Blob:
-    """Add a vector along the channels: dim 1, or the last with ``data_format`` "N..C". Raises
-    JobError where the sizes differ."""
+    """Add a vector along the channels: dim 1, or the last dim with ``data_format`` "N..C".
+
+    Raise JobError if the sizes differ.
+    """
     axis = (
         len(value.shape) - 1
         if data_format is not None and data_format.upper().endswith("C") and len(data_format) > 2
@@ -82,7 +84,10 @@ def batch_normalization(
     variance_epsilon: float = 1e-5, axis: int = 1,
     name: str | None = None,
 ) -> Blob:  # fmt: skip
-    """``(x - mean) / sqrt(variance + epsilon) * scale + offset``, vectors along ``axis``."""
+    """Return ``(x - mean) / sqrt(variance + variance_epsilon) * scale + offset``.
+
+    The other blobs are vectors along ``axis``.
+    """
     return apply(
         _batch_normalization,
         x,
@@ -106,17 +111,20 @@ def _moments(
 def moments(
     x: Blob, axes: Sequence[int], keepdims: bool = False, name: str | None = None
 ) -> tuple[Blob, Blob]:
-    """Mean and variance (of a population) over dims."""
+    """Return the mean and the population variance over dims."""
     return apply(_moments, x, tuple(axes), keepdims, op_name=name)  # type: ignore[no-any-return]
 
 
 def dropout(
     x: Blob, rate: float, noise_shape: Any = None, seed: int | None = None, name: str = "Dropout"
 ) -> Blob:
-    """In a job that trains, a share ``rate`` of the elements, drawn anew at each call, become 0 and
-    the others grow by ``1 / (1 - rate)``. Every device draws numbers for its part of the batch;
-    they follow from ``torch.manual_seed``, not from ``seed``. Raises JobError for a rate outside
-    [0, 1), or a ``noise_shape``."""
+    """Set random elements to 0 and scale the others by ``1 / (1 - rate)``, in jobs that train.
+
+    Other jobs get ``x`` unchanged. ``rate`` is the share of elements set to 0; they are drawn anew
+    at each call. Every device draws numbers for its shard of the batch. The numbers follow from
+    ``torch.manual_seed``, not from ``seed``. Raise JobError for a rate outside [0, 1), or a
+    ``noise_shape``.
+    """
     if not 0.0 <= rate < 1.0:
         raise JobError(f"dropout: the rate is at least 0 and below 1, got {rate!r}")
     if noise_shape is not None:
@@ -139,8 +147,10 @@ def _sparse_softmax_cross_entropy_with_logits(
 def sparse_softmax_cross_entropy_with_logits(
     labels: Blob, logits: Blob, name: str | None = None
 ) -> Blob:
-    """The cross entropy of each sample: ``labels`` are numbers of classes, the last dim of
-    ``logits`` has the classes. Raises JobError where shapes differ."""
+    """Return the cross entropy of each sample, from class indices as ``labels``.
+
+    The last dim of ``logits`` is the classes. Raise JobError if the shapes differ.
+    """
     if labels.dtype.is_floating_point or len(logits.shape) < 2:
         raise JobError(
             f"sparse_softmax_cross_entropy_with_logits: integer labels, then logits of 2 dims or "
@@ -163,13 +173,15 @@ def _sparse_cross_entropy(prediction: torch.Tensor, labels: torch.Tensor) -> tor
 
 
 def sparse_cross_entropy(labels: Blob, prediction: Blob, name: str | None = None) -> Blob:
-    """As `sparse_softmax_cross_entropy_with_logits`, of probabilities."""
+    """Return the cross entropy of each sample, from class indices and predicted probabilities."""
     return apply(_sparse_cross_entropy, prediction, labels, op_name=name)  # type: ignore[no-any-return]
 
 
 def softmax_cross_entropy_with_logits(labels: Blob, logits: Blob, name: str | None = None) -> Blob:
-    """The cross entropy of each sample; ``labels`` are probabilities of the classes, of the logits'
-    shape."""
+    """Return the cross entropy of each sample, from class probabilities as ``labels``.
+
+    ``labels`` has the shape of ``logits``.
+    """
 
     return apply(_softmax_cross_entropy_with_logits, logits, labels, op_name=name)  # type: ignore[no-any-return]
 
@@ -183,7 +195,7 @@ def _sigmoid_cross_entropy_with_logits(logits: torch.Tensor, labels: torch.Tenso
 
 
 def sigmoid_cross_entropy_with_logits(labels: Blob, logits: Blob, name: str | None = None) -> Blob:
-    """The logistic loss of each element."""
+    """Return the logistic loss of each element."""
     return apply(_sigmoid_cross_entropy_with_logits, logits, labels, op_name=name)  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,7 @@
-"""Ops on shapes and layouts, and constants: ``flow.reshape``, ``flow.matmul``, ``flow.concat``,
-``flow.parallel_cast``, ``flow.unpack`` ..."""
+"""Ops on shapes and layouts, and constants: ``flow.reshape``, ``flow.matmul``, ``flow.unpack`` ...
+
+User code calls them inside job functions.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ __all__ = [
 
 
 def reshape(x: Blob, shape: Sequence[int], name: str | None = None) -> Blob:
-    """The same elements in another shape; one size may be -1. Raises JobError where they do not
-    fit."""
+    """Return the same elements in another shape; one size may be -1.
+
+    Raise JobError if the number of elements differs.
+    """
     wanted, n = [int(s) for s in shape], math.prod(x.shape)
     if wanted.count(-1) == 1:
         rest = -math.prod(wanted)
@@ -36,12 +40,12 @@ def reshape(x: Blob, shape: Sequence[int], name: str | None = None) -> Blob:
 
 
 def reshape_like(x: Blob, like: Blob, name: str | None = None) -> Blob:
-    """In the shape of another blob."""
+    """Reshape ``x`` to the shape of another blob."""
     return reshape(x, like.shape, name)
 
 
 def flatten(input: Blob, start_dim: int = 0, end_dim: int = -1, name: str | None = None) -> Blob:
-    """Dims ``start_dim`` to ``end_dim`` as one."""
+    """Merge dims ``start_dim`` to ``end_dim`` into one."""
     return apply(torch.flatten, input, start_dim, end_dim, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -52,7 +56,7 @@ def transpose(
     batch_axis_non_change: bool = False,
     name: str | None = None,
 ) -> Blob:
-    """Dims in another order; without ``perm`` reversed."""
+    """Permute the dims; without ``perm``, reverse them."""
     return apply(
         torch.permute,
         a,
@@ -62,12 +66,15 @@ def transpose(
 
 
 def expand_dims(input: Blob, axis: int, name: str | None = None) -> Blob:
-    """A new dim of size 1."""
+    """Insert a dim of size 1."""
     return apply(torch.unsqueeze, input, axis, op_name=name)  # type: ignore[no-any-return]
 
 
 def squeeze(input: Blob, axis: Sequence[int] | None = None, name: str | None = None) -> Blob:
-    """Without dims of size 1: all of them, or those named."""
+    """Remove dims of size 1: all of them, or those in ``axis``.
+
+    Raise JobError for a dim of another size.
+    """
     dims = (
         [i for i, n in enumerate(input.shape) if n == 1]
         if axis is None
@@ -103,8 +110,11 @@ def matmul(
     alpha: float = 1.0,
     name: str | None = None,
 ) -> Blob:
-    """The product of matrices, the last two dims, times ``alpha``. A device with a piece of the
-    rows of a transposed ``b`` makes that piece of the columns."""
+    """Multiply matrices (the last two dims), times ``alpha``.
+
+    If ``transpose_b`` and each device has a shard of the rows of ``b``, each computes the same
+    shard of the result's columns.
+    """
     return apply(_matmul, a, b, transpose_a, transpose_b, alpha, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -119,12 +129,12 @@ def _stack(*xs: torch.Tensor, axis: int) -> torch.Tensor:
 def concat(
     inputs: Sequence[Blob], axis: int = 0, max_dim_size: int | None = None, name: str | None = None
 ) -> Blob:
-    """One after the other along a dim."""
+    """Concatenate blobs along a dim."""
     return apply(_concat, *inputs, axis=axis, op_name=name)  # type: ignore[no-any-return]
 
 
 def stack(inputs: Sequence[Blob], axis: int = 0, name: str | None = None) -> Blob:
-    """One after the other along a new dim."""
+    """Concatenate blobs along a new dim."""
     return apply(_stack, *inputs, axis=axis, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -140,15 +150,17 @@ def _slice(
 def slice(
     x: Blob, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
 ) -> Blob:
-    """``size[d]`` elements from ``begin[d]`` on of every dim d; None: from the start, or all that
-    follow."""
+    """Return ``size[d]`` elements of every dim d, starting at ``begin[d]``.
+
+    None in ``begin`` means from the start. None or -1 in ``size`` means all elements that follow.
+    """
     return apply(_slice, x, tuple(begin), tuple(size), op_name=name)  # type: ignore[no-any-return]
 
 
 def split_like(
     input: Blob, like: Sequence[Blob], axis: int = 0, name: str | None = None
 ) -> tuple[Blob, ...]:
-    """Pieces along a dim, as long there as these blobs."""
+    """Split a blob along a dim into pieces as long as those of ``like``."""
     found: list[Blob] = []
     at = 0
     for i, one in enumerate(like):
@@ -176,7 +188,10 @@ def gather(
     batch_dims: int = 0,
     name: str | None = None,
 ) -> Blob:
-    """Entries of a dim (the first) by number: an embedding's rows."""
+    """Return the entries of a dim (by default the first) at ``indices``, like rows of an embedding.
+
+    Raise JobError if ``batch_dims`` is not 0.
+    """
     if batch_dims:
         raise JobError(
             "gather: batch_dims is not taken here; use torch.gather on the blobs instead"
@@ -199,7 +214,10 @@ def one_hot(
     dtype: torch.dtype | None = None,
     name: str | None = None,
 ) -> Blob:
-    """A new last dim of size ``depth`` with ``on_value`` where an index points to."""
+    """Return ``on_value`` at each index and ``off_value`` elsewhere, along a new last dim.
+
+    The new dim has size ``depth``. Raise JobError for another ``axis``.
+    """
     if axis not in (-1, len(indices.shape)):
         raise JobError("one_hot: the new dim is the last; transpose it elsewhere")
     return apply(
@@ -214,7 +232,10 @@ def _pad(x: torch.Tensor, paddings: Sequence[Sequence[int]], value: float) -> to
 def pad(
     x: Blob, paddings: Sequence[Sequence[int]], constant_value: float = 0, name: str | None = None
 ) -> Blob:
-    """More elements (before, after) along every dim."""
+    """Pad every dim with (before, after) elements of ``constant_value``.
+
+    Raise JobError unless ``paddings`` has one pair for each dim.
+    """
     if len(paddings) != len(x.shape):
         raise JobError(
             f"pad: a pair for each of {len(x.shape)} dims is wanted, got {len(paddings)}"
@@ -223,7 +244,7 @@ def pad(
 
 
 def where(condition: Blob, x: Blob, y: Blob, name: str | None = None) -> Blob:
-    """Elements of ``x`` where the condition holds, else of ``y``."""
+    """Return elements of ``x`` where the condition holds, and of ``y`` elsewhere."""
     return apply(_where, condition, x, y, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -236,12 +257,12 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast(x: Blob, dtype: torch.dtype, name: str | None = None) -> Blob:
-    """As another dtype."""
+    """Convert a blob to another dtype."""
     return x if x.dtype is dtype else apply(_cast, x, dtype, op_name=name)
 
 
 def identity(x: Blob, name: str | None = None) -> Blob:
-    """The same."""
+    """Return a copy of the blob."""
     return apply(torch.clone, x, op_name=name)  # type: ignore[no-any-return]
 
 
@@ -251,7 +272,10 @@ def constant(
     shape: Sequence[int] = (1,),
     name: str | None = None,
 ) -> Blob:
-    """Every element is ``value``."""
+    """Return a blob with every element set to ``value``.
+
+    ``dtype`` defaults to the job's ``default_data_type``.
+    """
     kind = dtype or recording().dtype
     return own_step(
         "constant",
@@ -269,34 +293,34 @@ def constant(
 def constant_scalar(
     value: float, dtype: torch.dtype | None = None, name: str | None = None
 ) -> Blob:
-    """A blob of one element."""
+    """Return a blob of shape (1,) with this value."""
     return constant(value, dtype, (1,), name)
 
 
 def constant_like(
     like: Blob, value: float, dtype: torch.dtype | None = None, name: str | None = None
 ) -> Blob:
-    """``value`` in the shape of another blob."""
+    """Return a blob of the shape of ``like``, with every element set to ``value``."""
     return apply(torch.full_like, like, value, dtype=dtype or like.dtype, op_name=name)  # type: ignore[no-any-return]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
-    """Zeros."""
+    """Return a blob of zeros."""
     return constant(0, dtype, shape, name)
 
 
 def ones(shape: Sequence[int], dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
-    """Ones."""
+    """Return a blob of ones."""
     return constant(1, dtype, shape, name)
 
 
 def zeros_like(like: Blob, dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
-    """Zeros in the shape of another blob."""
+    """Return a blob of zeros in the shape of another blob."""
     return constant_like(like, 0, dtype, name)
 
 
 def ones_like(like: Blob, dtype: torch.dtype | None = None, name: str | None = None) -> Blob:
-    """Ones in the shape of another blob."""
+    """Return a blob of ones in the shape of another blob."""
     return constant_like(like, 1, dtype, name)
 
 
@@ -306,16 +330,20 @@ def parallel_cast(
     distribute: Distribute | None = None,
     gradient_distribute: Distribute | None = None,
 ) -> Blob:
-    """The same blob, lying so on the devices of its placement, and with a gradient that lies so;
-    None or ``auto()``: as it does."""
+    """Cast a blob to one sbp on its placement, and its gradient to another.
+
+    None or ``auto()`` leaves the sbp unchanged.
+    """
     return cast_distribute(input, distribute, gradient_distribute, name)
 
 
 def unpack(input: Blob, unpack_num: int, name: str | None = None) -> Blob:
-    """Dim 0 in ``unpack_num`` pieces that come one after the other: what follows runs once for
-    each, until `pack` or `acc`. Variables serve all of them, their gradients add up. With
-    ``scope.placement`` this is a pipeline of micro-batches. Raises JobError where dim 0 does not
-    divide."""
+    """Split dim 0 into ``unpack_num`` pieces that are processed one after the other.
+
+    The ops that follow run once for each piece, until `pack` or `acc`. All pieces share the
+    variables, and their gradients add up. With ``scope.placement`` this is a pipeline of
+    micro-batches. Raise JobError if dim 0 does not divide by ``unpack_num``.
+    """
     input = scoped(input)
     if (
         not isinstance(unpack_num, int)
@@ -340,8 +368,10 @@ def unpack(input: Blob, unpack_num: int, name: str | None = None) -> Blob:
 
 
 def pack(input: Blob, pack_num: int, name: str | None = None) -> Blob:
-    """The opposite of `unpack`: ``pack_num`` pieces one after the other along dim 0. Raises
-    JobError where the blob does not come in so many pieces."""
+    """Concatenate ``pack_num`` pieces along dim 0; the opposite of `unpack`.
+
+    Raise JobError if the blob's number of pieces does not divide by ``pack_num``.
+    """
     input = scoped(input)
     _gathered("pack", input, pack_num)
     if not input.shape:
@@ -360,8 +390,10 @@ def pack(input: Blob, pack_num: int, name: str | None = None) -> Blob:
 
 
 def repeat(input: Blob, repeat_num: int, name: str | None = None) -> Blob:
-    """The same blob for each of ``repeat_num`` pieces; its gradients add up. Raises JobError below
-    1."""
+    """Repeat a blob for each of ``repeat_num`` pieces; its gradients add up.
+
+    Raise JobError if ``repeat_num`` is less than 1.
+    """
     if not isinstance(repeat_num, int) or repeat_num < 1:
         raise JobError(f"repeat: a number of pieces, at least 1; got {repeat_num!r}")
     input = scoped(input)
@@ -378,8 +410,10 @@ def repeat(input: Blob, repeat_num: int, name: str | None = None) -> Blob:
 
 
 def acc(one: Blob, max_acc_num: int, name: str | None = None) -> Blob:
-    """The sum of ``max_acc_num`` pieces. Raises JobError where the blob does not come in so
-    many."""
+    """Sum ``max_acc_num`` pieces.
+
+    Raise JobError if the blob's number of pieces does not divide by ``max_acc_num``.
+    """
     one = scoped(one)
     _gathered("acc", one, max_acc_num)
     return own_step(

@@ -1,5 +1,8 @@
-"""``flow.optimizer``: how a job trains. ``optimizer.SGD(schedule, momentum=0).minimize(loss)`` in a
-job function of type "train"."""
+"""``flow.optimizer``: optimizers, schedules, clipping and loss scaling of jobs that train.
+
+User code calls ``optimizer.SGD(schedule, momentum=0).minimize(loss)`` in a job function of type
+"train".
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ByGlobalNorm:
-    """Where the norm over all gradients is larger than ``clip_norm``, they are scaled down to
-    it."""
+    """A clipping rule by the norm over all gradients.
+
+    If that norm exceeds ``clip_norm``, the gradients are scaled down to it.
+    """
 
     clip_norm: float
 
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """The loss times ``loss_scale_factor``, the gradients divided by it again."""
+    """A constant loss scale.
+
+    The loss is multiplied by ``loss_scale_factor``, and the gradients are divided by it.
+    """
 
     loss_scale_factor: float
 
@@ -59,8 +67,11 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that grows by ``multiplier`` after ``increment_period`` steps whose
-    gradients were finite; a step with others is skipped, the factor falls."""
+    """A loss scale that adapts to overflows.
+
+    It grows by ``multiplier`` after ``increment_period`` steps with finite gradients. A step with
+    other gradients is skipped, and the scale is divided by ``multiplier``.
+    """
 
     initial_loss_scale: float = 2.0**30
     increment_period: int = 2000
@@ -87,9 +98,12 @@ loss_scale = types.SimpleNamespace(
 
 
 class Optimizer:
-    """What all have. ``loss_scale_factor``: short for
-    ``loss_scale_policy=loss_scale.static_loss_scale(factor)``; ``variables``: train only these, by
-    name."""
+    """The base class of all optimizers.
+
+    ``loss_scale_factor`` is short for ``loss_scale_policy=loss_scale.static_loss_scale(factor)``.
+    ``variables`` limits training to the variables with these names. JobError is raised for
+    arguments that do not fit.
+    """
 
     def __init__(
         self,
@@ -123,9 +137,9 @@ class Optimizer:
             else loss_scale_policy
         )
         self.variables = None if variables is None else list(variables)
-        self.secondary: float | None = (
-            None  # rate of variables with the model name "bias", as older settings give it
-        )
+        # learning rate of variables with the model name "bias", from
+        # ``function_config.train.secondary_lr``
+        self.secondary: float | None = None
         self.weight_decay: tuple[float, Sequence[str] | None, Sequence[str] | None] = (
             0.0,
             None,
@@ -133,9 +147,12 @@ class Optimizer:
         )
 
     def minimize(self, loss: Blob | Sequence[Blob]) -> None:
-        """Train this job: each call is a step against the gradient of the loss. Of a loss with
-        several elements the mean counts, of several losses the sum of their means. Raises JobError
-        in a job that is not of type "train", or has an optimizer."""
+        """Train this job: each call is a step against the gradient of the loss.
+
+        The loss of several elements is reduced to its mean. Several losses are reduced to the sum
+        of their means. Raise JobError if the job is not of type "train", or has an optimizer
+        already.
+        """
         tape = recording()
         if not tape.record.training:
             raise JobError(
@@ -160,13 +177,13 @@ class Optimizer:
         self.weight_decay = (float(weight_decay or 0.0), _patterns(includes), _patterns(excludes))
 
     def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
-        """The update, and its options."""
+        """Return the class of the update and its options."""
         raise JobError(f"{type(self).__name__} is no optimizer: take one of flow.optimizer")
 
     def made(
         self, declared: Sequence[Declared], held: Mapping[str, torch.nn.Parameter]
     ) -> optimizer_updates.Update:
-        """The torch optimizer of a job's variables."""
+        """Create the torch optimizer of a job's variables."""
         kind, options = self.rule()
         own = {
             "l1": [d.regularizer[0] for d in declared],
@@ -198,7 +215,7 @@ def _patterns(given: str | Sequence[str] | None) -> list[str] | None:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent. With momentum: ``v = momentum * v + rate * g; w -= v``."""
+    """The SGD optimizer. With momentum: ``v = momentum * v + rate * g; w -= v``."""
 
     def __init__(
         self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None,
@@ -221,9 +238,11 @@ class SGD(Optimizer):
 
 
 class SGDW(SGD):
-    """SGD with decoupled weight decay: w loses ``rate * weight_decay * w`` as well.
-    ``weight_decay_includes`` or ``_excludes``: regular expressions, searched in the names of
-    variables."""
+    """The SGD optimizer with decoupled weight decay: w also loses ``rate * weight_decay * w``.
+
+    ``weight_decay_includes`` and ``weight_decay_excludes`` are regular expressions, searched in the
+    names of variables. At most one of them may be set.
+    """
 
     def __init__(
         self, lr_scheduler: LrScheduler, loss_scale_factor: float | None = None,
@@ -246,7 +265,7 @@ class SGDW(SGD):
 
 
 class Adam(Optimizer):
-    """Adam; without ``do_bias_correction`` the first steps are not enlarged."""
+    """The Adam optimizer; ``do_bias_correction`` enlarges the first steps."""
 
     update: type[optimizer_updates.Update] = optimizer_updates.AdamUpdate
 
@@ -282,7 +301,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (see `SGDW`)."""
+    """The Adam optimizer with decoupled weight decay (see `SGDW`)."""
 
     def __init__(
         self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999,
@@ -299,7 +318,7 @@ class AdamW(Adam):
 
 
 class LazyAdam(Adam):
-    """Adam that leaves alone the elements whose gradient is zero."""
+    """An Adam optimizer that leaves elements with zero gradient unchanged."""
 
     update = optimizer_updates.LazyAdamUpdate
 
@@ -324,7 +343,10 @@ class LazyAdam(Adam):
 
 
 class LAMB(Adam):
-    """Adam with a rate for each variable, by the norms of it and its step."""
+    """The LAMB optimizer: Adam with a learning rate per variable.
+
+    The rate follows from the norms of the variable and of its step.
+    """
 
     update = optimizer_updates.LambUpdate
 
@@ -352,7 +374,10 @@ class LAMB(Adam):
 
 
 class RMSProp(Optimizer):
-    """Divides the gradient by the root of its mean square; ``centered``: of its variance."""
+    """The RMSProp optimizer: it divides the gradient by the root of its mean square.
+
+    ``centered`` divides by the root of the gradient's variance instead.
+    """
 
     def __init__(
         self, lr_scheduler: LrScheduler, decay_rate: float = 0.99, epsilon: float = 1e-8,
@@ -379,7 +404,10 @@ class RMSProp(Optimizer):
 
 
 class LARS(Optimizer):
-    """Momentum with a rate for each variable, by the norms of it and its gradient."""
+    """The LARS optimizer: momentum with a learning rate per variable.
+
+    The rate follows from the norms of the variable and of its gradient.
+    """
 
     def __init__(
         self, lr_scheduler: LrScheduler, momentum_beta: float = 0.9, epsilon: float = 1e-9,

@@ -1,9 +1,11 @@
-"""How optimizers of the job-function view change parameters, as ``torch.optim`` optimizers:
-formulas that differ from torch's own in the details given.
+"""The parameter updates of `optimizer`, as ``torch.optim`` optimizers.
 
-One group holds all parameters, so that clipping sees one norm; what differs between them stands in
-lists, in the order of the parameters: ``l1`` and ``l2`` (regularizers), ``decay`` (decoupled weight
-decay), ``scale`` (of the learning rate).
+`Optimizer.made` creates them. Their formulas differ from torch's own in the details that each class
+describes.
+
+One param group holds all parameters, so that clipping uses one global norm. Options that differ
+between parameters are lists, in the order of the parameters: ``l1`` and ``l2`` (regularizers),
+``decay`` (decoupled weight decay), ``scale`` (of the learning rate).
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ __all__ = [
 
 
 class Update(torch.optim.Optimizer):
-    """``states``: the names of what is kept for each parameter, zeros at first."""
+    """The base class of the updates.
+
+    ``states`` are the names of the states of each parameter, which start at zero.
+    """
 
     states: tuple[str, ...] = ()
 
@@ -48,7 +53,10 @@ class Update(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step with the gradients as they are. Parameters without one stay."""
+        """Apply one step with the current gradients.
+
+        Parameters without a gradient stay unchanged.
+        """
         for group in self.param_groups:
             group["steps"] += 1
             for i, p in enumerate(group["params"]):
@@ -82,8 +90,11 @@ class Update(torch.optim.Optimizer):
 
 
 class SGDUpdate(Update):
-    """``v = beta * v - rate * g; p += v``: the rate goes into v, so a rate that falls later does
-    not shrink what v has collected (torch: it does)."""
+    """An SGD update: ``v = beta * v - rate * g; p += v``.
+
+    The rate is inside v, so a later fall of the rate does not shrink the accumulated v. In torch it
+    does.
+    """
 
     states = ("momentum",)
 
@@ -109,8 +120,10 @@ class SGDUpdate(Update):
 
 
 class AdamUpdate(Update):
-    """Adam (Kingma and Ba 2015), by default without the correction of its bias; weight decay
-    decoupled (Loshchilov and Hutter 2019)."""
+    """An Adam update (Kingma and Ba 2015), by default without bias correction.
+
+    The weight decay is decoupled (Loshchilov and Hutter 2019).
+    """
 
     states = ("m", "v")
 
@@ -139,7 +152,7 @@ class AdamUpdate(Update):
 
 
 class LazyAdamUpdate(AdamUpdate):
-    """Adam that leaves alone, state and all, the elements whose gradient is zero."""
+    """An Adam update that leaves elements with zero gradient unchanged, including their states."""
 
     def change(
         self,
@@ -159,8 +172,11 @@ class LazyAdamUpdate(AdamUpdate):
 
 
 class RMSPropUpdate(Update):
-    """Divides by the root of a mean square, ``epsilon`` under the root (torch: beside it);
-    ``centered``: of the deviation from a mean."""
+    """An RMSProp update: it divides the gradient by the root of its mean square.
+
+    ``epsilon`` is added under the root; torch adds it to the root. ``centered`` uses the mean
+    square of the deviation from the mean gradient.
+    """
 
     states = ("mean_square", "mean_gradient")
 
@@ -185,7 +201,10 @@ class RMSPropUpdate(Update):
 
 
 class LarsUpdate(Update):
-    """A rate for each parameter, by the norms of it and its gradient (You et al. 2017)."""
+    """A LARS update: a learning rate per parameter (You et al. 2017).
+
+    The rate follows from the norms of the parameter and of its gradient.
+    """
 
     states = ("momentum",)
 
@@ -207,7 +226,10 @@ class LarsUpdate(Update):
 
 
 class LambUpdate(AdamUpdate):
-    """Adam with a rate for each parameter, by the norms of it and its step (You et al. 2020)."""
+    """A LAMB update: Adam with a learning rate per parameter (You et al. 2020).
+
+    The rate follows from the norms of the parameter and of its step.
+    """
 
     def change(
         self,
@@ -224,6 +246,6 @@ class LambUpdate(AdamUpdate):
         p.sub_(direction * (trust * rate))
 
 
-# Their change of an element depends on that element alone: they step on local tensors, and ZeRO may
-# share what they keep.
+# These updates change each element independently of the others. They therefore step on local
+# tensors, and ZeRO may shard their states.
 ELEMENTWISE.update({SGDUpdate, AdamUpdate, LazyAdamUpdate, RMSPropUpdate})

@@ -1,4 +1,7 @@
-"""``flow.scope``: which devices, which view and which namespace the ops in a ``with`` block get."""
+"""``flow.scope``: the devices, view and namespace of the ops in a ``with`` block.
+
+User code enters the scopes inside job functions; the recorder reads the current one for each op.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +23,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Scope:
-    """What holds here. ``devices``, ``mirrored``: None where the job's defaults hold; ``names``:
-    the namespaces around."""
+    """The current devices, view and namespaces.
+
+    ``devices`` and ``mirrored`` are None where the job's defaults apply. ``names`` are the
+    enclosing namespaces, the outermost first.
+    """
 
     devices: Devices | None = None
     mirrored: bool | None = None
     names: tuple[str, ...] = ()
 
     def named(self, name: str) -> str:
-        """A name in this namespace."""
+        """Return ``name`` prefixed with the namespaces."""
         return "-".join((*self.names, name))
 
 
 _current: ContextVar[Scope] = ContextVar("globaltensor.v0.scope", default=Scope())  # noqa: B039 - immutable
-_default_view: ContextVar[bool] = ContextVar(
-    "globaltensor.v0.default_view", default=False
-)  # of the job that is being recorded: is it the mirrored one?
+# True if the job being recorded has the mirrored view by default.
+_default_view: ContextVar[bool] = ContextVar("globaltensor.v0.default_view", default=False)
 
 
 def current_scope() -> Scope:
-    """The scope that the next op gets."""
+    """Return the scope of the next op."""
     return _current.get()
 
 
 class _Change(contextlib.AbstractContextManager[Any]):
-    """A scope to enter, again and again if wanted."""
+    """A scope to enter with ``with``, any number of times."""
 
     def __init__(self, **change: Any) -> None:
         self.change = change
@@ -59,7 +64,7 @@ class _Change(contextlib.AbstractContextManager[Any]):
 
 
 class PlacementScope(_Change):
-    """What `placement` returns."""
+    """The scope that `placement` returns."""
 
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
@@ -67,7 +72,7 @@ class PlacementScope(_Change):
 
 
 class View(_Change):
-    """What `consistent_view` and `mirrored_view` return."""
+    """The scope that `consistent_view` and `mirrored_view` return."""
 
     mirrored = False
 
@@ -76,36 +81,48 @@ class View(_Change):
 
 
 class ConsistentView(View):
-    """One logical device: a job sees whole batches."""
+    """The view of one logical device: a job sees global batches."""
 
 
 class MirroredView(View):
-    """Data parallelism by hand: every device has a batch and results of its own."""
+    """The view of each device: every device has its own batch and its own results.
+
+    This is data parallelism by hand.
+    """
 
     mirrored = True
 
 
 def placement(device_tag: str, machine_device_ids: str | Sequence[str]) -> PlacementScope:
-    """The ops in this block run on these devices: ``with flow.scope.placement("gpu", "0:0-3")``.
-    Raises JobError for text that names no devices."""
+    """Run the ops in this block on these devices: ``with flow.scope.placement("gpu", "0:0-3")``.
+
+    Raise JobError for text that names no devices.
+    """
     return PlacementScope(Devices.parse(device_tag, machine_device_ids))
 
 
 def consistent_view() -> ConsistentView:
-    """The ops in this block, or a job with this as its ``default_logical_view``, see one logical
-    device (the default)."""
+    """Give the ops in this block the view of one logical device (the default).
+
+    As a job's ``default_logical_view``, it applies to the whole job.
+    """
     return ConsistentView()
 
 
 def mirrored_view() -> MirroredView:
-    """The ops in this block, or a job with this as its ``default_logical_view``, run on each
-    device's own batch; gradients are averaged over the devices."""
+    """Run the ops in this block on each device's own batch.
+
+    Gradients are averaged over the devices. As a job's ``default_logical_view``, it applies to the
+    whole job.
+    """
     return MirroredView()
 
 
 def namespace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Names of variables and ops in this block begin with ``name-``. Raises JobError for what is no
-    name."""
+    """Prefix the names of variables and ops in this block with ``name-``.
+
+    Raise JobError if ``name`` is no string or empty.
+    """
     if not isinstance(name, str) or not name:
         raise JobError(f"scope.namespace: a name is wanted, got {name!r}")
 
@@ -122,7 +139,7 @@ def namespace(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def default_view(mirrored: bool) -> Iterator[None]:
-    """What holds in this block where no scope names a view."""
+    """Set the view that applies in this block where no scope names a view."""
     token = _default_view.set(mirrored)
     try:
         yield
@@ -131,11 +148,11 @@ def default_view(mirrored: bool) -> Iterator[None]:
 
 
 def mirrored_view_enabled() -> bool:
-    """Whether ops get the mirrored view here, in a job or outside."""
+    """Return True if ops get the mirrored view here, in a job or outside."""
     mirrored = _current.get().mirrored
     return _default_view.get() if mirrored is None else mirrored
 
 
 def consistent_view_enabled() -> bool:
-    """Whether ops get the consistent view here, in a job or outside."""
+    """Return True if ops get the consistent view here, in a job or outside."""
     return not mirrored_view_enabled()

@@ -1,4 +1,7 @@
-"""``flow.train``: the older interface of models, over ``flow.checkpoint``."""
+"""``flow.train``: the older interface of checkpoints, which user code calls.
+
+It is built on ``flow.checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,32 @@ __all__ = ["CheckPoint", "SimpleCheckPointManager"]
 
 
 class CheckPoint:
-    """Use ``flow.checkpoint.save``, ``flow.checkpoint.get`` and ``flow.load_variables`` instead."""
+    """The older interface to save and load variables.
+
+    Use ``flow.checkpoint.save``, ``flow.checkpoint.get`` and ``flow.load_variables`` instead.
+    """
 
     def init(self) -> None:
         """Start the session; variables have the values of their initializers."""
         session().start()
 
     def save(self, path: str) -> None:
-        """As ``checkpoint.save(path)``."""
+        """Call ``checkpoint.save(path)``."""
         checkpoint.save(path)
 
     def load(self, path: str) -> None:
-        """As ``load_variables(checkpoint.get(path))``."""
+        """Call ``load_variables(checkpoint.get(path))``."""
         checkpoint.load_variables(checkpoint.get(path))
 
 
 class SimpleCheckPointManager:
-    """Numbered snapshots in a folder: ``<prefix>1``, ``<prefix>2`` ..."""
+    """A folder of numbered snapshots: ``<prefix>1``, ``<prefix>2`` ..."""
 
     def __init__(self, root_path: str, prefix: str = "snapshot_") -> None:
         self.root, self.prefix = Path(root_path), prefix
 
     def list_checkpoints(self) -> list[str]:
-        """The names of the complete ones, oldest first."""
+        """Return the names of the complete snapshots, oldest first."""
         found = [
             p
             for p in self.root.glob(f"{self.prefix}*")
@@ -43,12 +49,12 @@ class SimpleCheckPointManager:
         return [p.name for p in sorted(found, key=lambda p: int(p.name[len(self.prefix) :]))]
 
     def latest_checkpoint(self) -> str | None:
-        """The name of the newest; None where there is none."""
+        """Return the name of the newest snapshot, or None if there is none."""
         found = self.list_checkpoints()
         return found[-1] if found else None
 
     def initialize_or_restore(self) -> None:
-        """Load the newest; without one start with the initializers' values."""
+        """Load the newest snapshot. If there is none, start with the initializers' values."""
         found = self.latest_checkpoint()
         if found is None:
             session().start()
@@ -56,12 +62,12 @@ class SimpleCheckPointManager:
             checkpoint.load_variables(checkpoint.get(str(self.root / found)))
 
     def next_path(self) -> str:
-        """Where the next one goes."""
+        """Return the path of the next snapshot."""
         found = self.latest_checkpoint()
         return str(self.root / f"{self.prefix}{int(found[len(self.prefix) :]) + 1 if found else 1}")
 
     def save(self) -> None:
-        """Write the next one. Raises SessionError where the root is no folder."""
+        """Write the next snapshot. Raise SessionError if the root is no folder."""
         if self.root.exists() and not self.root.is_dir():
             raise SessionError(f"SimpleCheckPointManager: {self.root} is no folder")
         checkpoint.save(self.next_path())

@@ -1,13 +1,15 @@
-"""``flow.typing``: annotations of job functions. Parameters say what arrays they take, the return
-annotation what the caller gets.
+"""``flow.typing``: the annotations of job functions.
+
+User code annotates parameters with the arrays that a job accepts. The return annotation says what
+the caller gets.
 
 ========================  ==================================================================================================
-``Numpy``                 one array: the whole batch (consistent view)
+``Numpy``                 one array: the global batch (consistent view)
 ``ListNumpy``             a list of one array for each device (mirrored view)
-``ListListNumpy``         a list for each device of the pieces in which a blob comes: one, or as many as ``unpack`` makes
+``ListListNumpy``         for each device a list of a blob's pieces: one, or as many as ``unpack`` makes
 ``Tuple``, ``Dict``       several of them, as in Python's typing
-``Bundle[T]``             any nest of tuples, lists and dicts of ``T``
-``Callback[T]``           the call returns at once a function that takes yours, which is called with a ``T`` once it is there
+``Bundle[T]``             any pytree of tuples, lists and dicts of ``T``
+``Callback[T]``           the call returns a function at once; pass it yours, which is called with the ``T`` once computed
 ========================  ==================================================================================================
 """  # noqa: E501
 
@@ -36,8 +38,10 @@ T = TypeVar("T")
 
 
 class Placeholder:
-    """An annotation of a parameter: arrays of this shape and dtype. ``batch_axis``: the dim that is
-    cut over the devices, None for none."""
+    """An annotation of a parameter: arrays of this shape and dtype.
+
+    ``batch_axis`` is the dim that is split over the devices, or None.
+    """
 
     kind: type[Kind]
     shape: tuple[int, ...]
@@ -46,7 +50,7 @@ class Placeholder:
 
 
 class Kind:
-    """How arrays are handed over."""
+    """A kind of array annotation, the base class of `Numpy`, `ListNumpy` and `ListListNumpy`."""
 
     mirrored = False
 
@@ -54,8 +58,11 @@ class Kind:
     def Placeholder(
         cls, shape: Any, dtype: torch.dtype = torch.float32, batch_axis: int | None = 0
     ) -> type[Placeholder]:
-        """A class to annotate a parameter with. Raises JobError for a shape that is no tuple of
-        sizes, or no dtype."""
+        """Return a class to annotate a parameter with.
+
+        Raise JobError if ``shape`` is no tuple of sizes, ``dtype`` no dtype, or ``batch_axis`` no
+        dim.
+        """
         if not isinstance(shape, (tuple, list)) or not all(
             isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape
         ):
@@ -85,36 +92,44 @@ class Kind:
 
 
 class Numpy(Kind):
-    """One array, whole."""
+    """The annotation of one global array."""
 
 
 class ListNumpy(Kind):
-    """A list with one array for each device. A parameter's array has the placeholder's shape on
-    each."""
+    """The annotation of a list with one array for each device.
+
+    A parameter's array has the placeholder's shape on each device.
+    """
 
     mirrored = True
 
 
 class ListListNumpy(Kind):
-    """A list for each device of the pieces of its array along dim 0. A parameter takes pieces that
-    together have the placeholder's shape."""
+    """The annotation of a list that holds, for each device, the pieces of its array along dim 0.
+
+    A parameter accepts pieces that together have the placeholder's shape.
+    """
 
     mirrored = True
 
 
 class Bundle(Generic[T]):
-    """Any nest of tuples, lists and dicts of ``T``."""
+    """The annotation of any pytree of tuples, lists and dicts of ``T``."""
 
 
 class Callback(Generic[T]):
-    """A function that takes the user's: that is called with a ``T`` when it has been computed."""
+    """The annotation of a result that is delivered to a function of the user.
+
+    The call returns at once. Its result accepts a function, which is called with a ``T`` once that
+    has been computed.
+    """
 
 
 def origin(annotation: Any) -> Any:
-    """``Bundle`` of ``Bundle[Numpy]``; None for what has no brackets."""
+    """Return ``Bundle`` for ``Bundle[Numpy]``, and None for an annotation without brackets."""
     return typing.get_origin(annotation)
 
 
 def arguments(annotation: Any) -> tuple[Any, ...]:
-    """``(Numpy,)`` of ``Bundle[Numpy]``."""
+    """Return ``(Numpy,)`` for ``Bundle[Numpy]``."""
     return typing.get_args(annotation)

@@ -1,5 +1,8 @@
-"""Variables of job functions: ``get_variable``. They belong to the session: jobs that name the same
-variable share it."""
+"""The variables of job functions: ``get_variable`` and ``assign``.
+
+Variables belong to the session, so jobs that name the same variable share it. User code and layers
+call this while a job is recorded; the session's engine creates the parameters.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,16 @@ def get_variable(
     distribute: Distribute = broadcast(),  # noqa: B008 - a value
     reuse: bool = True,
 ) -> Blob:
-    """The variable of this name in the current namespace, as this job sees it; made by the first
-    job that names it.
+    """Return the variable of this name in the current namespace.
 
-    ``trainable=False``: this job does not train it (others may). ``distribute``: ``split(axis)``
-    cuts it over the devices of the scope. Without an initializer it starts with zeros;
-    ``random_seed``: else the numbers follow from ``torch.manual_seed`` and the name. Raises
-    JobError where shape or dtype are missing, or, where a shape is given, not those that it has
-    already; ``reuse=False``: where this job has it already.
+    The first job that names a variable defines it. Without an initializer it starts with zeros. The
+    seed is ``random_seed``, else the initializer's; without both, the numbers follow from
+    ``torch.manual_seed`` and the name. With ``trainable=False`` this job does not train the
+    variable (others may). ``distribute=split(axis)`` splits it over the devices of the scope.
+
+    Raise JobError if a new variable has no shape or dtype, or if a given shape and its dtype differ
+    from those of an existing variable. Raise it too if ``reuse=False`` and this job has the
+    variable already.
     """
     tape = recording()
     full = current_scope().named(name)
@@ -110,8 +115,10 @@ def assign(
     name: str | None = None,
     keep: float = 0.0,
 ) -> None:
-    """Write a value into a variable, of which a share ``keep`` of what it was is kept. Raises
-    JobError for what is no variable, or another shape."""
+    """Write a value into a variable, of which a share ``keep`` of the old value remains.
+
+    Raise JobError if ``ref`` is no variable, or if the shapes differ.
+    """
     named = {blob.index: full for full, blob in recording().blobs_of.items()}
     if not isinstance(ref, Blob) or ref.index not in named:
         raise JobError(
@@ -136,8 +143,10 @@ def assign(
 
 
 def merged(records: Sequence[Any]) -> dict[str, Declared]:
-    """The variables of all jobs; how one is made, the first job says. Raises JobError for a name
-    with two shapes or dtypes."""
+    """Return the variables of all jobs by name; the first job that names one defines it.
+
+    Raise JobError for a name with two shapes or dtypes.
+    """
     found: dict[str, Declared] = {}
     for record in records:
         for name, declared in record.variables.items():
@@ -154,8 +163,10 @@ def merged(records: Sequence[Any]) -> dict[str, Declared]:
 def created(
     declared: Mapping[str, Declared], trained: set[str], layout: Layout, seed: int
 ) -> dict[str, torch.nn.Parameter]:
-    """The variables, as global parameters with their starting values. ``trained``: the names of
-    those that some job trains."""
+    """Create the variables, as global parameters with their starting values.
+
+    ``trained`` are the names of the variables that some job trains.
+    """
     out = {}
     for name, d in declared.items():
         generator = torch.Generator().manual_seed(

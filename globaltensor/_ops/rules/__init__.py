@@ -1,4 +1,7 @@
-"""Rules: what each torch function admits. One file per family; `rule` adds more."""
+"""The rules that state which signatures each torch function admits, one file per family.
+
+Dispatch, graphs and the search look rules up here. `rule` declares further ones.
+"""
 
 from .strategy import SignatureChoice, select_signature
 from .notation import Arg, OpDescription, Range, Signature, LocalContext
@@ -31,7 +34,8 @@ __all__ = [
     "spellings_of",
 ]  # fmt: skip
 
-# Each family declares its rules when imported. Some take rules of an earlier one: the order counts.
+# Each family declares its rules when imported. Some families extend rules of an earlier one, so the
+# order of these imports matters.
 from . import pointwise
 from .attention import sdpa
 from .spatial import convolution, pooling

@@ -1,6 +1,7 @@
-"""Functions that put elements into a new tensor: repeat, join, mask by triangle.
+"""Rules of functions that put elements into a new tensor: repeat, join, mask by triangle.
 
-All are linear (padding with a value is the exception); most pass any partial through.
+`rules` imports this module. All these functions are linear (padding with a value is the exception).
+Most pass any partial through.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> None:
-    if repeats is None:  # repeat_interleave(repeats): how many places there are is data
+    if repeats is None:  # repeat_interleave(repeats): the size of the result is data
         op.whole_call = True
         return
     if not isinstance(repeats, int):
@@ -57,7 +58,10 @@ def _repeat_interleave(
 def _repeat_each(
     input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """As often as ``repeats`` says of each: picked by places, so only the counts are made whole."""
+    """Repeat each element as often as ``repeats`` states for it.
+
+    Elements are picked by position, so only the counts are replicated.
+    """
     x, d = (input.flatten(), 0) if dim is None else (input, dim)
     counts = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
     if counts.shape[0] != x.shape[d]:
@@ -68,7 +72,7 @@ def _repeat_each(
     return x.index_select(d, torch.repeat_interleave(counts))
 
 
-# --------------------------------------------------------------------------------------------- join
+# ------------------------------------------------------------------------------------ concatenation
 
 
 @rule(["cat", "concat", "concatenate"])
@@ -78,7 +82,7 @@ def _cat(
     n = max(t.ndim for t in tensors)
     d = (dim if axis is None else axis) % n
     for t in tensors:
-        # torch lets an empty 1-dim tensor stand among tensors of more dims.
+        # torch accepts an empty 1-dim tensor among tensors of more dims.
         op.set(t, [None if k == d else k for k in range(n)] if t.ndim == n else [None])
     op.out = [tuple(None if k == d else k for k in range(n))]
     passes(op)
@@ -109,7 +113,7 @@ def _stacked(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -
 
 
 def _at_least(x: Any, n: int) -> Any:
-    """``atleast_1d/2d/3d`` by reshape."""
+    """Return ``x`` with at least ``n`` dims, as ``atleast_1d/2d/3d`` do, by reshape."""
     shape = tuple(x.shape)
     if len(shape) >= n:
         return x
@@ -161,7 +165,7 @@ def _broadcast_tensors(op: OpDescription, *tensors: Arg) -> None:
 
 @rule("dequantize")
 def _dequantize(op: OpDescription, input: Any) -> None:
-    """Describe what gives ordinary numbers as float32: no global tensor has others."""
+    """Describe a conversion to float32. Global tensors hold no quantized numbers."""
     op.composite = lambda input: input.float()
 
 
@@ -195,7 +199,7 @@ def _meshgrid(op: OpDescription, *tensors: Arg, indexing: str | None = None) -> 
         if swap:
             these[:2] = these[1::-1]
         for t in these:
-            if t.dim() > 1:  # torch's kernel says so, but not that for meta tensors
+            if t.dim() > 1:  # torch's kernel raises this, but its kernel for meta tensors does not
                 raise RuntimeError(
                     f"torch.meshgrid: Expected 0D or 1D tensor in the tensor list but got shape "
                     f"{list(t.shape)}"
@@ -253,7 +257,7 @@ def _diag_embed(
     passes(op)
 
 
-# ------------------------------------------------------------------------------ triangles, shuffles
+# --------------------------------------------------------------------------- triangles and shuffles
 
 
 def _triangle(name: str) -> Callable[..., None]:
@@ -296,8 +300,10 @@ def _pixel_unshuffle(op: OpDescription, input: Arg, downscale_factor: int) -> No
 def _unless_empty(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[LocalContext], Callable[..., torch.Tensor]]:
-    """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is
-    one)."""
+    """Build a ``local`` for functions that torch computes wrongly on empty tensors.
+
+    The backward of pixel_shuffle is one.
+    """
     return lambda split: (
         lambda input, *args, **kwargs: (
             function(input) if input.numel() else input.reshape(split.out_shape())

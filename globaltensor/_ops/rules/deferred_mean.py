@@ -1,11 +1,13 @@
-"""A mean whose count is still on its way: the quotient is taken when somebody looks at it.
+"""A mean whose count is still being reduced: the division happens when its value is read.
 
-A cross-entropy over a split batch divides by the targets that count on *all* ranks. Were that
-number awaited in the forward pass, every rank would wait for the slowest in the middle of each
-step. Backward does not need it there: gradients are linear in what it starts from, so a pass may
-start from ``1 / bound`` and pay the factor ``bound / count`` when the gradients of leaves have been
-summed (_tensor/gradients/reducer.py), where ranks meet anyway. Then the count needs no collective
-of its own either: it rides at the end of the first bucket of gradients.
+The losses (loss.py) create it. The backward pass (_tensor/gradients/reducer.py) applies its factor.
+
+A cross-entropy over a split batch divides by the targets that count on *all* ranks. If the forward
+pass awaited that number, every rank would wait for the slowest in the middle of each step. Backward
+does not need the number there, as gradients are linear in the initial gradient. A pass may
+therefore start from ``1 / bound``. The factor ``bound / count`` is applied when the gradients of
+leaves have been summed, where ranks meet anyway. The count then needs no collective of its own
+either: it is reduced as the last element of the first bucket of gradients ("it rides").
 """
 
 from __future__ import annotations
@@ -33,24 +35,25 @@ def _over() -> torch.Tensor:
 
 
 class PendingCount:
-    """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the
-    latest when it is called; or it rides with something else. ``bound``: where every target weighs
-    1, how many there are on all ranks, so that the sum is at most that, and mostly just that.
-    ``programmed``: all ranks run the same program, in which nobody looks at the loss before its
-    backward pass."""
+    """The sum of ``part``, weights of targets, over the ranks.
+
+    The reduction starts on request, or at the latest when the object is called. Or it rides with
+    another reduction. ``bound``: where every target weighs 1, the number of targets on all ranks.
+    The sum is at most ``bound``, and mostly equals it. ``programmed``: all ranks run the same
+    program, in which the loss is not read before its backward pass.
+    """
 
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed
-        self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
-        # of which all ranks have to know whether some are left, as this number does not ride for
-        # their sake
+        self._wait: Callable[[], torch.Tensor] | None = None  # None: the reduction has not started
+        # The watchers of the gradients, if they are the reason why this count does not ride. The
+        # ranks then learn by the count's own message if any watcher is left.
         self._watchers: Any = None
         self.riding = False
         self._sum: torch.Tensor | None = None
-        self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = (
-            None  # what to wait for, and where it then lies
-        )
-        self._brought: float | None = None  # and what lay there
+        # the function to wait with, and the tensor that then holds the count
+        self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = None
+        self._brought: float | None = None  # the count that was read from that tensor
         self._factor: float | None = None
 
     @property
@@ -58,7 +61,7 @@ class PendingCount:
         return self._wait is not None or self.riding
 
     def start(self) -> None:
-        """Begin, unless it is on its way. Collective."""
+        """Start the reduction, unless it has started. Collective."""
         if not self.started:
             if self._watchers is None:
                 self._wait = reduce_partials_async(self.part)
@@ -66,8 +69,10 @@ class PendingCount:
                 self._watchers.ask(self._start_with)
 
     def _start_with(self, some: bool) -> Callable[[], bool]:
-        """Begin, and tell the other ranks ``some`` by the same message -> whether any rank has told
-        so."""
+        """Start the reduction, and send ``some`` to the other ranks in the same message.
+
+        The function returned waits, and returns True if any rank sent True.
+        """
         part = self.part
         assert isinstance(part, GlobalTensor)
         both = torch.stack([part._local.detach(), torch.full_like(part._local, some)])
@@ -79,8 +84,8 @@ class PendingCount:
         )
 
         def count() -> torch.Tensor:
-            # Each rank calls this at a time of its own. So it takes the local tensor: operations on
-            # global tensors are compared between ranks.
+            # Each rank calls this at a different time. So this function uses the local tensor,
+            # because operations on global tensors are compared between ranks.
             whole = wait()
             return GlobalTensor.wrap(whole._local[0], whole._spec.replace(shape=()))
 
@@ -88,7 +93,7 @@ class PendingCount:
         return lambda: bool(wait()._local[1])
 
     def __call__(self) -> torch.Tensor:
-        """The sum on every rank. Collective where it has not been started."""
+        """Return the sum on every rank. Collective if the reduction has not started."""
         if self._sum is None and self.riding:
             part = self.part
             assert isinstance(part, GlobalTensor)
@@ -99,11 +104,14 @@ class PendingCount:
         elif self._sum is None:
             self.start()
             assert self._wait is not None
-            self._sum, self._wait = self._wait(), _over  # and let go of what brought it
+            self._sum, self._wait = self._wait(), _over  # this frees the buffers of the reduction
         return self._sum
 
     def factor(self) -> float:
-        """``bound`` over the count. Where nothing counts nothing has a gradient: 1."""
+        """Return ``bound`` over the count, or 1 if no target counts.
+
+        In the latter case no element has a gradient.
+        """
         if self._factor is None:
             if self.riding and self._sum is None:
                 number = self._arrived()
@@ -114,8 +122,11 @@ class PendingCount:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Return True if backward is likely to bring it: it is a sum of parts, all ranks have one,
-        and gradients are summed over the ranks with nobody looking. Collective."""
+        """Return True if the next backward pass is likely to reduce the count with its gradients.
+
+        The count must be a partial sum, all ranks must have one, and gradients must be summed over
+        the ranks without being observed. Collective.
+        """
         here, part = world(), self.part
         found = here.reducer
         if (
@@ -144,9 +155,12 @@ class PendingCount:
     def rider(
         self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, a tensor without
-        dims, that then is the count. None: it is on its way already, or such a sum is another one,
-        or not exact, and it has been started."""
+        """Return this rank's contribution to a sum that the gradients need anyway.
+
+        The sum is over ``axes`` of a placement in ``dtype``. The contribution is a tensor without
+        dims. Return None if the count's reduction has already started. Also return None if such a
+        sum would differ from the count or not be exact; the reduction is then started separately.
+        """
         if self.started:
             return None
         assert isinstance(self.part, GlobalTensor)
@@ -162,17 +176,22 @@ class PendingCount:
             return None
         where = placement._coordinates[world().rank]
         here = self.part._local.detach()
-        return (
-            torch.zeros_like(here) if any(where[a] for a in axes if a not in own) else here
-        )  # along other axes all have the same
+        # Along other axes all ranks have the same value, so only one of them contributes it.
+        return torch.zeros_like(here) if any(where[a] for a in axes if a not in own) else here
 
     def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """What it rides with is under way: ``wait`` for it, then the count is in ``cell`` (of one
-        element), to be read before others write there."""
+        """Record the reduction with which the count rides.
+
+        After ``wait`` returns, the count is in ``cell`` (of one element). The caller must read the
+        count before ``cell`` is overwritten.
+        """
         self._rides_in, self.riding = (wait, cell), True
 
     def _arrived(self) -> float:
-        """What has come with what it rode with: exact in each dtype that it rides in."""
+        """Return the count from the reduction with which it rode.
+
+        The count is exact in each dtype in which it may ride.
+        """
         if self._brought is None:
             assert self._rides_in is not None
             wait, cell = self._rides_in
@@ -181,20 +200,22 @@ class PendingCount:
         return self._brought
 
     def drop(self) -> None:
-        """What it rode with will not arrive."""
+        """Record that the reduction with which the count rides will not complete."""
         if self.riding and self._brought is None:
             self._rides_in, self.riding = None, False
 
 
 class DeferredMean(SlottedGlobalTensor):
-    """``total / count()``. Becomes an ordinary GlobalTensor as soon as its local part is asked
-    for."""
+    """The quotient ``total / count()``, which is computed when its local tensor is read.
+
+    Reading turns the object into an ordinary GlobalTensor.
+    """
 
     __slots__ = ()
 
     @staticmethod
     def of(total: GlobalTensor, count: PendingCount) -> GlobalTensor:
-        """``total``: a scalar that may have a gradient."""
+        """Return the mean of ``total``, a scalar that may have a gradient."""
         out = torch_private.make_wrapper(
             DeferredMean, total._spec.shape, dtype=total._spec.dtype, device=total._local.device
         )
@@ -228,8 +249,10 @@ class DeferredMean(SlottedGlobalTensor):
         return not self.requires_grad
 
     def detach(self) -> GlobalTensor:  # type: ignore[override]
-        """The same value without a gradient, in the same memory: whichever of both is looked at
-        first, the other has it then too."""
+        """Return the same value without a gradient, in the same memory.
+
+        Reading the value of either tensor sets it in both.
+        """
         total, count = self.__dict__["_parts"]
         out = DeferredMean.of(total.detach(), count)
         out.__dict__["_source"] = weakref.ref(self)
@@ -244,7 +267,8 @@ class DeferredMean(SlottedGlobalTensor):
             and len(args) == 2
             and not torch_private.function_mode_on()
         ):
-            a, b = args  # a multiple is a quotient of a multiple: nobody has looked yet
+            # A multiple of the mean is the mean of a multiple, so the value is still not needed.
+            a, b = args
             if isinstance(a, DeferredMean) and type(b) in _NUMBERS:
                 total, count = a.__dict__["_parts"]
                 return DeferredMean.of(func(total, b), count)
@@ -254,8 +278,11 @@ class DeferredMean(SlottedGlobalTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def owed(self) -> tuple[GlobalTensor, PendingCount]:
-        """(the total, by what it has to be divided): backward may start from the total and ``1 /
-        bound``, and owes the factor of the count."""
+        """Return (the total, the count by which it must be divided).
+
+        A backward pass that starts from the total and ``1 / bound`` must later apply the count's
+        factor.
+        """
         return self.__dict__["_parts"]  # type: ignore[no-any-return]
 
 
@@ -282,8 +309,11 @@ _SCALINGS = _PRODUCTS | {
 
 
 def _taken(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec]:
-    """The quotient's local tensor and spec. Local parts are divided: a rank may look at its own
-    alone, which is no operation of the program that all run."""
+    """Return the quotient's local tensor and spec.
+
+    Local tensors are divided. A rank may read its own value alone, which is not an operation of the
+    program that all ranks run.
+    """
     number: Any = count()
     if torch_private.function_mode_on():
         found: Any = total / number
@@ -294,19 +324,22 @@ def _taken(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec
 
 
 def materialize(x: GlobalTensor) -> GlobalTensor:
-    """Take the quotient: in place, since others may hold the tensor. Collective where its count is
-    not on its way."""
+    """Compute the quotient in place, since other code may hold the tensor.
+
+    Collective if the reduction of its count has not started.
+    """
     if isinstance(x, DeferredMean):
         held = x.__dict__
         source = held["_source"]() if "_source" in held else None
         if isinstance(source, DeferredMean):
-            materialize(source)  # and with it this one
+            materialize(source)  # this also materializes ``x``
             if not isinstance(x, DeferredMean):
                 return x
         total, count = held.pop("_parts")
         if not count.started and (reducer := world().reducer) is not None:
-            reducer.asked = True  # before backward: the next time it starts at once
-        # Who looks may do so without gradients (a meter under no_grad); the tensor keeps its own.
+            reducer.asked = True  # read before backward: from now on the reduction starts early
+        # The value may be read without gradients (a meter under no_grad). The tensor keeps its own
+        # gradient.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad),

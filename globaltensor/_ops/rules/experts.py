@@ -1,11 +1,15 @@
-"""Mixtures of experts: tokens go to the ranks of their experts and come back (Lepikhin et al. 2021,
-"GShard: scaling giant models with conditional computation and automatic sharding"), without
-capacities: no token is dropped, and none is padded.
+"""Mixtures of experts: tokens are sent to the ranks of their experts, and the results return.
 
-tokens split, experts whole    each rank computes its tokens; nothing moves
-tokens whole, experts split    each rank computes its experts' share of every token; the result is partial
-both split on one axis         an all-to-all takes the tokens to their experts, another takes the results back
-"""  # noqa: E501
+Users call `moe_experts`. The scheme is that of Lepikhin et al. 2021, "GShard: scaling giant models
+with conditional computation and automatic sharding". There are no capacities here: no token is
+dropped, and none is padded.
+
+  tokens split, experts replicated  each rank computes its tokens; nothing moves
+  tokens replicated, experts split  each rank computes its experts' share of every token; the
+                                    result is partial
+  both split on one axis            an all-to-all sends the tokens to their experts, another
+                                    returns the results
+"""
 
 from __future__ import annotations
 
@@ -32,21 +36,26 @@ from .notation import Arg, LocalContext, OpDescription, Signature
 
 __all__ = ["TokenFunction", "moe_experts"]
 
-#: (rows sorted by expert, rows of each expert, parameters...) -> results of the rows
+#: (rows sorted by expert, number of rows of each expert, parameters...) -> results of the rows
 Function = Callable[..., Tensor]
 
 
 class TokenFunction(ABC):
-    """A function for `moe_experts` that can also take tokens as they are, where this rank has all
-    experts."""
+    """A function for `moe_experts` that also accepts unsorted tokens.
+
+    `moe_experts` passes unsorted tokens where this rank has all experts.
+    """
 
     @abstractmethod
     def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
-        """Rows sorted by expert -> their results."""
+        """Return the results of rows that are sorted by expert."""
 
     @abstractmethod
     def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        """Tokens, their experts and weights -> the weighted sums of the results, like ``x``."""
+        """Return the weighted sums of the experts' results for each token, shaped like ``x``.
+
+        ``index`` and ``weights`` are the experts of each token and their weights.
+        """
 
 
 def moe_experts(
@@ -57,22 +66,23 @@ def moe_experts(
     function: Function = gated,
     shared: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Compute ``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens,
-    hidden] -> [tokens, hidden], of the dtype of ``x``.
+    """Compute ``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t.
 
-    ``index``, ``weights`` [tokens, k]: the experts of each token and how much each counts; a number
-    that is no expert's counts for nothing. ``parameters``: of each the first dim is the experts:
-    ``gate_up [experts, 2 * inner, hidden]`` and ``down [experts, hidden, inner]`` for
-    ``down(silu(gate) * up)``, the default. ``function(rows, counts, *parameters, *shared)``:
-    another kind of expert, on local tensors: ``rows`` [n, hidden] are sorted by expert, ``counts``
-    (integers) says how many each has, and it returns the results, of the shape of ``rows``. Rows
-    must not depend on each other. Give the same function object at every call: plans are kept by
-    it. ``shared``: parameters that all experts have in common.
+    Shapes: ``x`` [tokens, hidden] -> [tokens, hidden], of the dtype of ``x``. ``index``,
+    ``weights`` [tokens, k]: the experts of each token and the weight of each. A number that is no
+    expert's contributes nothing. ``parameters``: the first dim of each is the experts. By default
+    they are ``gate_up [experts, 2 * inner, hidden]`` and ``down [experts, hidden, inner]`` for
+    ``down(silu(gate) * up)``. ``shared``: parameters that all experts have in common.
 
-    Parameters that are split(0) are never gathered for tokens that are split: these go to their
-    experts, in one all-to-all, and come back in another; their gradients likewise. Tokens that are
-    broadcast stay, and the results are partial sums. Differentiable any number of times, if
-    ``function`` is. Raises ShapeError.
+    ``function(rows, counts, *parameters, *shared)``: another kind of expert, on local tensors.
+    ``rows`` [n, hidden] are sorted by expert, and ``counts`` (integers) is the number of rows of
+    each. The function returns the results, of the shape of ``rows``. Rows must not depend on each
+    other. Pass the same function object at every call, because plans are cached by it.
+
+    Parameters that are split(0) are never gathered for tokens that are split. Instead the tokens
+    are sent to their experts in one all-to-all, and return in another; so do their gradients.
+    Tokens that are broadcast stay, and the results are partial sums. Differentiable any number of
+    times, if ``function`` is. Raises ShapeError for shapes that do not match.
 
     >>> import torch
     >>> x, index, weights = torch.ones(2, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
@@ -143,7 +153,7 @@ def _describe(
     which = {p.index for p in parameters}
 
     def menu(axis: int) -> list[Signature]:
-        """Tokens, or experts, or both."""
+        """Return the signatures that split tokens, or experts, or both."""
         derived = list(op.derived(axis))
         both = [
             Signature(tuple(e.ins[i] if i in which else t.ins[i] for i in range(len(op.args))),
@@ -161,7 +171,7 @@ def _describe(
 
 
 def _local(split: LocalContext, tokens: int, parameters: int) -> Callable[..., Tensor]:
-    """What a rank runs: an exchange along the axes that split both."""
+    """Return the function that a rank runs, with an exchange along the axes that split both."""
     held, spec = split.ins[tokens].layout, split.ins[parameters]
     axes = [a for a, e in enumerate(spec.layout) if _first(e) and _first(held[a])]
     ranks = spec.placement.fiber(split.rank, axes) if axes else (split.rank,)
@@ -193,13 +203,16 @@ def _first(entry: Sbp) -> bool:
 register(moe_experts, _describe)
 
 
-# --------------------------------------------------------------------------------- what a rank runs
+# -------------------------------------------------------------------------------- local computation
 
 
 @dataclass(frozen=True)
 class _Homes:
-    """Who has which experts: ``held`` (offset, length) for each of ``ranks``, of ``count`` experts;
-    ``me`` is this rank's place among them."""
+    """The assignment of experts to ranks.
+
+    ``held`` is (offset, length) for each of ``ranks``, among ``count`` experts. ``me`` is the index
+    of this rank among ``ranks``.
+    """
 
     ranks: tuple[int, ...]
     me: int
@@ -208,23 +221,25 @@ class _Homes:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each rank's experts begin when they stand rank after rank; and how many there
-        are."""
+        """The start of each rank's experts in the order by rank, and last the number of experts."""
         return [0, *accumulate(n for _, n in self.held)]
 
     def places(self, index: Tensor) -> Tensor:
-        """The place of each expert in that order; past its end where these ranks don't have it."""
+        """Return the position of each expert in the order by rank.
+
+        An expert that these ranks do not have gets the position past the end.
+        """
         known = torch.where((index >= 0) & (index < self.count), index, self.count)
         return known if self.straight else torch.tensor(self.order, device=index.device)[known]
 
     @cached_property
     def straight(self) -> bool:
-        """Whether these ranks have all experts, and in their order."""
+        """Return True if these ranks have all experts, in ascending order."""
         return self.order == list(range(self.count + 1))
 
     @cached_property
     def order(self) -> list[int]:
-        """The place of each expert, and of none."""
+        """The position of each expert in the order by rank, and last the position for no expert."""
         order = [self.starts[-1]] * (self.count + 1)
         for start, (offset, n) in zip(self.starts, self.held, strict=False):
             order[offset : offset + n] = range(start, start + n)
@@ -236,8 +251,8 @@ def _run(
     shared: Sequence[Tensor], function: Function, homes: _Homes
 ) -> Tensor:  # fmt: skip
     every = [x, weights, *parameters, *shared]
-    # Where tokens go depends on data, what comes out does not. A recorder that looks in must see
-    # that it does, and keep the call as one step.
+    # The routing of tokens depends on data, but the shape of the result does not. A recorder must
+    # see the data dependence, so that it records the call as one step.
     if x.device.type == "meta" or (
         torch_private.is_fake(x) and not torch_private.function_mode_on()
     ):
@@ -251,7 +266,7 @@ def _run(
     way = _Way.make(
         place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * kind.itemsize
     )
-    order = order[: sum(way.sent)]  # the rest has no expert here
+    order = order[: sum(way.sent)]  # the other rows have no expert on these ranks
     rows = x.to(kind).index_select(0, order // max(k, 1))
     rows = way.there(rows)
     results = way.back(_computed(function, rows, way.counts, parameters, shared))
@@ -260,7 +275,7 @@ def _run(
 
 
 def _cast(x: Tensor) -> torch.dtype:
-    """The dtype in which tokens travel: what autocast would make of them."""
+    """Return the dtype in which tokens are sent: the one to which autocast would cast them."""
     on = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
@@ -272,8 +287,11 @@ def _computed(
     parameters: Sequence[Tensor],
     shared: Sequence[Tensor],
 ) -> Tensor:
-    """The results of ``function``; of a rank without rows, nothing, but in the graph: its backward
-    takes part in the exchanges."""
+    """Return the results of ``function``.
+
+    A rank without rows returns an empty result that stays in the graph, because its backward joins
+    the exchanges.
+    """
     inputs = [rows, *parameters, *shared]
     if not rows.shape[0]:
         return zeros_connected(tuple(rows.shape), rows.dtype, inputs)
@@ -281,7 +299,10 @@ def _computed(
 
 
 def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
-    """What a function gave for ``rows``, of their shape and dtype, and in the graph."""
+    """Return a function's results for ``rows``, of the rows' shape and dtype, and in the graph.
+
+    Raises ShapeError for another shape.
+    """
     if out.shape != rows.shape:
         raise ShapeError(
             f"experts: the function gave {list(out.shape)} for rows {list(rows.shape)}; it must "
@@ -293,15 +314,16 @@ def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
     return out
 
 
-# --------------------------------------------------------------------------- the way there and back
+# ------------------------------------------------------------------------------- exchange of tokens
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Which rows go where: ``sent`` to and ``taken`` from each rank, ``counts`` of each own expert,
-    ``longest`` what the busiest rank sends or takes.
+    """The routing of rows between ranks.
 
-    ``sorting``: the rows taken, in the order of the experts; None where they come so.
+    ``sent``: rows sent to each rank. ``taken``: rows received from each rank. ``counts``: rows of
+    each own expert. ``longest``: rows that the busiest rank sends or receives. ``sorting``: the
+    order of the received rows by expert, or None where they arrive in that order.
     """
 
     ranks: tuple[int, ...]
@@ -313,15 +335,17 @@ class _Way:
 
     @staticmethod
     def make(found: Tensor, homes: _Homes, row_bytes: int) -> _Way:
-        """From how many rows this rank has for each expert. The ranks tell each other."""
+        """Build the routing from the number of rows that this rank has for each expert.
+
+        The call is collective: the ranks exchange these numbers.
+        """
         p, starts = len(homes.ranks), homes.starts
         if p == 1:
             counts = found.tolist()
             return _Way(homes.ranks, (sum(counts),), (sum(counts),), sum(counts), counts, None)
         told = torch.stack(world().comm(homes.ranks).all_gather(found, [found.numel()] * p))
-        every: list[list[int]] = (
-            told.tolist()
-        )  # [rank that has the rows][expert, in the order of the ranks that have these]
+        # [rank that has the rows][expert, in the order of the ranks that have the experts]
+        every: list[list[int]] = told.tolist()
         parts = [slice(a, b) for a, b in pairwise(starts)]
         table = [[sum(row[part]) for part in parts] for row in every]
         mine = parts[homes.me]
@@ -347,7 +371,7 @@ class _Way:
         )
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows sorted by where they go -> the rows taken, by expert."""
+        """Send rows, sorted by destination, and return the received rows, sorted by expert."""
         if self.sorting is None:
             return rows
         return _Exchange.apply(rows, self.ranks, self.sent, self.taken, self.longest).index_select(
@@ -355,7 +379,7 @@ class _Way:
         )  # type: ignore[no-any-return, no-untyped-call]
 
     def back(self, rows: Tensor) -> Tensor:
-        """The other way round."""
+        """Send results back, in the reverse direction of `there`."""
         if self.sorting is None:
             return rows
         rows = rows.index_select(0, self.sorting.argsort())
@@ -363,8 +387,10 @@ class _Way:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [n, ...] sorted by the rank they go to -> the rows taken, by the rank they come from.
-    Its backward is itself, the other way round."""
+    """An exchange of rows [n, ...], sorted by destination rank, for rows sorted by source rank.
+
+    The backward is the same exchange in the reverse direction.
+    """
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
-"""Picking and writing by index tensors along one dim, masks, and look-up tables (embedding).
+"""Rules of index tensors along one dim, masks, and look-up tables (embedding).
 
-As in indexing: along a split dim the owner of an element contributes it and the others zeros; what
-is written elsewhere falls into a row that is dropped.
+`rules` imports this module. As in indexing, the owner of an element of a split dim contributes it,
+and the other ranks contribute zeros. Values written for other ranks go into a spare row that is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
 Local = Callable[..., Any]
 
 
-# ------------------------------------------------------------------------ looking up in a split dim
+# --------------------------------------------------------------------------- look-up in a split dim
 
 
 def picks(x: Arg) -> str:
@@ -34,10 +35,10 @@ def picks(x: Arg) -> str:
 def picked(
     index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices into a dim of ``n`` elements -> (indices into the part at ``offset``, ``miss`` where
-    it is not there; where it is there).
+    """Convert indices into a dim of ``n`` elements to indices into the local tensor at ``offset``.
 
-    An index that is nowhere stays out of range, so that torch complains as it would.
+    Return (local indices, with ``miss`` where the element is not local; True where it is local). An
+    index outside the global dim stays out of range, so that torch raises its own error.
     """
     here = index - offset
     mine = (here >= 0) & (here < length)
@@ -45,7 +46,7 @@ def picked(
 
 
 def indices_of(x: Arg, d: int) -> Range:
-    """Return what indices into dim ``d`` may be."""
+    """Return the range of valid indices into dim ``d``."""
     return Range(
         x.shape[d] if x.ndim else 1,
         RuntimeError,
@@ -54,12 +55,12 @@ def indices_of(x: Arg, d: int) -> Range:
 
 
 def extended(x: torch.Tensor, d: int) -> torch.Tensor:
-    """``x`` with one more row of zeros on dim ``d``."""
+    """Return ``x`` with one more row of zeros on dim ``d``."""
     return F.pad(x, [0, 0] * (x.ndim - 1 - d) + [0, 1])
 
 
 def filled(x: torch.Tensor, d: int) -> torch.Tensor:
-    """``x`` with at least one row on dim ``d``, so that there is something to point at."""
+    """Return ``x`` with at least one row on dim ``d``, so that an index into it is valid."""
     return x if x.shape[d] else extended(x, d)
 
 
@@ -92,9 +93,8 @@ def _gather(
     op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
     op.linear, op.carries = [frozenset([input.index])], True
     op.ranges[index.index] = indices_of(input, d)
-    op.local = _looked_up(
-        d, input.shape, lambda x, i: x.gather(d, i)
-    )  # gradients of global tensors are dense
+    # Gradients of global tensors are dense, so `sparse_grad` is ignored.
+    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))
 
 
 @rule("index_select")
@@ -122,8 +122,10 @@ def _index_select(op: OpDescription, input: Arg, dim: int, index: Arg) -> None:
 def _looked_up(
     d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False
 ) -> Callable[[LocalContext], Local]:
-    """Local form of picking along dim ``d``; ``aligned``: ``pick`` also shapes the mask to its
-    result."""
+    """Build the ``local`` of picking along dim ``d``.
+
+    ``aligned``: ``pick`` also reshapes the mask to fit its result.
+    """
 
     def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
@@ -146,7 +148,7 @@ def _looked_up(
 
 @rule("take")
 def _take(op: OpDescription, input: Arg, index: Arg) -> None:
-    # In a row, since one number as an index would give a view.
+    # The index is flattened, since a single number as an index would give a view.
     op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
 
 
@@ -179,8 +181,11 @@ def _into(
     *,
     sums: bool,
 ) -> None:
-    """Write ``src`` to places of dim ``d``. ``same``: dims in which all agree. ``sums``: many
-    sources to one place add up, so they may be split."""
+    """Describe writing ``src`` to positions of dim ``d``.
+
+    ``same``: dims in which all operands have the same size. ``sums``: several sources for one
+    position add up, so they may be split.
+    """
     op.set(input, [("x", k) if k == d or same[k] else None for k in range(input.ndim)])
     matched = not isinstance(src, Arg) or (
         src.ndim == input.ndim and (index.ndim == 1 or src.shape[d] == index.shape[d])
@@ -215,7 +220,7 @@ def _written(d: int, shape: Sequence[int], name: str) -> Callable[[LocalContext]
         def run(
             input: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
         ) -> torch.Tensor:
-            # What falls elsewhere goes to one more row, which is dropped.
+            # Values for other ranks go to one more row, which is dropped.
             here, _ = picked(index, shape[d], offset, length, miss=length)
             out = getattr(extended(input, d), name)(d, here, *rest, **kwargs).narrow(d, 0, length)
             return input.copy_(out) if name.endswith("_") else out
@@ -287,7 +292,10 @@ for _name in ("index_add", "index_copy", "index_fill", "index_reduce"):
 
 
 def _scatter_view(name: str, dims_of: Callable[..., set[int]]) -> None:
-    """``select_scatter`` and its like: a copy of ``input`` with ``src`` in the place of a view."""
+    """Declare ``select_scatter`` or one of its like.
+
+    The result is a copy of ``input`` in which ``src`` replaces a view.
+    """
 
     @rule(name)
     def describe(op: OpDescription, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
@@ -332,8 +340,10 @@ def _masked_fill_local(first: bool, name: str) -> Local:
 
 
 def first_share(split: LocalContext) -> bool:
-    """Whether this rank's share of a partial sum is the one that carries a number written into all;
-    the others' is zero."""
+    """Return True if this rank's share of a partial sum carries a number that is written.
+
+    The number is written into one share only. The other shares get zero.
+    """
     target = split.ins[0]
     where = target.placement.coordinate(split.rank) or ()
     return not any(c and e.is_partial for c, e in zip(where, target.layout, strict=False))
@@ -347,9 +357,8 @@ each_spelling(
 
 @rule("masked_scatter")
 def _masked_scatter(op: OpDescription, input: Arg, mask: Arg, source: Arg) -> None:
-    op.out = [
-        (None,) * max(input.ndim, mask.ndim)
-    ]  # the k-th true place takes the k-th element: nothing can be split
+    # The k-th true position takes the k-th element, so nothing can be split.
+    op.out = [(None,) * max(input.ndim, mask.ndim)]
 
 
 @rule("fill_diagonal")
@@ -366,9 +375,8 @@ def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = 
             min(offset + length for offset, length in boxes),
         )
         rows, columns = input.shape[:2]
-        starts = (
-            range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)
-        )  # it begins anew below, where there is more than a square
+        # With `wrap` the diagonal restarts below each square.
+        starts = range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)
 
         def run(input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
             value = fill_value if first_share(split) else 0
@@ -389,7 +397,7 @@ def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = 
     op.local = local
 
 
-# ------------------------------------------------------------------------------------------- tables
+# ----------------------------------------------------------------------------------- look-up tables
 
 
 @rule([F.embedding])
@@ -403,14 +411,16 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
-    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for:
-    the values are the same."""
+    """Describe a look-up in a table.
+
+    Its gradient is dense, also where a sparse one is requested. The values are the same.
+    """
     if max_norm is not None:
         op.compose(_embedding_of_bounded_rows)
         return
     ids = [("ids", k) for k in range(input.ndim)]
     op.out = [(*ids, "width")]
-    if scale_grad_by_freq:  # it counts all ids
+    if scale_grad_by_freq:  # all ids must be counted
         op.out = [(None,) * (input.ndim + 1)]
         op.local = lambda split: (
             lambda input, weight, *args, **kwargs: F.embedding(
@@ -443,7 +453,7 @@ def _embedding(
         return run
 
     op.local = local
-    # On a GPU the kernel's backward writes where it must not if the rows have no elements.
+    # On a GPU the kernel's backward writes out of bounds if the rows have no elements.
     op.local = skip_when_empty(
         op,
         alike=lambda input, weight, *args, **kwargs: F.embedding(
@@ -501,7 +511,10 @@ def _embedding_bag(
 
 
 def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call F.embedding_bag, whose argument 7 asks for a sparse gradient, for a dense one."""
+    """Call F.embedding_bag for a dense gradient.
+
+    Its argument 7 asks for a sparse gradient, and is set to False.
+    """
     return F.embedding_bag(
         *args[:7],
         *([False] if len(args) > 7 else []),
@@ -539,8 +552,10 @@ def _embedding_bag_of_bounded_rows(
 
 
 def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
-    """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place:
-    each rank those that it holds."""
+    """Scale the requested rows of a table, in place, to a norm of ``max_norm`` at most.
+
+    Each rank scales the rows that it holds.
+    """
     norms = torch.linalg.vector_norm(weight.detach(), norm_type, 1, keepdim=True)
     asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(
         0, indices.reshape(-1).long(), True
@@ -611,11 +626,10 @@ _choice_by_mask = RULES[torch.where].describe
 @rule("where", scalars=True)
 def _where(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     condition = args[0] if args else kwargs.get("condition")
-    if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
+    if len(args) + len(kwargs) == 1:  # where(condition): the indices of true elements
         op.composite = lambda condition: condition.nonzero(as_tuple=True)
-    elif (
-        isinstance(condition, Arg) and condition.dtype == torch.uint8
-    ):  # torch's kernels take bytes, those for meta tensors do not
+    # torch's kernels accept bytes, those for meta tensors do not.
+    elif isinstance(condition, Arg) and condition.dtype == torch.uint8:
         op.composite = lambda condition, *args, **kwargs: torch.where(
             condition.bool(), *args, **kwargs
         )

@@ -1,5 +1,7 @@
-"""Linear layers of many experts at once, on local tensors: rows sorted by expert, each by its own
-matrix."""
+"""Linear layers of many experts at once, on local tensors: each row times its expert's matrix.
+
+`experts` calls these functions, and users may call them in their own experts.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from ..._base import torch_private
 
 __all__ = ["gated", "grouped_linear"]
 
-_ALIGNED: Final = 16  # bytes: what the kernel wants of rows and of where they begin
+_ALIGNED: Final = 16  # bytes: the alignment that the kernel requires of rows and of their start
 
 
 def grouped_linear(
     rows: Tensor, counts: Sequence[int], weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """``F.linear`` of the rows of each expert with its own weight: rows [n, in], weight [experts,
-    out, in], bias [experts, out] -> [n, out].
+    """Apply ``F.linear`` to the rows of each expert with its own weight.
 
-    Rows are sorted by expert, ``counts`` says how many each has, and n is their sum. By torch's
-    grouped matmul where it has one for the device and dtype, else expert by expert. For the
-    functions of `experts`: on local tensors.
+    rows [n, in], weight [experts, out, in], bias [experts, out] -> [n, out]. Rows are sorted by
+    expert. ``counts`` is the number of rows of each expert, and n is their sum. torch's grouped
+    matmul is used where it exists for the device and dtype. Otherwise the experts are computed one
+    by one. The tensors are local, as in the functions of `experts`.
 
     >>> import torch
     >>> grouped_linear(torch.ones(3, 2), [1, 2], torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]]))
@@ -34,11 +36,12 @@ def grouped_linear(
             [4.],
             [4.]])
     """
+    # Autocast does not know the kernel, so its casts are made here.
     if (
         not rows.is_meta
         and torch.is_autocast_enabled(rows.device.type)
         and rows.dtype is not torch.float64
-    ):  # the kernel is none of those that autocast knows
+    ):
         kind = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(kind), weight.to(kind)
         bias = None if bias is None else bias.to(kind)
@@ -55,15 +58,18 @@ def grouped_linear(
 
 
 def gated(rows: Tensor, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
-    """``down(silu(gate) * up)`` (Shazeer 2020, "GLU variants improve transformer"): gate_up
-    [experts, 2 * inner, hidden], down [experts, hidden, inner]."""
+    """Return ``down(silu(gate) * up)`` (Shazeer 2020, "GLU variants improve transformer").
+
+    gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]; rows and counts as in
+    `grouped_linear`.
+    """
     gate, up = grouped_linear(rows, counts, gate_up).chunk(2, -1)
     return grouped_linear(F.silu(gate) * up, counts, down)
 
 
 def _one_by_one(rows: Tensor, counts: Sequence[int], weight: Tensor) -> Tensor:
-    # unbind: the gradient of all the matrices is put together once, where that of weight[e] would
-    # be as large as weight.
+    # With unbind, the gradients of all matrices are assembled once. The gradient of each weight[e]
+    # would be as large as weight.
     parts = [
         part @ w.t()
         for part, w in zip(rows.split_with_sizes(list(counts)), weight.unbind(0), strict=True)
@@ -90,8 +96,11 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 class _Grouped(torch.autograd.Function):
-    """torch's kernel. Its own backward refuses gradients that are expanded, as those of a sum are,
-    so it is written out here."""
+    """The autograd function of torch's grouped matmul kernel.
+
+    The kernel's own backward refuses expanded gradients, such as those of a sum. Therefore the
+    backward is written out here.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -107,7 +116,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        if torch.is_grad_enabled():  # to be differentiated again: by ordinary products
+        if torch.is_grad_enabled():  # a second derivative is needed: use ordinary products
             split = [t.split_with_sizes(list(ctx.counts)) for t in (grad, rows)]
             return (
                 _one_by_one(grad, ctx.counts, weight.transpose(-2, -1)),

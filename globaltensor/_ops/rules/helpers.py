@@ -1,5 +1,8 @@
-"""What the rules of several families share: reading arguments as torch does, describing reductions,
-and parts that hold no element."""
+"""Helpers shared by the rules of several families.
+
+The helpers read arguments as torch does, describe reductions, and handle local tensors without
+elements.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ __all__ = [
 
 
 def canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords as torch names them: it takes NumPy's ``axis`` and ``keepdims`` as well."""
+    """Return the keywords under torch's names.
+
+    torch also accepts NumPy's ``axis`` and ``keepdims``.
+    """
     return {
         {"axis": "dim", "keepdims": "keepdim", "x": "input", "A": "input"}.get(k, k): v
         for k, v in kwargs.items()
@@ -39,7 +45,10 @@ def canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def dims_of(x: Any, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The dims that ``dim`` names, from the front; None and an empty list name all of them."""
+    """Return the dims that ``dim`` names, counted from the front.
+
+    None and an empty list name all dims. Raises IndexError as torch does.
+    """
     n = max(x.ndim, 1)
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return tuple(range(x.ndim))
@@ -55,7 +64,7 @@ def _dim(d: int, n: int) -> int:
 
 
 def kept(names: Sequence[Factor | None], dims: Sequence[int], keepdim: bool) -> Dims:
-    """The dims that a reduction over ``dims`` leaves of ``names``."""
+    """Return the entries of ``names`` that remain after a reduction over ``dims``."""
     return tuple(None if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims)
 
 
@@ -67,8 +76,11 @@ def reduced(
     kind: str | None,
     results: int = 1,
 ) -> None:
-    """Describe a reduction of ``x`` over ``dims``: partial results of this kind, or, where it is
-    None, dims that must be whole."""
+    """Describe a reduction of ``x`` over ``dims``.
+
+    With a ``kind``, the results are partial of this kind. Where ``kind`` is None, the dims must not
+    be split.
+    """
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.out = [kept(names, dims, keepdim)] * results
@@ -79,7 +91,7 @@ def reduced(
 
 
 def operands(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors of a call, in the order in which a rule sees them."""
+    """Return the tensors of a call, in the order in which a rule sees them."""
     found: list[Tensor] = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
@@ -90,23 +102,28 @@ def operands(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def split_in(x: Any, dims: Sequence[int]) -> bool:
-    """Whether some axis of more than one rank splits one of these dims of an operand."""
+    """Return True if an axis of more than one rank splits one of these dims of an operand."""
     return any(x.spec.placement.shape[a] > 1 for d in dims if d < x.ndim for a in x.spec.axes_of(d))
 
 
 def register(function: Any, describe: Callable[..., None]) -> None:
-    """Declare the rule of one function object, where names would mean several functions of
-    different arguments."""
+    """Declare the rule of one function object.
+
+    This serves where a name would stand for several functions with different arguments.
+    """
     RULES[function] = Rule(getattr(function, "__name__", str(function)), describe)
 
 
 def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
-    """Zeros that depend on ``inputs`` in the graph, as do their gradients, which are zero."""
+    """Return zeros that depend on ``inputs`` in the autograd graph.
+
+    Their gradients are zero and also depend on ``inputs``.
+    """
     out = torch.zeros(shape, dtype=dtype, device=inputs[0].device)
     if not (dtype.is_floating_point or dtype.is_complex):
         return out
-    # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the
-    # gradient finds its way as well.
+    # Sums of empty slices let no value through, not even a NaN. The square makes second-order
+    # gradients depend on the inputs as well.
     nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if _smooth(t))
     if not isinstance(nothing, Tensor):
         return out
@@ -115,18 +132,20 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
 
 
 def dummy_like(t: Tensor, *shape: int) -> Tensor:
-    """Ones of this shape that hang on ``t`` in the graph and take no value from it."""
+    """Return ones of this shape that depend on ``t`` in the autograd graph.
+
+    No value of ``t`` enters them.
+    """
     return F.pad(t.reshape(-1)[:0], (0, math.prod(shape)), value=1.0).view(shape)
 
 
 def connected_zeros(shape: tuple[int, ...], made: Tensor) -> Tensor:
-    """Zeros that depend in the graph on ``made`` and on what it was made of, just as a result with
-    elements does.
+    """Return zeros that depend on ``made`` and its inputs in the autograd graph.
 
-    Which gradients depend on which operands is decided by torch's function for gradients, and all
-    ranks must see the same: one that finds no way back where others do leaves them waiting in the
-    second backward pass. So a rank without elements runs that function too, on stand-ins of one
-    element.
+    The dependence is the same as that of a result with elements. torch's function for gradients
+    decides which gradients depend on which operands, and all ranks must see the same. If one rank
+    finds no path back where others do, these wait for it in the second backward pass. So a rank
+    without elements runs that function too, on dummy tensors of one element.
     """
     return F.pad(made.reshape(-1)[:0], (0, math.prod(shape))).view(shape)
 
@@ -136,12 +155,14 @@ def skip_when_empty(
     function: Callable[..., Any] | None = None,
     alike: Callable[..., Tensor] | None = None,
 ) -> Callable[[LocalContext], Callable[..., Any]]:
-    """A ``local`` for kernels that refuse empty operands: where this rank got no element of some
-    operand, zeros that stay in the graph.
+    """Build a ``local`` for kernels that refuse empty operands.
 
-    ``alike``: of a function of several operands, the same function on stand-ins for them. What
-    torch says of an operand that is empty everywhere (the determinant of nothing is 1) is left to
-    torch.
+    Where this rank holds no element of some operand, it returns zeros that stay in the autograd
+    graph.
+
+    ``alike``: for a function of several operands, the same function applied to dummies for them.
+    torch itself handles an operand that is empty on every rank (the determinant of an empty matrix
+    is 1).
     """
     before = op.local
 
@@ -190,8 +211,10 @@ def _smooth(t: Tensor) -> bool:
 def _on_stand_ins(
     function: Callable[..., Any], split: LocalContext, args: Any, kwargs: Any
 ) -> list[Tensor]:
-    """Results of the same call on stand-ins, with an element where this rank has none; nothing
-    where torch cannot run it so."""
+    """Run the same call on dummy tensors that have an element where this rank has none.
+
+    Return its results, or an empty list where torch cannot run the call so.
+    """
     places = iter(enumerate(split.ins))
 
     def of(value: Any) -> Any:
@@ -213,8 +236,11 @@ def _on_stand_ins(
 
 
 def _differentiable(function: Any, split: LocalContext, args: Any, kwargs: Any) -> list[bool]:
-    """Which results have a gradient, as a run without memory on the whole shapes tells; nothing
-    where torch cannot run it so."""
+    """Return for each result whether it has a gradient.
+
+    A run on meta tensors of the global shapes decides. Return an empty list where torch cannot run
+    the call so.
+    """
     specs = iter(split.ins)
 
     def whole(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Indexing: x[...] and x[...] = value.
+"""Rules of indexing: x[...] and x[...] = value; `rules` imports them.
 
-A dim that an index picks from may be split: the rank that owns an element contributes it and the
-others zeros, so the result is a partial sum. No element moves before it is picked. Writing picks
-nothing: each rank writes what falls into its part.
+A dim that an index picks from may be split. The rank that owns an element contributes it, and the
+others contribute zeros, so the result is a partial sum. No element moves before it is picked.
+Writing picks nothing: each rank writes the values that belong to its local tensor.
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One component of an index. ``dim``: the dim of the indexed tensor it stands on (for a new
-    dim: before which it stands)."""
+    """One component of an index.
+
+    ``dim`` is the dim of the indexed tensor to which the component applies. A new dim is inserted
+    before ``dim``.
+    """
 
     kind: str  # "new" | "all" | "slice" | "int" | "tensor" | "mask"
     dim: int
-    value: Any = None  # int: from the front; slice: range; tensors: their Arg
+    value: Any = None  # int: counted from the front; slice: range; tensors: their Arg
     size: int = 1  # elements of the region along it
 
 
 def parts_of(x: Arg, index: Any) -> list[Part]:
-    """Read an index as torch does, every dim accounted for. Raises FormError for the forms that
-    only torch itself knows."""
+    """Read an index as torch does, with every dim accounted for.
+
+    Raises FormError for the forms that only torch itself knows.
+    """
     items = list(_items(index))
     used = sum(_span(i) for i in items)
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
@@ -86,8 +91,10 @@ def _part(x: Arg, item: Any, d: int) -> Part:
 
 
 def _items(index: Any) -> tuple[Any, ...]:
-    """The components of an index: as in torch, a short list with more than numbers in it is a list
-    of components."""
+    """Return the components of an index.
+
+    As in torch, a short list that holds more than numbers is a list of components.
+    """
     more = (slice, Arg, torch.Tensor, type(None), type(Ellipsis))
     if (
         isinstance(index, list)
@@ -99,13 +106,16 @@ def _items(index: Any) -> tuple[Any, ...]:
 
 
 def _is_list(item: Any) -> bool:
-    """Whether a component is a list or an array, which stands for a tensor."""
+    """Return True if a component is a list or an array, which stands for a tensor."""
     return isinstance(item, (list, tuple, range, np.ndarray))
 
 
 def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(x, index) that mean the same, with lists and arrays as tensors and masks as the places where
-    they are true. A bool is a mask of a new dim of size 1."""
+    """Return (x, index) that mean the same, without lists, arrays and masks in the index.
+
+    Lists and arrays become tensors. Masks become the positions where they are true. A bool is a
+    mask of a new dim of size 1.
+    """
     items, found, d = (
         [
             _as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i
@@ -130,17 +140,18 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _at_places(x: Any, index: Any) -> Any:
-    """``x[index]``, of masks by way of the places where they are true: where a mask follows from
-    the code alone these do too."""
+    """Return ``x[index]``, with masks read as the positions where they are true.
+
+    Where a mask follows from the code alone, these positions do too.
+    """
     x, found = _plainer(x, index)
     return x[found]
 
 
 def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    return _at_places(
-        input.expand(shape), mask.expand(shape)
-    )  # one by one: the mask follows from itself alone
+    # The two are expanded separately, so that the expanded mask depends on the mask alone.
+    return _at_places(input.expand(shape), mask.expand(shape))
 
 
 DATA_FREE_VARIANTS[torch.Tensor.__getitem__] = _at_places
@@ -149,9 +160,8 @@ DATA_FREE_VARIANTS[torch.masked_select] = DATA_FREE_VARIANTS[torch.Tensor.masked
 
 def _as_tensor(item: Any) -> torch.Tensor:
     found = torch.as_tensor(item)
-    return (
-        found if found.numel() or isinstance(item, np.ndarray) else found.long()
-    )  # an empty list picks nothing
+    # An empty list picks nothing.
+    return found if found.numel() or isinstance(item, np.ndarray) else found.long()
 
 
 def _tensors(index: Any) -> Iterable[torch.Tensor]:
@@ -161,13 +171,15 @@ def _tensors(index: Any) -> Iterable[torch.Tensor]:
 def _region(
     parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]
 ) -> tuple[list[Any], int, int]:
-    """Dims of what an index selects, each named -> (names, where the index tensors' dims begin, how
-    many they are)."""
+    """Return the named dims of the region that an index selects.
+
+    The result is (names, the position at which the index tensors' dims start, their number).
+    """
     rest = [p for p in parts if p.kind != "int"]
     places = [k for k, p in enumerate(rest) if p.kind == "tensor"]
     if not places:
         return [name(p) for p in rest], 0, 0
-    # The dims of index tensors that stand side by side stay there; else they come first.
+    # The dims of adjacent index tensors stay at their position. Otherwise they come first.
     begin = places[0] if places[-1] - places[0] == len(places) - 1 else 0
     others = [name(p) for p in rest if p.kind != "tensor"]
     return [*others[:begin], *index_dims, *others[begin:]], begin, len(index_dims)
@@ -239,7 +251,7 @@ def _get_local(
         if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None
     }
     if not boxes and not cuts:
-        return None  # torch's own, with the index as it stands
+        return None  # torch's own function, with the index unchanged
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
         these, key, owned = iter(_tensors(index)), [], None
@@ -260,7 +272,7 @@ def _get_local(
             key.append(_plain_key(p, at))
         try:
             y = x[tuple(key)]
-        except IndexError as error:  # which tells of this rank's part
+        except IndexError as error:  # its text describes this rank's local tensor
             raise _out_of_bounds(shape, parts, index) or error from None
         return y if owned is None else only(owned.reshape(*owned.shape, *[1] * after), y)
 
@@ -287,7 +299,7 @@ def _cut(split: LocalContext, p: Part) -> Callable[[torch.Tensor], Sequence[torc
 
 
 def _is_number(item: Any) -> bool:
-    """Whether a component is an integer in a 0-dim tensor, which stands for its value."""
+    """Return True if a component is an integer in a 0-dim tensor, which stands for its value."""
     return isinstance(item, (Arg, torch.Tensor)) and not item.ndim and not _is_mask(item)
 
 
@@ -297,13 +309,14 @@ def _get_by_number(x: Any, index: Any) -> Any:
         x, GlobalTensor
     ):
         return out
+    # As in torch, numbers alone make a view and no copy.
     return RemoteView.of(
         out._local, out._spec, x, lambda source: _picked_by_number(source, index), index
-    )  # as in torch, numbers alone take no copy
+    )
 
 
 def _picked_by_number(x: Any, index: Any) -> Any:
-    # Picked as by an index of one element: the number is never asked for, so nobody waits for it.
+    # Pick by an index of one element. The number is never read, so no rank waits for it.
     items, d, key = _items(index), 0, []
     for k, i in enumerate(items):
         if _is_number(i):
@@ -315,7 +328,10 @@ def _picked_by_number(x: Any, index: Any) -> Any:
 
 
 def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
-    """The first number's row is taken out, written into by the rest of the index, and put back."""
+    """Write ``value`` where the index holds a 0-dim integer tensor.
+
+    The row of the first such number is read, written into by the rest of the index, and put back.
+    """
     items, d = _items(index), 0
     for k, i in enumerate(items):
         if _is_number(i):
@@ -381,7 +397,10 @@ def _set_plainer(x: Any, index: Any, value: Any) -> None:
 
 
 def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
-    """Whether one mask says where, and the value does not depend on how often it is true."""
+    """Return True if one mask selects where to write.
+
+    The value must not depend on the number of elements where the mask is true.
+    """
     parts = parts_of(x, index)
     if sum(p.kind == "mask" for p in parts) != 1 or any(
         p.kind in ("slice", "tensor", "int", "item", "new") for p in parts
@@ -397,8 +416,10 @@ def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
 
 
 def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
-    """A value is aligned from the right with what it is written to; a dim of size 1 broadcasts, and
-    so do more leading ones."""
+    """Return the dims of a value, aligned from the right with the region that it is written to.
+
+    A dim of size 1 broadcasts, and so do additional leading dims.
+    """
     dims: list[Any] = []
     for k in range(len(shape), 0, -1):
         p = region[len(region) - k] if k <= len(region) else None
@@ -415,8 +436,10 @@ def _set_local(
     after: int,
     count: int,
 ) -> Local:
-    """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index
-    tensors."""
+    """Return the function by which a rank writes.
+
+    ``after`` dims of the region follow the ``count`` dims of the index tensors.
+    """
     boxes = {d: split.box(("x", d)) for d in range(len(shape)) if split.is_split(("x", d))}
     lead = first_share(split)
 
@@ -446,9 +469,8 @@ def _set_local(
                 reach[len(key)] = p
             key.append(_plain_key(p, at))
         if any(p.dim in boxes for p in reach.values()):
-            if is_fake(
-                x
-            ):  # a graph is captured: which of the indices are this rank's is not known yet
+            # In a captured graph it is not known yet which of the indices are this rank's.
+            if is_fake(x):
                 return _write_beside(x, key, reach, boxes, shape, value)
             value = _only_mine(key, reach, boxes, shape, value, after, count)
         x[tuple(key)] = value
@@ -457,15 +479,19 @@ def _set_local(
 
 
 def _touch(x: torch.Tensor, d: int, value: Any) -> None:
-    """Write nothing, but let the value take part in the backward pass, and in a graph, where other
-    ranks may wait for this one."""
+    """Write nothing, but let the value join the backward pass and the graph.
+
+    Other ranks may wait for this one there.
+    """
     if isinstance(value, torch.Tensor) and (value.requires_grad or is_fake(x)):
         x.narrow(d, 0, 0).add_(value.reshape(-1)[:0].sum().to(x.dtype))
 
 
 def _overlap(r: range, offset: int, length: int) -> tuple[slice, int, int]:
-    """The part of a range that falls into [offset, offset + length) -> (local slice, first of the
-    range in it, how many)."""
+    """Return the intersection of a range with [offset, offset + length).
+
+    The result is (local slice, position in the range of its first element, number of elements).
+    """
     first = max(0, -((r.start - offset) // r.step))
     end = min(len(r), max(0, -((r.start - offset - length) // r.step)))
     if end <= first:
@@ -488,8 +514,10 @@ def _only_mine(
     after: int,
     count: int,
 ) -> Any:
-    """Keep of index tensors (in ``key``, changed) and the value what falls into this rank's
-    part."""
+    """Reduce index tensors and the value to the elements of this rank's local tensor.
+
+    The index tensors in ``key`` are replaced, and the value is returned.
+    """
     spread = torch.broadcast_tensors(*[key[k] for k in reach])
     owned, flat = None, {}
     for (k, p), t in zip(reach.items(), spread, strict=True):
@@ -523,8 +551,11 @@ def _write_beside(
     shape: Sequence[int],
     value: Any,
 ) -> None:
-    """Write all of the value whatever the indices are: what falls into other ranks' parts into a
-    spare row beside this one's, which is dropped."""
+    """Write all of the value, for any indices.
+
+    Elements that belong to other ranks go into a spare row after this rank's rows, which is
+    dropped.
+    """
     split = [p.dim for p in reach.values() if p.dim in boxes]
     if not all(boxes[d][1] for d in split):
         return _touch(x, split[0], value)
@@ -557,9 +588,8 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
             - sum(i.ndim if _is_mask(i) else 1 for i in given)
             + max((1 if _is_mask(i) else i.ndim for i in given), default=0)
         )
-        if (
-            isinstance(values, Arg) and values.ndim > dims
-        ):  # assignment to x[...] drops leading dims of size 1
+        # Assignment to x[...] drops leading dims of size 1.
+        if isinstance(values, Arg) and values.ndim > dims:
             raise RuntimeError(
                 f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast "
                 f"to an indexing result of {dims} dims"
@@ -570,16 +600,18 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
-    """Values added at places that may repeat: the indexed dims as one, and its rows added to."""
+    """Add values at positions that may repeat.
+
+    The indexed dims are flattened to one, and the values are added to its rows.
+    """
     x, found = _plainer(input, tuple(indices))
     places = torch.broadcast_tensors(*found)
     sizes, rest = x.shape[: len(places)], tuple(x.shape[len(places) :])
     row: Any = 0
     for i, n in zip(places, sizes, strict=True):
         row = row * n + torch.where(i < 0, i + n, i)
-    for i, n in zip(
-        places, sizes, strict=True
-    ):  # what is out of range in one dim must not fall into another row
+    # An index out of range in one dim must not fall into another row.
+    for i, n in zip(places, sizes, strict=True):
         row = torch.where((i < -n) | (i >= n), math.prod(sizes), row)
     values = values.expand(*places[0].shape, *rest).reshape(-1, *rest)
     return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)

@@ -1,5 +1,7 @@
-"""Matrix decompositions and Fourier transforms: whole in the dims they work on, parallel in all
-others."""
+"""Rules of matrix decompositions and Fourier transforms; `rules` imports them.
+
+The dims that these functions work on are not split. All other dims are parallel.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ __all__: list[str] = []
 def _matrices(
     names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)
 ) -> None:
-    """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand
-    needs whole; ``outs`` those that each result has."""
+    """Declare functions of stacks of matrices.
+
+    ``ranks`` is, for each operand, the number of last dims that must not be split. ``outs`` is the
+    same number for each result.
+    """
 
     def describe(op: OpDescription, function: Any, *args: Any, **kwargs: Any) -> None:
         leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
@@ -65,11 +70,12 @@ _matrices("lu", 2, outs=[2, 2, 2])
 _matrices("solve_triangular", 2, outs=[2])
 _matrices("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
 _matrices("householder_product", 2, 1, outs=[2])
-# The second result of these is a vector of pivots.
+# The second result of these functions is a vector of pivots.
 for _name in ("lu_factor", "ldl_factor"):
     RULES.pop(getattr(torch.linalg, _name), None)
 _matrices("lu_factor ldl_factor", 2, outs=[2, 1])
-# Not the polar of torch, which is elementwise and of the same name.
+# The pointwise rule of torch.polar also covered torch.linalg.polar, a different function of the
+# same name.
 RULES.pop(getattr(torch.linalg, "polar", None), None)
 _matrices("polar", 2, outs=[2, 2])
 _matrices("lu_solve ldl_solve", 2, 1, 2, outs=[2])
@@ -91,8 +97,10 @@ def _lu_by_factor(A: Tensor, pivot: bool = True, get_infos: bool = False, out: A
 
 
 def whole(names: str, *spaces: Any) -> None:
-    """Functions that need all of every operand, on every rank: said once here, so that nobody is
-    warned."""
+    """Declare functions that need all of every operand, on every rank.
+
+    The declaration avoids a warning about a missing rule.
+    """
     for name in names.split():
         for space in spaces:
             if callable(function := getattr(space, name, None)) and function not in RULES:
@@ -100,8 +108,8 @@ def whole(names: str, *spaces: Any) -> None:
 
 
 def _drawn(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
-    # These start from random numbers, which must be the same on all ranks that have the same
-    # matrices.
+    # These functions start from random numbers, which must be the same on all ranks that have the
+    # same matrices.
     for a in op.args:
         op.set(a, (*range(-a.ndim, -2), None, None))
     lead = tuple(range(-A.ndim, -2))
@@ -132,9 +140,8 @@ def _as_real(op: OpDescription, input: Arg) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
-    op.local = skip_when_empty(
-        op, torch.view_as_real
-    )  # its backward takes no gradient that is an expanded nothing
+    # Its backward refuses an expanded gradient without elements.
+    op.local = skip_when_empty(op, torch.view_as_real)
 
 
 @rule([torch.view_as_complex])
@@ -142,7 +149,7 @@ def _as_complex(op: OpDescription, input: Arg) -> None:
     names = tuple(range(input.ndim - 1))
     op.set(input, (*names, None))
     op.out, op.linear, op.view = [names], [frozenset([0])], True
-    # torch looks at the strides of an empty part, too.
+    # torch checks the strides of an empty local tensor, too.
     op.local = lambda split: (
         None
         if 0 not in split.out_shape()
@@ -154,15 +161,15 @@ def _as_complex(op: OpDescription, input: Arg) -> None:
 def _solve(
     op: OpDescription, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False
 ) -> None:
-    # A stack of vectors is told from a stack of matrices as torch does it.
+    # Distinguish a stack of vectors from a stack of matrices as torch does.
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
     tail = 1 if vector else 2
     (first, second), lead = align([A.shape[:-2], B.shape[: B.ndim - tail]])
     op.set(A, (*first, None, None))
     op.set(B, (*second, *[None] * tail))
-    op.out = [(*lead, *[None] * tail), tuple(lead)]  # solve_ex tells how each went
+    op.out = [(*lead, *[None] * tail), tuple(lead)]  # solve_ex returns an info code for each
     if not vector and B.ndim == A.ndim - 1:
-        op.whole = set(lead)  # a part might look like a stack of vectors
+        op.whole = set(lead)  # a local tensor might look like a stack of vectors
 
 
 # ------------------------------------------------------------------------------------------ fourier
@@ -204,7 +211,7 @@ def _several(
     dim: Any = None,
     norm: str | None = None,
 ) -> None:
-    last = tuple(range(-len(s), 0)) if s is not None else None  # of as many dims as sizes are given
+    last = tuple(range(-len(s), 0)) if s is not None else None  # as many last dims as sizes
     _fourier(op, function, input, dims_of(input, last if dim is None else dim))
 
 

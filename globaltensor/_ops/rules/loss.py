@@ -1,5 +1,8 @@
-"""Losses. A mean over a split dim is the local sum over the global count; a cross-entropy over a
-split vocabulary never gathers it."""
+"""Rules of losses; `rules` imports them.
+
+A mean over a split dim is the local sum over the global count. A cross-entropy over a split
+vocabulary never gathers it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ __all__ = ["pick", "weight_of_kept"]
 
 
 def _reader(function: Any) -> Callable[..., dict[str, Any]]:
-    """A call's arguments by name, the old ``size_average`` and ``reduce`` turned into
-    ``reduction``."""
+    """Return a function that reads a call's arguments by name.
+
+    The function turns the old ``size_average`` and ``reduce`` into ``reduction``.
+    """
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
     usual = {
@@ -41,9 +46,8 @@ def _reader(function: Any) -> Callable[..., dict[str, Any]]:
             or len(args) > len(names)
             or not kwargs.keys().isdisjoint(names[: len(args)])
         ):
-            signature.bind(
-                *args, **kwargs
-            )  # says what is wrong; bind() itself takes ten times as long
+            # bind() raises the error; it is not used for every call, as it takes ten times as long
+            signature.bind(*args, **kwargs)
         average, reduce = call.pop("size_average", None), call.pop("reduce", None)
         if average is not None or reduce is not None:
             call["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
@@ -61,8 +65,11 @@ def _reduce(
     read: Callable[..., dict[str, Any]],
     plain: bool = False,
 ) -> None:
-    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean
-    asked for. ``plain``: the call is of tensors alone."""
+    """Describe the reduction that a loss asks for.
+
+    ``each`` names the dims of the losses themselves (``reduction="none"``). ``plain``: the call has
+    tensor arguments only.
+    """
     kind = call["reduction"]
     if kind == "none":
         op.out = [each]
@@ -80,7 +87,7 @@ def _reduce(
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             call = read(*args, **kwargs)
-            if narrow:  # a sum may be too large for the type
+            if narrow:  # a sum may be too large for the dtype
                 here = function(**{**call, "reduction": "none"})
                 return (here.sum(dtype=torch.float32) / count).to(here.dtype)
             return function(**{**call, "reduction": "sum"}) / count  # type: ignore[no-any-return]
@@ -128,7 +135,7 @@ for _f in (F.mse_loss, F.l1_loss):
 
 
 def variance(var: Tensor) -> Tensor:
-    """``var``, of whose parts none may be less than zero."""
+    """Return a copy of ``var``. Raises ValueError if an element is negative."""
     if has_torch_function((var,)):
         return handle_torch_function(variance, (var,), var)  # type: ignore[no-any-return]
     if not is_fake(var) and not var.is_meta and bool((var < 0).any()):
@@ -167,8 +174,11 @@ def _gaussian_of_program(
 
 @rule([F.gaussian_nll_loss])
 def _gaussian(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    """By torch's own body; it looks at the variances first, which in a program each rank does with
-    its part once there are values."""
+    """Describe ``gaussian_nll_loss`` by torch's own body.
+
+    The body checks the variances first. In a program, each rank instead checks its local tensor
+    once there are values.
+    """
     op.composite = _gaussian_of_program if function_mode_on() else python_body(F.gaussian_nll_loss)
 
 
@@ -176,8 +186,11 @@ DATA_FREE_VARIANTS[F.gaussian_nll_loss] = _gaussian_of_program
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:
-    """One loss a sample: ``ranks`` are the dims of each operand for one sample (of a weight: one,
-    its classes); the dims in front of them are samples, which broadcast, and parallel."""
+    """Declare a loss with one value per sample.
+
+    ``ranks`` are the dims of each operand for one sample. A weight has one dim, its classes. The
+    dims in front of them are samples, which broadcast and are parallel.
+    """
     read = _reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -203,7 +216,10 @@ _by_sample(F.multilabel_soft_margin_loss, [1])
 
 @composite("multilabel_margin_loss", lambda input, target, *args, **kwargs: input.ndim == 1)
 def _one_multilabel_margin_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of one sample alone torch tells another shape on meta tensors than it gives."""
+    """Compute the loss of one sample as that of a batch of one.
+
+    For a single sample torch reports another shape on meta tensors than it returns.
+    """
     return F.multilabel_margin_loss(input[None], target[None], *args, **kwargs).reshape(())
 
 
@@ -215,9 +231,9 @@ _by_sample(F.triplet_margin_loss, [1])
 
 
 def pick(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """``x[..., index, ...]`` at ``dim``, one element for each of ``index``.
+    """Return ``x[..., index, ...]`` at ``dim``, one element for each of ``index``.
 
-    ``x`` has the dims of ``index`` and ``dim``; or it is one row for all, and ``dim`` is 0.
+    ``x`` has the dims of ``index`` and ``dim``. Or ``x`` is one row for all, and ``dim`` is 0.
     """
     if has_torch_function((x, index)):
         return handle_torch_function(pick, (x, index), x, index, dim)
@@ -225,7 +241,10 @@ def pick(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
-    """As pick, of the classes from ``offset`` on; zero where the index is not among them."""
+    """Pick elements as `pick` does, from the classes that start at ``offset``.
+
+    Return zero where the index is not among these classes.
+    """
     here = index - offset
     inside = (here >= 0) & (here < x.shape[dim])
     if not x.shape[dim]:
@@ -252,9 +271,9 @@ def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
         offset = split.box("class")[0]
 
         def run(x: Tensor, index: Tensor, dim: int) -> Tensor:
-            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait
-            # for it. A recorder that looks in finds that out, and keeps this as one step; stand-ins
-            # then have no numbers.
+            # Check the targets as torch does on the cpu. On an accelerator the check would wait for
+            # the device. A recorder must see this data dependence, so that it records the call as
+            # one step. Otherwise fake tensors have no numbers, and nothing is checked.
             seen = (
                 index.device.type == "cpu"
                 and index.numel()
@@ -272,8 +291,11 @@ def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
 
 
 def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
-    """``cross_entropy`` and ``nll_loss``: whole in the classes; where these are split, or a mean
-    goes over a split batch, from global ops."""
+    """Declare ``cross_entropy`` or ``nll_loss``.
+
+    The rule itself does not split the class dim. Where an operand's class dim is split, or a mean
+    goes over a split batch, the loss is composed of global ops.
+    """
     read = _reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -287,9 +309,8 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         op.set(target, names if soft else each)
         op.whole = {at}
         if weight is not None:
-            if tuple(weight.shape) != (
-                x.shape[at],
-            ):  # torch's kernels say so, but not those for meta tensors
+            # torch's kernels raise this, but those for meta tensors do not
+            if tuple(weight.shape) != (x.shape[at],):
                 raise RuntimeError(
                     f"weight tensor should be defined either for all {x.shape[at]} classes or no "
                     f"classes, but has shape {list(weight.shape)}"
@@ -299,7 +320,8 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
             op.ranges[target.index] = _classes_of(x.shape[at], call["ignore_index"])
         if not soft and target.dtype not in (torch.int64, torch.uint8):
             raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
-        if target.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
+        # torch's kernels accept bytes, those for meta tensors do not
+        if target.dtype == torch.uint8:
             op.composite = lambda *a, **k: function(
                 **{**(call := read(*a, **k)), "target": call["target"].long()}
             )
@@ -321,12 +343,12 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
 
 
 def _classes_of(n: int, ignored: int) -> Range:
-    """Return what targets may be."""
+    """Return the range of valid targets."""
     return Range(n, IndexError, "Target {} is out of bounds.", ignored)
 
 
 def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(whether a target counts, how much each one weighs)."""
+    """Return (True where a target counts, the weight of each target)."""
     target, weight = call["target"], call["weight"]
     keep = target != call["ignore_index"]
     if weight is None:
@@ -342,20 +364,23 @@ def sum_of_kept(
     ignore_index: int,
     **smoothing: float,
 ) -> Tensor:
-    """Sum of the losses of the targets that count."""
+    """Return the sum of the losses of the targets that count."""
     if has_torch_function((x, target)):
         return handle_torch_function(
             sum_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing
         )
-    wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
+    wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the dtype
     return function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
 
 
 def weight_of_kept(
     target: Tensor, weight: Tensor | None, ignore_index: int, most: int = 0
 ) -> Tensor:
-    """Sum of the weights of the targets that count. ``most``: how many targets there are on all
-    ranks, for who reads a program (graph/passes/defer_mean.py)."""
+    """Return the sum of the weights of the targets that count.
+
+    ``most`` is the number of targets on all ranks. graph/passes/defer_mean.py reads it from a
+    program.
+    """
     given = (target,) if weight is None else (target, weight)
     if has_torch_function(given):
         return handle_torch_function(weight_of_kept, given, target, weight, ignore_index, most)
@@ -367,7 +392,7 @@ def weight_of_kept(
 def _weight_of_kept(op: OpDescription, target: Arg, weight: Arg | None, *args: Any) -> None:
     names = tuple(range(target.ndim))
     op.set(target, names)
-    op.out, op.reduce = [()], dict.fromkeys(names, "sum")  # a weight for each class stays whole
+    op.out, op.reduce = [()], dict.fromkeys(names, "sum")  # class weights are not split
 
 
 @rule(sum_of_kept)
@@ -387,14 +412,14 @@ def _sum_of_kept(
 
 
 def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
-    """The sum of the losses over the weight of the targets that count, wherever they are."""
+    """Return the sum of the losses over the weight of the targets that count, on all ranks."""
     x, target, weight = call.pop("input"), call.pop("target"), call.pop("weight")
     del call["reduction"]
     ignore_index = call.pop("ignore_index")
     most, graph = target.numel(), torch.is_grad_enabled() and x.requires_grad
     count = PendingCount(weight_of_kept(target, weight, ignore_index, most), most)
     if weight is not None or x.dtype == torch.float16 or not (graph and count.may_ride()):
-        count.start()  # on its way while the losses are computed
+        count.start()  # the reduction runs while the losses are computed
     total = sum_of_kept(x, target, weight, function, ignore_index, **call)
     if x.dtype == torch.float16:
         return (total / count()).to(x.dtype)

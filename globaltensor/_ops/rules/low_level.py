@@ -1,5 +1,7 @@
-"""Torch's lower-level functions, and those that work on signals: what its layers and losses are
-made of."""
+"""Rules of torch's lower-level functions, which its layers and losses call, and of signals.
+
+`rules` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,13 @@ def inverse_stft(
     more: tuple[Any, ...],
     size: int,
 ) -> Tensor:
-    """``torch.istft`` with a result of known length, for a batch."""
+    """Compute ``torch.istft`` with a result of known length, for a batch."""
     if has_torch_function((input, window)):
         return handle_torch_function(
             inverse_stft, (input, window), input, n_fft, hop, length, window, more, size
         )
-    if input.is_meta or torch_private.is_fake(
-        input
-    ):  # torch looks whether the windows overlap, which these cannot tell
+    # torch checks that the windows overlap, which meta and fake tensors cannot answer.
+    if input.is_meta or torch_private.is_fake(input):
         whole = input.sum((1, 2)).unsqueeze(1).repeat(1, size)
         return whole if more[-1] else whole.real
     return torch.istft(input, n_fft, hop, length, window, *more[:-2], size, more[-1])  # type: ignore[no-any-return]
@@ -119,7 +120,7 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The loss of each sequence."""
+    """Return the loss of each sequence."""
     operands = (
         log_probs,
         targets,
@@ -136,9 +137,8 @@ def ctc_losses(
             blank,
             zero_infinity,
         )
-    if log_probs.is_meta or torch_private.is_fake(
-        log_probs
-    ):  # torch reads the lengths, which these do not have
+    # torch reads the lengths, which meta and fake tensors do not hold.
+    if log_probs.is_meta or torch_private.is_fake(log_probs):
         return log_probs.sum((0, -1))
     return torch.ctc_loss(
         log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity
@@ -155,9 +155,8 @@ def _ctc_losses(
     *rest: Any,
 ) -> None:
     op.out = [("n",)]
-    if (
-        log_probs.ndim != 3 or targets.ndim != 2
-    ):  # one sequence, or the targets of all joined together
+    # The call has one sequence, or the targets of all sequences joined together.
+    if log_probs.ndim != 3 or targets.ndim != 2:
         op.out = [(None,) * (log_probs.ndim - 2)]
         return
     op.set(log_probs, (None, "n", None))
@@ -202,7 +201,7 @@ def _reduced_ctc(
 
 DATA_FREE_VARIANTS[torch.ctc_loss] = _reduced_ctc
 
-# ------------------------------------------------------------------------------- sampling at places
+# ------------------------------------------------------------------------------------ grid sampling
 
 
 @rule(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"])
@@ -260,8 +259,10 @@ def _normed_batch(
     running_var: Tensor | None, training: bool, momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, 1 / standard deviation); the last two empty where the running ones are
-    used."""
+    """Return (result, mean, 1 / standard deviation).
+
+    The last two are empty where the running statistics are used.
+    """
     out = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return out, input.new_empty(0), input.new_empty(0)
@@ -340,7 +341,7 @@ def _dropout_backward(op: OpDescription, grad: Arg, mask: Arg, scale: float) -> 
     op.out, op.linear = [names], [frozenset([grad.index])]
 
 
-# ------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------- put and fill
 
 
 @rule("put")
@@ -374,9 +375,9 @@ def _filled(input: Tensor, value: Any) -> Tensor:
 rule([torch.Tensor.item])(lambda op, input: setattr(op, "composite", lambda input: input.item()))
 
 
-# ------------------------------------------------------------------- a head and its loss, in chunks
+# ----------------------------------------------------------------------------- linear cross-entropy
 
-#: Newer than the oldest torch that works here: without it these lists are empty.
+#: linear_cross_entropy is newer than the oldest supported torch. Without it these lists are empty.
 _heads = [f for f in (vars(F).get("linear_cross_entropy"),) if f is not None]
 _bodies = [python_body(f) for f in _heads]
 
@@ -393,7 +394,7 @@ def _linear_cross_entropy(
         and not label_smoothing
     )
     if options is None or not simple or linear_weight.is_split(0):
-        # Without chunks: logits that lie on several ranks are not made at once by any.
+        # Compute without chunks. Where the logits are split, no rank makes all of them at once.
         op.composite = lambda *args, options=None, **kwargs: _bodies[0](*args, **kwargs)  # type: ignore[misc]
     elif reduction != "none":
         op.composite = _reduced_linear_cross_entropy
@@ -426,7 +427,7 @@ def _reduced_linear_cross_entropy(
     return losses.sum() / torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
 
 
-# ------------------------------------------------------------------------------- products of groups
+# --------------------------------------------------------------------------------- grouped products
 
 
 @rule(torch_private.grouped_mm)
@@ -438,8 +439,11 @@ def _grouped_mm(
     bias: Arg | None = None,
     out_dtype: Any = None,
 ) -> None:
-    """Rows in groups that end at ``offs``, each with a matrix of its own (mixtures of experts); or
-    stacks of as many matrices."""
+    """Describe products of groups (mixtures of experts).
+
+    Rows are in groups that end at ``offs``, each with a matrix of its own. Or both operands are
+    stacks of as many matrices.
+    """
     if mat_a.ndim == mat_b.ndim == 3 and bias is None:
         op.set(mat_a, ("g", None, None))
         op.set(mat_b, ("g", None, None))

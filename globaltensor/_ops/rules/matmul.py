@@ -1,5 +1,7 @@
-"""Products: a contracted dim that is split gives a partial sum, and products are linear in each
-operand by itself."""
+"""Rules of products; `rules` imports them.
+
+A contracted dim that is split gives a partial sum. Products are linear in each operand separately.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ def product(
     out: Sequence[Factor | None],
     addend: Arg | None = None,
 ) -> None:
-    """Describe a product of ``factors`` with these dims, to which ``addend`` may be added: what the
-    result lacks is summed."""
+    """Describe a product of ``factors`` with these dims, to which ``addend`` may be added.
+
+    Dims that the result lacks are summed.
+    """
     for a, dims in zip(factors, names, strict=True):
         op.set(a, dims)
     op.out = [tuple(out)]
@@ -45,7 +49,7 @@ def _aligned(
     names: Sequence[Sequence[Factor | None]],
     out: Sequence[Factor | None],
 ) -> Dims:
-    """Dims of an addend that broadcasts to the result."""
+    """Return the dims of an addend that broadcasts to the result."""
     sizes: dict[Factor | None, int] = {}
     for a, dims in zip(factors, names, strict=True):
         for f, n in zip(dims, a.shape, strict=True):
@@ -96,7 +100,7 @@ rule(["outer", "ger"])(
 
 
 def _added(name: str, names: Sequence[str], out: str) -> None:
-    """``addmm`` and its kin: ``beta * input + alpha * product``."""
+    """Declare ``addmm`` or one of its like: ``beta * input + alpha * product``."""
 
     def describe(op: OpDescription, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
         product(op, [tuple(n) for n in names], [first, second], tuple(out), input)
@@ -181,7 +185,7 @@ def _tensordot(op: OpDescription, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) 
         f for d, f in enumerate(second) if d not in over_b
     ]
     for i, (x, y) in enumerate(zip(over_a, over_b, strict=True)):
-        same = a.shape[x] == b.shape[y]  # else one of them is 1 and is stretched
+        same = a.shape[x] == b.shape[y]  # otherwise one of them is 1 and is expanded
         first[x], second[y] = (("k", i), ("k", i)) if same else (None, None)
     product(op, [first, second], [a, b], out)
 
@@ -199,8 +203,8 @@ def _chain(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 @rule("kron")
 def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     n = max(input.ndim, other.ndim)
-    # Rows of the result are groups, one for each row of the first operand; within a group nothing
-    # can be split in place.
+    # Rows of the result form groups, one for each row of the first operand. A split within a group
+    # cannot be kept.
     op.set(input, tuple(range(n - input.ndim, n)))
     op.out = [tuple(range(n))]
     missing = range(n - input.ndim)
@@ -227,15 +231,17 @@ def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
         for a, term in zip(op.args, terms, strict=True)
     ]
     product(op, names, op.args, result)
-    # A diagonal: both dims would have to be split alike.
+    # A letter that a term repeats selects a diagonal. Both dims would have to be split alike.
     op.whole = {f for term in terms for f in term if term.count(f) > 1}
     for f in op.whole:
         op.reduce.pop(f, None)
 
 
 def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list[str]]:
-    """The letters of each operand and of the result; the dims of ``...`` are named ``.1``, ``.2``,
-    ... from the right."""
+    """Return the letters of each operand and of the result.
+
+    The dims of ``...`` are named ``.1``, ``.2``, ... from the right.
+    """
     left, arrow, right = equation.replace(" ", "").partition("->")
     written = left.split(",")
     if len(written) != len(args):
@@ -290,7 +296,8 @@ def _cross(op: OpDescription, x: Arg, y: Arg, dim: int | None) -> None:
     at = next(d for d in range(len(out)) if x.shape[d] == 3) if dim is None else dim % len(out)
     op.out, op.whole = [out], {out[at]}
     op.linear = [frozenset([0]), frozenset([1])]
-    # Where no dim is given, torch takes the first of size 3: of the whole tensor, not of this part.
+    # Where no dim is given, torch takes the first dim of size 3 of the global tensor, not of the
+    # local one.
     op.local = lambda split: (
         lambda *args, **kwargs: torch.linalg.cross(*operands(args, kwargs), dim=at - len(out))
     )

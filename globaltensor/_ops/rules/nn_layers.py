@@ -1,4 +1,4 @@
-"""Normalisation, dropout and recurrent layers."""
+"""Rules of normalisation, dropout and recurrent layers; `rules` imports them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x normalised over ``dims``, mean, biased variance), whatever is split; narrow types are
-    computed in single precision."""
+    """Return (x normalised over ``dims``, mean, biased variance), with any dims split.
+
+    Narrow dtypes are computed in single precision.
+    """
     x = reduce_partials(x.float() if x.dtype in _HALF else x)
     mean = reduce_partials(x.mean(dims, keepdim=True))
     off = x - mean
@@ -47,7 +49,10 @@ def _scaled(
 def _over_last(
     op: OpDescription, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any
 ) -> None:
-    """Normalisation over the last dims: whole, or written with global ops where one is split."""
+    """Describe normalisation over the last dims.
+
+    Where one of these dims is split, the call is composed of global ops.
+    """
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     reduced(op, input, dims, True, None)
     op.out = [op.dims[input.index]]
@@ -165,7 +170,7 @@ def _group_norm_of_one(
 
 
 def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
-    """Stand-ins for what has a number for each channel."""
+    """Return dummy tensors of one element for the tensors with a number per channel."""
     return [None if t is None else dummy_like(t, 1) for t in channels]
 
 
@@ -188,9 +193,8 @@ def _instance_norm(
     weight: Arg | None = None, bias: Arg | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> None:  # fmt: skip
-    tracked = (
-        running_mean is not None and use_input_stats
-    )  # buffers are written: the same everywhere
+    # Buffers are written and must be equal on all ranks.
+    tracked = running_mean is not None and use_input_stats
     space = tuple(range(2, input.ndim))
     if use_input_stats and (
         split_in(input, space)
@@ -239,8 +243,10 @@ def _split_instance_norm(
 
 
 def _apart(*buffers: Arg | None) -> bool:
-    """Whether some buffer that is written lies on several ranks: what a kernel writes into a copy
-    brought together is lost."""
+    """Return True if a buffer that is written is not replicated.
+
+    A kernel would write into a gathered copy, and the update would be lost.
+    """
     return any(not e.is_broadcast for b in buffers if b is not None for e in b.spec.layout)
 
 
@@ -257,9 +263,8 @@ def _batch_norm(
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
     for name, p in (("running_mean", running_mean), ("running_var", running_var)):
-        if (
-            p is not None and p.ndim != 1
-        ):  # torch's kernels say so, those for meta tensors count elements
+        # torch's kernels raise this; those for meta tensors count elements instead.
+        if p is not None and p.ndim != 1:
             raise RuntimeError(
                 f"{name} should have one dim of {input.shape[1]} elements, not the shape "
                 f"{list(p.shape)}"
@@ -278,7 +283,7 @@ def _batch_norm(
         if p is not None:
             op.set(p, ("c",))
     if training:
-        # The running statistics are written in place: each rank's copy must see every channel.
+        # The running statistics are written in place, so each rank's copy must see every channel.
         op.whole = {*others, "c"} if running_mean is not None else set(others)
     op.local = skip_when_empty(op, F.batch_norm, _batch_norm_of_one)
 
@@ -298,8 +303,10 @@ def _split_batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Statistics of the whole batch, wherever its samples are; running statistics stay equal on all
-    ranks."""
+    """Normalise by statistics of the global batch, wherever its samples are.
+
+    The running statistics stay equal on all ranks.
+    """
     others = tuple(d for d in range(input.ndim) if d != 1)
     count = math.prod(input.shape[d] for d in others)
     out, mean, variance = _centred(input, others, eps)
@@ -326,12 +333,14 @@ def _local_response_norm(op: OpDescription, input: Arg, *args: Any, **kwargs: An
     op.local = skip_when_empty(op, F.local_response_norm)
 
 
-# ----------------------------------------------------------------------------- dropout, activations
+# -------------------------------------------------------------------------- dropout and activations
 
 
 def _dropout(function: Any, whole: int | None = None) -> None:
-    """Random where it is on; the identity, through which any partial passes, where it is off.
-    ``whole``: dims from here on drop together."""
+    """Declare a dropout: random in training, otherwise the identity, which passes any partial.
+
+    ``whole``: the last ``whole`` dims are dropped together.
+    """
     signature = inspect.signature(function) if inspect.isfunction(function) else None
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -408,8 +417,10 @@ for _name in ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"):
 
 
 def _recurrent(function: Any) -> None:
-    """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to
-    step, are whole."""
+    """Declare a recurrent layer over a sequence, which is parallel over the batch.
+
+    Packed sequences are replicated, as their batch changes from step to step.
+    """
 
     def describe(op: OpDescription, input: Arg, hx: Any, *rest: Any) -> None:
         if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)

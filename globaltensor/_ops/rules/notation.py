@@ -1,10 +1,11 @@
-"""What an op admits, in index notation (DESIGN §4): factors, and the signatures that follow from
-them. Pure.
+"""Index notation for the signatures that an op admits (DESIGN §4).
 
-A rule describes one call by naming its index dimensions, as an einsum does. From these *factors*
-every signature follows, for each axis of the placement: split one factor (operands that have it are
-split at that dim, the others broadcast; a result without it is partial), or split nothing, or pass
-partial sums through where the op is linear.
+Rules are written in it, and `strategy` reads the signatures. The module is pure.
+
+A rule describes one call by naming its index dimensions, as an einsum does. These names, the
+*factors*, imply every signature on each axis of the placement. One factor may be split: operands
+that have it are split at that dim, the others are broadcast, and a result without it is partial. Or
+nothing is split. Or partial sums pass through, where the op is linear.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Dims = tuple[Factor | None, ...]
 
 
 class Arg:
-    """A tensor operand as a rule sees it: its place among the tensor operands, and its spec."""
+    """A tensor operand as a rule sees it: its position among the tensor operands, and its spec."""
 
     __slots__ = ("index", "spec")
 
@@ -44,7 +45,10 @@ class Arg:
         return self.spec.dtype
 
     def dim(self, d: int) -> int:
-        """A dim counted from either end -> from the front. Raises IndexError as torch does."""
+        """Return dim ``d``, counted from either end, as counted from the front.
+
+        Raises IndexError as torch does.
+        """
         n = max(self.ndim, 1)
         if not -n <= d < n:
             raise IndexError(
@@ -53,14 +57,16 @@ class Arg:
         return d % n
 
     def is_split(self, d: int) -> bool:
-        """Whether some axis splits dim ``d``."""
+        """Return True if some axis splits dim ``d``."""
         return bool(self.spec.axes_of(d))
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One admissible choice on one axis: an entry for each operand and each result; ``factor`` is
-    what is split, if anything."""
+    """One admissible choice on one axis: an sbp for each operand and each result.
+
+    ``factor`` is the factor that is split, or None.
+    """
 
     ins: tuple[Sbp, ...]
     outs: tuple[Sbp, ...]
@@ -69,8 +75,10 @@ class Signature:
 
 @dataclass
 class LocalContext:
-    """How the chosen signatures lie for one rank: handed to a rule's ``local`` to build the
-    function that runs there."""
+    """The layouts of the chosen signatures, seen by one rank.
+
+    A rule's ``local`` receives it to build the function that runs on that rank.
+    """
 
     rank: int
     ins: tuple[Spec, ...]
@@ -82,8 +90,10 @@ class LocalContext:
         return factor in self.factors
 
     def box(self, factor: Factor) -> tuple[int, int]:
-        """(offset, length) of a factor on this rank, in the elements of the first operand dim that
-        has it."""
+        """Return the (offset, length) of a factor on this rank.
+
+        Both count elements of the first operand dim that has the factor.
+        """
         for spec, dims in zip(self.ins, self.op.dims, strict=True):
             if factor in dims:
                 offsets, lengths = spec.box(self.rank)
@@ -92,14 +102,16 @@ class LocalContext:
         raise KeyError(factor)
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Local shape of result ``i`` on this rank."""
+        """Return the local shape of result ``i`` on this rank."""
         return self.outs[i].local_shape(self.rank)
 
 
 @dataclass(frozen=True)
 class Range:
-    """The whole numbers that an operand may hold, from 0 to ``n - 1``, or ``besides``; what PyTorch
-    raises of another, by ``text.format(number)``."""
+    """The integers that an operand may hold: from 0 to ``n - 1``, or ``besides``.
+
+    For another number PyTorch raises ``error`` with ``text.format(number)``.
+    """
 
     n: int
     error: type[Exception]
@@ -111,21 +123,22 @@ class Range:
 class OpDescription:
     """One call, described by its rule.
 
-    ``dims``: for each operand, the factor of each dim (None: the dim is broadcast or must stay
-    whole). ``out``: the same for each result. ``reduce``: kind of partial for each factor that no
+    ``dims``: for each operand, the factor of each dim (None: the dim is broadcast or must not be
+    split). ``out``: the same for each result. ``reduce``: kind of partial for each factor that no
     result has. ``whole``: factors that must not be split. ``linear``: groups of operands that may
-    be partial sums together while the others are broadcast, giving partial results. ``addends``:
-    operands that enter as partial where a contracted factor is split (a bias). ``carries``: any
-    kind of partial passes through. ``scale``: (operand or ``~result``, dim) -> elements of that dim
-    in one element of its factor. ``local``: builds the function a rank runs (None: torch's own).
-    ``composite``: the call is written with other global ops instead. ``whole_call``: the result's
-    shape depends on data, so it runs on whole operands. ``menu``: the signatures on an axis, where
-    they are not just those that follow from the factors. ``traffic``: of a choice, the seconds for
-    which ``local`` itself communicates. ``function``: the torch function called. ``random``: draws
-    random numbers. ``view``: the result aliases operand 0. ``exchanges``: factors along which
-    ``local``, where they are split, communicates with the other ranks of the factor: all of these
-    must run it, and its backward, in the same order. ``ranges``: of operands that are indices, what
-    they may hold.
+    be partial sums together while the others are broadcast, which makes the results partial.
+    ``addends``: operands that enter as partial where a contracted factor is split (a bias).
+    ``carries``: any kind of partial passes through. ``scale``: (operand or ``~result``, dim) ->
+    elements of that dim in one element of its factor. ``local``: builds the function that a rank
+    runs (None: torch's own). ``composite``: a function that computes the call with other global ops
+    instead. ``whole_call``: the result's shape depends on data, so the call runs on replicated
+    operands. ``menu``: the signatures on an axis, where they are not exactly those that follow from
+    the factors. ``traffic``: returns, for a choice, the seconds for which ``local`` itself
+    communicates. ``function``: the torch function called. ``random``: the call draws random
+    numbers. ``view``: the result aliases operand 0. ``exchanges``: factors along which ``local``
+    communicates, where they are split, with the other ranks of the factor. All of these ranks must
+    run ``local``, and its backward, in the same order. ``ranges``: for operands that are indices,
+    the values that they may hold.
     """
 
     args: list[Arg]
@@ -139,9 +152,8 @@ class OpDescription:
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
     local: Callable[[LocalContext], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
-    checked: bool = (
-        False  # torch's own function looks at the arguments of a composite first, on meta tensors
-    )
+    # torch's own function first checks the arguments of a composite, on meta tensors.
+    checked: bool = False
     whole_call: bool = False
     random: bool = False
     view: bool = False
@@ -156,8 +168,11 @@ class OpDescription:
             self.dims = [(None,) * a.ndim for a in self.args]
 
     def compose(self, function: Callable[..., Any]) -> None:
-        """The call is ``function`` of global tensors instead; what torch would refuse, it refuses
-        first, in its own words."""
+        """Replace the call by ``function`` of global tensors.
+
+        torch's own function checks the arguments first, so that an invalid call raises PyTorch's
+        error.
+        """
         self.composite, self.checked = function, True
 
     def set(self, arg: Arg, dims: Sequence[Factor | None]) -> None:
@@ -165,7 +180,7 @@ class OpDescription:
         self.dims[arg.index] = tuple(dims)
 
     def factors(self) -> list[Factor]:
-        """The factors that may be split, in order of appearance."""
+        """Return the factors that may be split, in order of appearance."""
         seen: dict[Factor, None] = {}
         for dims in self.dims:
             for f in dims:
@@ -174,12 +189,14 @@ class OpDescription:
         return list(seen)
 
     def signatures(self, axis: int) -> Iterator[Signature]:
-        """Every signature on ``axis``, the plainest first. Units are those that the operands come
-        with."""
+        """Return every signature on ``axis``, the plainest first.
+
+        Units are those of the operands' layouts.
+        """
         return self.derived(axis) if self.menu is None else iter(self.menu(axis))
 
     def derived(self, axis: int) -> Iterator[Signature]:
-        """The signatures that follow from the factors and from linearity."""
+        """Yield the signatures that follow from the factors and from linearity."""
         none = (broadcast,) * len(self.args)
         outs = (broadcast,) * len(self.out)
         entries = [a.spec.layout[axis] for a in self.args]
@@ -224,8 +241,10 @@ class OpDescription:
 
 
 def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims], Dims]:
-    """Factors of broadcasting shapes aligned from the right -> dims of each, and of the result. A
-    dim of size 1 against a larger one has none.
+    """Align broadcasting shapes from the right and name their factors.
+
+    Return the dims of each shape, and those of the result. A dim of size 1 that meets a larger one
+    has no factor.
 
     >>> align([(5, 1), (1, 6), (6,)])
     ([(('', 2), None), (None, ('', 1)), (('', 1),)], (('', 2), ('', 1)))
@@ -241,11 +260,12 @@ def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims],
 
 
 def parse(notation: str, args: Sequence[Arg | None]) -> tuple[list[Dims], list[Dims], set[Factor]]:
-    """``"... i, o i, o -> ... o"`` for these operands -> (dims of each operand given, dims of each
-    result, whole factors).
+    """Parse notation such as ``"... i, o i, o -> ... o"`` for these operands.
 
-    A name after ``!`` must not be split. ``...`` stands for leading dims that broadcast. Operands
-    that are None are skipped.
+    Return the dims of each operand that is given, the dims of each result, and the factors that
+    must not be split. A name after ``!`` must not be split. ``...`` stands for leading dims that
+    broadcast. Operands that are None are skipped. Raises FormError where the operands do not fit
+    the notation.
     """
     left, right = (side.split(",") for side in notation.split("->"))
     if len(args) > len(left):

@@ -1,6 +1,8 @@
-"""Packed sequences (torch.nn.utils.rnn): the steps of all sequences in one dim, time first. How
-many sequences each step has is plain, and on the cpu, as the kernels of recurrent layers want
-it."""
+"""Rules of packed sequences (torch.nn.utils.rnn), which hold the steps of all sequences in one dim.
+
+`rules` imports this module. Time comes first in that dim. The number of sequences in each step is a
+plain cpu tensor, as the kernels of recurrent layers require.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,20 @@ __all__: list[str] = []
 
 
 def _plain(counts: Any) -> torch.Tensor:
-    """The values of a tensor of counts. Collective where it is global."""
+    """Return the values of a tensor of counts as a plain tensor.
+
+    The call is collective where ``counts`` is global.
+    """
     return (
         counts if type(counts) is torch.Tensor else torch.tensor(counts.tolist(), dtype=torch.int64)
     )
 
 
 def _places(sizes: torch.Tensor, most: int) -> torch.Tensor:
-    """Where the packed rows are among those of [time, batch], ``most`` sequences wide."""
+    """Return the positions of the packed rows among those of [time, batch].
+
+    ``most`` is the number of sequences in the batch.
+    """
     return (torch.arange(most) < sizes[:, None]).flatten().nonzero().squeeze(1)
 
 

@@ -1,5 +1,8 @@
-"""Small global functions that composites are made of: maxima of parts, and values that take their
-gradient from elsewhere."""
+"""Small global functions for composites: exact extrema, reduced partial sums, borrowed gradients.
+
+The rules of softmax, losses, layers, statistics and reductions call them. `with_gradient_of`
+combines one tensor's value with another's gradient.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,15 @@ __all__ = [
     "with_gradient_of",
 ]
 
-#: What boxing_log() says of a sum that begins before it is needed.
+#: The reason that boxing_log() gives for a sum that starts before it is needed.
 AHEAD: Final = "settling"
 
 
 def reduce_partials(x: Tensor) -> Tensor:
-    """The same tensor with its partial sums reduced, and every split kept: say so once where a
-    value is used several times."""
+    """Return the same tensor with its partial sums reduced and every split kept.
+
+    Call it once where a value is used several times.
+    """
     if has_torch_function((x,)):
         return handle_torch_function(reduce_partials, (x,), x)
     return x
@@ -47,12 +52,14 @@ def _settled(op: OpDescription, x: Arg) -> None:
 
 
 def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
-    """``reduce_partials`` of a tensor without a gradient, begun now and awaited when the function
-    returned is called: for what is needed later."""
+    """Start ``reduce_partials`` of a tensor without a gradient, for a value that is needed later.
+
+    The function returned waits for the reduction and returns the result.
+    """
     here = world()
-    if (
-        torch_private.function_mode_on()
-    ):  # a recorder is at work: a program starts what it needs later by itself
+    # While a recorder is active, start nothing here. A program starts such reductions early
+    # automatically.
+    if torch_private.function_mode_on():
         return lambda: reduce_partials(x)
     if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
         return lambda: reduce_partials(x)
@@ -76,8 +83,10 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
 
 
 def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
-    """Largest or smallest element over ``dims``, without a gradient; of no elements, the identity
-    of the reduction."""
+    """Return the largest or smallest element over ``dims``, without a gradient.
+
+    Over no elements, return the identity of the reduction.
+    """
     if has_torch_function((x,)):
         return handle_torch_function(extremum, (x,), x, dims, keepdim, largest)
     x = x.detach()
@@ -90,7 +99,7 @@ def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> 
 
 
 def identity(dtype: torch.dtype, largest: bool) -> float | int | bool:
-    """What does not change a maximum (minimum) of numbers of this type."""
+    """Return the number of this type that does not change a maximum (minimum)."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -135,8 +144,10 @@ class _Carry(torch.autograd.Function):
 def with_gradient_of(
     value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool
 ) -> Tensor:
-    """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No
-    rounding touches the value."""
+    """Return ``value`` with the gradient of ``(x * weight).sum(dims)``.
+
+    ``value`` has ``dims`` with size 1. Its numbers stay exact, as no arithmetic touches them.
+    """
     if has_torch_function((value, x, weight)):
         return handle_torch_function(
             with_gradient_of, (value, x, weight), value, x, weight, dims, keepdim
@@ -161,8 +172,10 @@ def _carry(
 def extremum_with_gradient(
     x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool
 ) -> Tensor:
-    """The largest (smallest) element over ``dims``, exact wherever they are split; its gradient is
-    shared evenly among equals, as torch does."""
+    """Return the largest (smallest) element over ``dims``, exact wherever they are split.
+
+    Its gradient is shared evenly among equal elements, as in torch.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return extremum(x, dims, keepdim, largest)
     x = reduce_partials(x)

@@ -1,4 +1,4 @@
-"""Functions that work element by element."""
+"""Rules of functions that work element by element; `rules` imports them."""
 
 from .registry import pointwise
 
@@ -41,7 +41,7 @@ pointwise(
     "shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w "
     "complex polar"
 )
-# A sum of the first and what is linear in the second.
+# A sum of the first operand and a term linear in the second.
 pointwise("addcmul addcdiv lerp", linear="two")
 # Activations.
 pointwise(

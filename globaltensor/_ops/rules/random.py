@@ -1,5 +1,7 @@
-"""Functions that draw from given probabilities: each element, or each row, by itself. Their numbers
-come from the op's own stream."""
+"""Rules of functions that draw each element or row separately from given probabilities.
+
+Their numbers come from the op's own stream. `rules` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def _elementwise(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.out, op.random = [result], True
 
 
-# By function, not by name: bernoulli_ fills its tensor with the numbers of one device, which is
-# another thing.
+# The rule is declared by function, not by name. bernoulli_ differs: it fills its tensor with the
+# numbers of one device.
 rule([torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.binomial])(_elementwise)
 
 

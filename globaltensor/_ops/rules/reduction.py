@@ -1,5 +1,8 @@
-"""Reductions over dims: sums and their kin give partial results, maxima exact ones, and what needs
-a whole dim keeps it whole."""
+"""Rules of reductions over dims; `rules` imports them.
+
+Sums and their like give partial results, and maxima give exact ones. A function that needs all of a
+dim does not let it be split.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _sum(names: str, kind: str, linear: bool = False) -> None:
 
 _sum("sum", "sum", linear=True)
 _sum("nansum count_nonzero", "sum")
-# Of no elements, `any` is false and `all` is true: what an empty part must say.
+# Over no elements, `any` is false and `all` is true. An empty local tensor must contribute these.
 _sum("any", "max")
 _sum("all", "min")
 rule(torch_private.is_any_true)(
@@ -63,9 +66,8 @@ def _mean(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         def local(split: LocalContext) -> Callable[..., Tensor]:
             if not any(split.is_split(d) for d in dims):
                 return torch.mean
-            if (
-                kind in _HALF
-            ):  # the sum of many small numbers may be too large for the type, their mean is not
+            # The sum of many small numbers may be too large for the dtype, but their mean is not.
+            if kind in _HALF:
                 return lambda *a, **k: (
                     operands(a, k)[0].sum(dims, keepdim, dtype=torch.float32) / count
                 ).to(kind)
@@ -120,11 +122,11 @@ def _moments(name: str, results: int) -> None:
         keepdim: bool = False,
         **kwargs: Any,
     ) -> None:
-        dim = (
-            None if isinstance(dim, bool) else dim
-        )  # the second argument of the form without dims is `unbiased`
+        # The second argument of the form without dims is `unbiased`.
+        dim = None if isinstance(dim, bool) else dim
         reduced(op, input, dims_of(input, dim), keepdim, None, results)
-        op.local = skip_when_empty(op, getattr(torch, name))  # torch warns of a variance of nothing
+        # torch warns about the variance of an empty tensor
+        op.local = skip_when_empty(op, getattr(torch, name))
 
     rule(name)(lambda op, *args, **kwargs: describe(op, *args, **canonical(kwargs)))
 
@@ -141,8 +143,10 @@ def _split_variance(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> b
 def _variance(
     input: Tensor, dim: Any, unbiased: bool, keepdim: bool, correction: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(variance, mean), exact on parts of any size: the mean first, then the squares of what
-    differs from it."""
+    """Return (variance, mean), exact on local tensors of any size.
+
+    The mean is computed first, and then the squares of the deviations from it.
+    """
     input, dims = reduce_partials(input), dims_of(input, dim)
     count = math.prod(input.shape[d] for d in dims)
     less = correction if correction is not None else float(bool(unbiased))
@@ -235,24 +239,23 @@ def _aminmax_split(input: Tensor, *, dim: int | None = None, keepdim: bool = Fal
     )
 
 
-# -------------------------------------------------------------------------------------- a whole dim
+# -------------------------------------------------------------------------- functions along one dim
 
 
 def _along(
     names: str, results: int = 1, default: int | None = None, reduces: bool = False, at: int = 1
 ) -> None:
-    """Functions that work along one dim, which must be whole; ``at``: the position of `dim` among
-    the arguments.
+    """Declare functions that work along one dim, which must not be split.
 
-    ``reduces``: the dim vanishes. ``default``: the dim where none is given; None: all elements at
-    once, one result.
+    ``at``: the position of `dim` among the arguments. ``reduces``: the dim is removed. ``default``:
+    the dim where none is given; None stands for all elements at once, with one result.
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         kwargs = canonical(kwargs)
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[at] if len(args) > at else default)
-        if isinstance(dim, bool):  # torch.sort(x, True) and the like: a flag in the dim's place
+        if isinstance(dim, bool):  # torch.sort(x, True) and the like: a flag in the position of dim
             dim = default
         dims = dims_of(x, dim)
         keepdim = bool(kwargs.get("keepdim", args[at + 1] if len(args) > at + 1 else False))

@@ -1,9 +1,11 @@
-"""The table of rules: torch function -> rule. One declaration serves every spelling (function,
-method, operator, in-place).
+"""The registry of rules: torch function -> rule.
 
-What follows from rules is kept in many places: plans in each thread, programs in each graph,
-candidates of the search. A rule may be declared at any time, by any thread, so these places are a
-`Derived`, or look at ``RULES.version``.
+One declaration serves every spelling (function, method, operator, in-place). Dispatch, graphs and
+the search look rules up here.
+
+Many caches hold results that follow from rules: plans in each thread, programs in each graph,
+candidates of the search. A rule may be declared at any time, by any thread. Each such cache is
+therefore a `Derived`, or compares ``RULES.version``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ __all__ = [
     "spellings_of",
 ]
 
-#: Where a name is looked for; the first four carry in-place and dunder spellings as well.
+#: Namespaces in which a name is looked up. The first four also hold in-place and dunder spellings.
 SPACES = (
     torch.Tensor,
     torch,
@@ -61,26 +63,29 @@ DUNDERS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What a function admits. ``describe(op, *args, **kwargs)`` fills an Op; tensors among the
-    arguments are ``Arg``s."""
+    """The signatures that a torch function admits.
+
+    ``describe(op, *args, **kwargs)`` fills an `OpDescription`. Tensors among the arguments are
+    `Arg` objects.
+    """
 
     name: str
     describe: Callable[..., None]
-    scalars: bool = False  # the values of numbers among the arguments never matter to the plan
+    scalars: bool = False  # the plan never depends on the values of number arguments
     inplace: bool = False
 
 
-_changing = threading.Lock()  # the rules, or what is derived from them
+_changing = threading.Lock()  # guards the rules and the caches derived from them
 _DERIVED: weakref.WeakSet[Derived] = weakref.WeakSet()
 
 
 class Rules(dict[Any, Rule]):
-    """Torch function object -> its rule."""
+    """The mapping from a torch function object to its rule."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 0  # counts declarations
-        self.scalars: set[Any] = set()  # functions whose rules say so
+        self.scalars: set[Any] = set()  # functions whose rules set ``scalars``
 
     def __setitem__(self, function: Any, rule: Rule) -> None:
         with _changing:
@@ -101,8 +106,10 @@ class Rules(dict[Any, Rule]):
 
 
 class Derived:
-    """A cache of what follows from rules. It is emptied when one is declared, in whichever thread
-    that happens."""
+    """A cache of results that follow from rules.
+
+    Declaring a rule, in any thread, empties the cache.
+    """
 
     __slots__ = ("__weakref__", "found")
 
@@ -112,8 +119,10 @@ class Derived:
             _DERIVED.add(self)
 
     def keep(self, key: Any, value: Any, version: int, most: int) -> None:
-        """Keep what was found by the rules of ``version``, unless there are others by now. Of more
-        than ``most`` entries all are forgotten."""
+        """Save ``value`` if the rules are still those of ``version``.
+
+        At ``most`` entries, the cache is emptied first.
+        """
         with _changing:
             if version == RULES.version:
                 if len(self.found) >= most:
@@ -123,14 +132,17 @@ class Derived:
 
 RULES = Rules()
 
-#: Functions that look at values before they compute -> the same without a look, of plain tensors
-#: too: a graph that is being captured has no values.
+#: Functions that read values before they compute -> variants that read none. The variants also
+#: accept plain tensors. A graph needs them because values are unknown during capture.
 DATA_FREE_VARIANTS: dict[Any, Callable[..., Any]] = {}
 
 
 def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
-    """The rule of a call; that of an in-place op where the call says ``inplace=True`` (``F.relu``
-    and its like)."""
+    """Return the rule of a call, or None where the function has none.
+
+    With ``inplace=True`` among the arguments (``F.relu`` and its like), return the rule of an
+    in-place op.
+    """
     found = RULES.get(func)
     return (
         dataclasses.replace(found, inplace=True)
@@ -140,8 +152,10 @@ def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
 
 
 def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
-    """Every torch function that ``name`` stands for, and whether it writes into its first
-    operand."""
+    """Return every torch function that ``name`` stands for.
+
+    Each comes with a flag that is True if the function writes into its first operand.
+    """
     found: list[tuple[Any, bool]] = []
     for space in SPACES:
         for n, inplace in ((name, False), (name + "_", True)):
@@ -158,8 +172,10 @@ def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
 
 
 def spellings_of(target: str | Callable[..., Any]) -> list[tuple[Any, bool]]:
-    """Return every function that a rule's target stands for, and whether it writes into its first
-    operand."""
+    """Return every function that a rule's target stands for.
+
+    Each comes with a flag that is True if the function writes into its first operand.
+    """
     operators = spellings_of_operator(target)
     if operators:
         return [(operator, False) for operator in operators]
@@ -174,13 +190,17 @@ def rule(
     addends: Sequence[int] = (),
     scalars: bool = False,
 ) -> Any:
-    """Say what a function admits; in one line by index notation, or as a decorator over a function
-    that fills an ``OpDescription``.
+    """Declare which signatures a function admits.
 
-    ``target``: a torch function, or a name (all its spellings), an operator made with
-    torch.library, or several. ``notation``: see ``notation.parse``; ``linear`` and ``addends`` are
-    positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are
-    captured again at their next call, so every rank declares the same rules between the same calls.
+    Give index notation in one line, or use it as a decorator of a function that fills an
+    ``OpDescription``. ``target``: a torch function, a name (all its spellings), an operator made
+    with torch.library, or a sequence of these. ``notation``: see ``notation.parse``. ``linear`` and
+    ``addends`` are positions of tensor operands, see ``notation.OpDescription``. ``scalars``: the
+    plan never depends on the values of number arguments. Return the function that fills the
+    ``OpDescription``, or without ``notation`` the decorator.
+
+    A rule takes effect immediately, in all threads. Graphs are captured again at their next call,
+    so every rank must declare the same rules between the same calls.
 
     >>> import torch
     >>> _ = rule(torch.chain_matmul, "m k, k n -> m n", linear=[[0], [1]])
@@ -221,7 +241,7 @@ def rule(
 
 
 def flatten_args(value: Any) -> list[Arg]:
-    """The operands in a nest of tuples, lists and dicts, in order."""
+    """Return the operands in a pytree of tuples, lists and dicts, in order."""
     if isinstance(value, Arg):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -232,12 +252,16 @@ def flatten_args(value: Any) -> list[Arg]:
 
 
 def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int = 1) -> None:
-    """Declare functions that work element by element, broadcasting.
+    """Declare functions that work element by element and broadcast their operands.
 
-    ``linear``: "" not linear; "each" in each operand by itself (a product); "first" in the first
-    only (a quotient); "joint" in all tensor operands together, where no plain number is added (a
-    sum); "rest" in all but the first together (a choice by a mask); "two" in the first two together
-    (a point between them).
+    ``linear`` is one of:
+
+      ""       not linear
+      "each"   linear in each operand separately (a product)
+      "first"  linear in the first operand only (a quotient)
+      "joint"  linear in all tensor operands together, if no plain number is added (a sum)
+      "rest"   linear in all operands but the first together (a choice by a mask)
+      "two"    linear in the first two operands together (a point between them)
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -272,15 +296,20 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
 
 
 def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """The same call with the values of what torch takes as numbers: ``x.add_(y, alpha=t)``."""
+    """Return ``function`` with the tensors in keywords ``names`` replaced by their values.
+
+    torch requires numbers for these keywords, as in ``x.add_(y, alpha=t)``.
+    """
     return lambda *args, **kwargs: function(
         *args, **{k: v.item() if k in names else v for k, v in kwargs.items()}
     )
 
 
 def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call with the plain numbers among its arguments as 0-dim global tensors: one added
-    to a partial sum must be added once."""
+    """Return ``function`` with its plain number arguments made into 0-dim global tensors.
+
+    A number added to a partial sum must be added only once.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         x = next(a for a in args if isinstance(a, torch.Tensor))
@@ -298,8 +327,11 @@ def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def composite(names: str, when: Callable[..., bool]) -> Any:
-    """Decorator: where ``when(*args, **kwargs)`` says so, the call is this function of global
-    tensors; else the rule declared before."""
+    """Decorate a function of global tensors that replaces a call where ``when`` returns True.
+
+    ``when(*args, **kwargs)`` gets the arguments of the call. Where it returns False, the rule
+    declared before applies.
+    """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():

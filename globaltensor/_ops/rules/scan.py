@@ -1,5 +1,8 @@
-"""Cumulative sums, products and extremes. Along a split dim each rank scans its part on from what
-the parts before it come to: one total a rank moves."""
+"""Rules of cumulative sums, products and extremes; `rules` imports them.
+
+Along a split dim each rank continues the scan from the total of the ranks before it. Only one total
+per rank is communicated.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands along a split dim: ``ranks`` that hold the dim, the ``lengths`` they
-    hold, its own ``index`` among them and ``offset``."""
+    """The position of this rank along a split dim.
+
+    ``ranks`` hold the dim, and ``lengths`` are their sizes. This rank has ``index`` among them and
+    starts at ``offset``.
+    """
 
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -32,7 +38,7 @@ class Place:
 
     @classmethod
     def of(cls, split: LocalContext, dim: int) -> Place:
-        """The place along ``dim`` of operand 0."""
+        """Return the place along ``dim`` of operand 0."""
         spec = split.ins[0]
         ranks = fibers(spec, split.rank, dim)
         return cls(
@@ -44,12 +50,12 @@ class Place:
 
     @property
     def before(self) -> list[int]:
-        """The ranks before this one, by index, that hold something."""
+        """The ranks before this one, by index, that hold some elements."""
         return [q for q in range(self.index) if self.lengths[q]]
 
     @property
     def present(self) -> list[int]:
-        """All ranks, by index, that hold something."""
+        """All ranks, by index, that hold some elements."""
         return [q for q, n in enumerate(self.lengths) if n]
 
     @property
@@ -58,8 +64,10 @@ class Place:
 
 
 def along(op: OpDescription, x: Arg, dim: int, results: int) -> int | None:
-    """Describe a function that works along one dim -> the dim where it is split and may stay so;
-    else it must be whole."""
+    """Describe a function that works along one dim.
+
+    Return the dim if it is split and may stay so. Otherwise return None; the dim must not be split.
+    """
     dims = dims_of(x, dim)
     reduced(op, x, dims, True, None, results)
     if not any(map(x.is_split, dims)):
@@ -74,13 +82,16 @@ def _bind(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> tuple[An
     return input, dim
 
 
-# ----------------------------------------------------------------------------------- sums, products
+# -------------------------------------------------------------------------------- sums and products
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """``scan`` of a dim; ``total`` of a part, dim kept, also of an empty one; ``neutral``: the
-    total that changes nothing."""
+    """The three functions of one kind of scan.
+
+    ``scan`` scans a dim. ``total`` reduces a local tensor, with the dim kept, also where it is
+    empty. ``neutral`` is the total that changes nothing.
+    """
 
     scan: Callable[[Tensor, int], Tensor]
     total: Callable[[Tensor, int], Tensor]
@@ -118,7 +129,7 @@ def _folding(spelled: str) -> Callable[..., None]:
                 split.outs[0].dtype,
                 world().device(split.ins[0].placement.type),
             )
-            if inplace:  # the gradient needs what was there before
+            if inplace:  # the gradient needs the previous values
                 return lambda x, *args, **kwargs: x.copy_(run(x.clone() if x.requires_grad else x))
             return lambda input, *args, **kwargs: run(input)
 
@@ -133,8 +144,8 @@ def _folded(
     first = not place.before
     chosen = torch.zeros(len(place.ranks), dtype=torch.bool, device=device)
     chosen[place.before] = True
-    # The first rank passes through the same steps as the others, forward and backward, and uses
-    # nothing of it: its total must only be a number.
+    # The first rank runs the same steps as the others, forward and backward, but uses no result of
+    # them. Its total can be any number.
     neutral = 0.0 if first else fold.neutral
 
     def run(x: Tensor) -> Tensor:
@@ -178,7 +189,10 @@ def _extreme(name: str) -> Callable[..., None]:
 
 
 def _climbed(name: str, place: Place, d: int) -> Callable[..., Any]:
-    """The largest so far and its place; of equals the last, as torch says."""
+    """Return the local function for the running maximum (minimum) and its position.
+
+    Of equal elements the last counts, as in torch.
+    """
     scan, kind = getattr(torch, name), getattr(torch.return_types, name)
 
     def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +207,7 @@ def _climbed(name: str, place: Place, d: int) -> Callable[..., Any]:
             last, where = input.sum(d, keepdim=True).to(input.dtype), places.sum(d, keepdim=True)
         lasts, wheres = all_gather_small(last, place.ranks), all_gather_small(where, place.ranks)
         if not place.before:
-            # Nothing is used of the others, but their backward comes through here.
+            # No value of other ranks is used, but their backward collectives pass through here.
             return kind((values + lasts[:0].sum(0) if values.requires_grad else values, places))
         top, which = (t[-1:] for t in scan(lasts[place.before], 0))
         values, found = scan(torch.cat([top[0], input], d), d)

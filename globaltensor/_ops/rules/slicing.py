@@ -1,9 +1,12 @@
-"""Runs of a split dim: slices, what split and chunk give, and what cat puts side by side.
+"""Runs of a split dim: slices, the results of split and chunk, and the operands of cat.
 
-A run that has something for every rank lies split in its own size: ranks hand each other what they
-hold of each other's parts, which is little where it is most of the dim (labels shifted by one) and
-a share where there are several (queries, keys and values of one projection). A shorter one is taken
-from the whole dim.
+The rules of views, indexing and cat call these helpers.
+
+A run with at least one element for every rank stays split, in its own size. Ranks exchange the
+elements that they hold of each other's local results. Few elements are exchanged where the run is
+most of the dim (labels shifted by one). A share of the elements is exchanged where there are
+several runs (queries, keys and values of one projection). A shorter run is cut from the replicated
+dim.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from .spatial.halo import fibers, interval, is_spread
 
 __all__ = ["cut", "joins", "stays_split", "takes"]
 
-#: For each result, where in the operand its elements stand.
+#: For each result, the positions of its elements in the operand.
 Runs = Sequence[range]
 
 
 def stays_split(x: Arg, dim: int, runs: Runs) -> bool:
-    """Whether results that are runs of ``dim`` are split as that is."""
+    """Return True if results that are runs of ``dim`` are split as ``dim`` is."""
     spec = x.spec
     return x.is_split(dim) and all(
         len(run) >= len(fibers(spec, spec.placement.flat[0], dim)) for run in runs
@@ -37,8 +40,11 @@ def stays_split(x: Arg, dim: int, runs: Runs) -> bool:
 
 
 def takes(op: OpDescription, dims: dict[int, tuple[int, Runs]]) -> None:
-    """Operand 0 is cut along ``dims``, which ``op.exchanges`` names: dim of it -> (the same dim of
-    the results, what each takes). Says what that costs."""
+    """Price the exchange by which operand 0 is cut along ``dims``, and set ``op.traffic``.
+
+    ``dims`` maps a dim of operand 0 to (the same dim of the results, the run of each result).
+    ``op.exchanges`` must name these dims.
+    """
 
     def seconds(choice: Any) -> float:
         spec = choice.ins[0]
@@ -55,8 +61,10 @@ def _ranks(spec: Spec, dim: int) -> tuple[int, ...]:
 
 
 def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]) -> float:
-    """What it costs that the ranks of a dim of ``spec``, of which they hold ``held``, fetch what
-    they want."""
+    """Return the seconds in which the ranks of a dim of ``spec`` fetch what they want.
+
+    ``held`` and ``wanted`` are intervals of that dim for each rank.
+    """
     most = most_fetched(held, wanted)
     each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[dim])
     return (
@@ -69,7 +77,10 @@ def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Inter
 def cut(
     split: LocalContext, dim: int, out_dim: int, runs: Runs
 ) -> Callable[[Tensor], Sequence[Tensor]] | None:
-    """The function that gives a rank its parts of the results. None where it has all of ``dim``."""
+    """Return the function that cuts a rank's local results out of its local operand.
+
+    Return None where the rank has all of ``dim``.
+    """
     if not is_spread(split, dim):
         return None
     src, rank = split.ins[0], split.rank
@@ -99,7 +110,7 @@ def cut(
 def _places(
     src: Spec, outs: Sequence[Spec], ranks: Sequence[int], dim: int, out_dim: int, runs: Runs
 ) -> tuple[list[Interval], list[list[Interval]]]:
-    """What of ``dim`` each rank holds, and what it wants."""
+    """Return the interval of ``dim`` that each rank holds, and the intervals that it wants."""
     wanted = [
         [
             i
@@ -112,19 +123,21 @@ def _places(
 
 
 def _covered(run: range, part: Interval) -> Iterator[Interval]:
-    """The elements of the operand from the first to the last of a part of a run."""
+    """Yield the interval of the operand that an interval of a run covers, first to last element."""
     a, b = part
     if a < b:
         yield run[a], run[b - 1] + 1
 
 
-# ------------------------------------------------------------------------------------- joined again
+# ------------------------------------------------------------------------------------ concatenation
 
 
 def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> None:
-    """The result, ``operands`` side by side along ``dim``, is split there as those are that are:
-    ranks hand each other what falls into each other's parts of it. What lies whole on all ranks is
-    cut where it lies. Names the dim ``factor`` of those that are split."""
+    """Let the result of concatenating ``operands`` along ``dim`` stay split in ``dim`` as they are.
+
+    Ranks exchange the elements that belong to each other's local results. An operand that is
+    replicated is cut locally. The dim ``dim`` of the split operands is named ``factor``.
+    """
     ends = list(itertools.accumulate(a.shape[dim] for a in operands))
     starts = [end - a.shape[dim] for end, a in zip(ends, operands, strict=True)]
     spread = [a for a in operands if a.is_split(dim)]
@@ -134,7 +147,7 @@ def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> 
     op.exchanges = {factor}
 
     def wanted(out: Spec, ranks: Sequence[int], i: int) -> list[list[Interval]]:
-        """What each rank wants of operand ``i``."""
+        """Return the intervals of operand ``i`` that each rank wants."""
         parts = [interval(out, r, dim) for r in ranks]
         return [
             [(a, b)]

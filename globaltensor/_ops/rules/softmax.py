@@ -1,5 +1,8 @@
-"""The softmax family. Over a split dim it is written with global ops: the maximum, the sum of
-exponentials, the quotient."""
+"""Rules of the softmax family; `rules` imports them.
+
+Over a split dim, softmax is composed of global ops: the maximum, the sum of exponentials, the
+quotient.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ __all__: list[str] = []
 
 
 def _implicit(ndim: int) -> int:
-    # What torch takes for dim=None, with a warning of its own.
+    # The dim that torch uses for dim=None, with a warning of its own.
     return 0 if ndim in (0, 1, 3) else 1
 
 
 def _bind(name: str) -> Any:
-    """The argument list of one spelling -> (x, dim, dtype)."""
+    """Return a function that reads the arguments of one spelling as (x, dim, dtype)."""
     if name == "F":
         return lambda input, dim=None, _stacklevel=3, dtype=None: (
             input,
@@ -54,7 +57,7 @@ def _family(kind: str) -> None:
 
 def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     result = dtype or x.dtype
-    # torch computes in single precision where the type is narrower.
+    # torch computes in single precision where the dtype is narrower.
     x = reduce_partials(
         x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result)
     )

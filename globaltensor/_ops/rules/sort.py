@@ -1,12 +1,14 @@
-"""sort, argsort, msort, kthvalue, median along a dim. Over a split dim without gathering it: each
-rank sorts its part, and a search (a few bits a round, counts summed up) finds the elements that
-stand at given places in the order of all.
+"""Rules of sort, argsort, msort, kthvalue and median along a dim; `rules` imports them.
 
-kthvalue and median are such an element. A sort is a sample sort with exact splitters, the elements
-at the ranks' borders, so the result lies balanced: they tell where to cut each part, one all-to-all
-brings every rank the pieces it holds in the result, and it merges them. Stable in every case. Where
-many lanes lie side by side it is cheaper to split those, and for few elements to gather them: the
-price decides.
+Over a split dim nothing is gathered. Each rank sorts its local tensor. A search (a few bits a
+round, with counts summed over ranks) then finds the elements at given positions of the global
+order.
+
+kthvalue and median are such an element. A sort is a sample sort with exact splitters: the elements
+at the ranks' borders, so the result is evenly split. The splitters determine where to cut each
+local tensor. One all-to-all sends every rank the pieces of its result, and the rank merges them.
+The sort is stable in every case. With many lanes it is cheaper to split these, and with few
+elements to gather them: the price decides.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ from .strategy import SignatureChoice
 
 __all__: list[str] = []
 
-_BITS = 4  # of a key that one round of the search settles
-_COMPARISON = 1e-9  # seconds of sorting for each element and level
+_BITS = 4  # bits of a key that one round of the search determines
+_COMPARISON = 1e-9  # seconds of sorting per element and level
 
 
 # --------------------------------------------------------------------------------------------- keys
 
 
 def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
-    """Integers in the order in which ``x`` is sorted (a NaN is the largest, both zeros are equal)
-    -> (int64, how many bits they have)."""
+    """Return integers in the order in which ``x`` is sorted, as int64, and their number of bits.
+
+    A NaN is the largest, and both zeros are equal.
+    """
     if x.dtype.is_floating_point:
         x = x.float() if x.dtype.itemsize < 4 else x
         whole, bits = (torch.int64, 64) if x.dtype == torch.float64 else (torch.int32, 32)
@@ -49,16 +53,19 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
         keys = torch.where(raw < 0, raw ^ torch.iinfo(whole).max, raw)
         keys = torch.where(x.isnan(), torch.iinfo(whole).max, keys).long()
     else:
+        # an unsigned number needs one more bit
         keys, bits = (
             x.long(),
             8 * x.dtype.itemsize + (x.dtype == torch.uint8) * _BITS,
-        )  # a number without sign needs a bit more
+        )
     return (~keys if descending else keys), bits
 
 
 def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks'
-    keys, of which ``lanes`` [lanes, here] are here, sorted."""
+    """Return the key at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys.
+
+    ``lanes`` [lanes, here] are the sorted keys of this rank.
+    """
     comm = world().comm(ranks)
     log.exchange(
         "search in a split dim",
@@ -73,7 +80,7 @@ def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...])
         smaller = comm.all_reduce(
             torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape)
         )
-        # Of the first candidate there are never too many smaller ones.
+        # The first candidate never has too many smaller keys.
         digit = (smaller <= goal).sum(-1) - 1
         found = found + (digit << shift)
     return found
@@ -83,9 +90,12 @@ def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...])
 
 
 class _Route(NamedTuple):
-    """Which elements go where. ``order``: the local elements (lanes in a row) in the order in which
-    they are sent, ``sends`` to each rank; ``receives`` from each; ``places``: which of those
-    received is each element of the result."""
+    """The routing of elements between ranks.
+
+    ``order``: the local elements (lanes concatenated) in the order in which they are sent.
+    ``sends``: the number sent to each rank. ``receives``: the number received from each.
+    ``places``: the index among the received elements of each element of the result.
+    """
 
     ranks: tuple[int, ...]
     order: Tensor
@@ -104,8 +114,10 @@ def _there(flat: Tensor, route: _Route) -> Tensor:
 
 
 class _Routed(torch.autograd.Function):
-    """Elements in the order of a route; ``back``: from there to where they were. ``came``: what
-    they exchange, where that is done already."""
+    """The elements in the order of a route; with ``back``, in their original order again.
+
+    ``came``: the elements that the exchange delivers, where it has already run.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
@@ -131,22 +143,23 @@ class _Routed(torch.autograd.Function):
 def _planned(
     lanes: Tensor, descending: bool, place: Place, ends: list[int]
 ) -> tuple[_Route, Tensor]:
-    """The route of ``lanes`` [lanes, here] to ranks whose parts of the result end at ``ends``, and
-    what comes here by it."""
+    """Return the route of ``lanes`` [lanes, here], and the elements that this rank receives by it.
+
+    ``ends`` are the ends of the ranks' local results.
+    """
     keys, bits = keys_of(lanes, descending)
     count, here = keys.shape
     local, order = keys.sort(dim=1, stable=True)
     total = sum(place.lengths)
-    inner = [
-        e for e in ends[:-1] if e < total
-    ]  # the element at each of these is the first of another rank
+    # the element at each of these positions is the first of another rank
+    inner = [e for e in ends[:-1] if e < total]
     cuts = torch.full((count, len(ends) - 1), here, device=keys.device)
     if inner:
         borders = torch.tensor([inner], device=keys.device)
         first = _searched(local, bits, borders, place.ranks)
         less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
         every = all_gather_small(torch.stack([less, upto - less]), place.ranks)
-        # Of those equal to it, the ranks' in turn, as many as still fit in front.
+        # Of the keys equal to the border, take as many as still fit before it, rank by rank.
         short = borders - every[:, 0].sum(0)
         mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
         cuts[:, : len(inner)] = less + mine
@@ -155,7 +168,7 @@ def _planned(
     )
     every = all_gather_small(counts, place.ranks)  # [from, lanes, to]
     sending = order.flatten()
-    if count > 1:  # one lane is in the order of the ranks as it is
+    if count > 1:  # a single lane is already in the order of the ranks
         steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
         towards = torch.searchsorted(cuts, steps, right=True)
         sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[
@@ -166,8 +179,8 @@ def _planned(
         place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending
     )
     came = _there(lanes.flatten(), route)
-    # By key, and among equals in the order in which they came: that of the ranks, and on each that
-    # of its elements. Then lane by lane.
+    # Sort by key, and among equals in the order in which they arrive: by rank, and on each rank by
+    # position. Then sort by lane.
     places = keys_of(came, descending)[0].sort(stable=True).indices
     if count > 1:
         lane = torch.cat(
@@ -181,7 +194,7 @@ def _planned(
 
 
 def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
-    """The lanes along ``d`` -> ([lanes, here], the shape of the other dims)."""
+    """Return the lanes along ``d`` as ([lanes, here], the shape of the other dims)."""
     rows = x.movedim(d, -1)
     rest = tuple(rows.shape[:-1])
     return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
@@ -211,7 +224,7 @@ def _sorted(
     return run
 
 
-# -------------------------------------------------------------------------------------- one element
+# ------------------------------------------------------------------------- selection of one element
 
 
 def _selected(
@@ -220,8 +233,11 @@ def _selected(
     keepdim: bool,
     goal: Callable[[Tensor, tuple[int, ...], int], Tensor],
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and
-    where it stands: of equals the first."""
+    """Return the local function that selects one element of each lane, and its position.
+
+    The element is at the position ``goal(lanes, ranks, n)`` [lanes or 1, 1] of the lane's order. Of
+    equal elements the first is taken.
+    """
     place, n = Place.of(split, d), split.ins[0].shape[d]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,13 +261,13 @@ def _selected(
 
 
 def _middle(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
-    """The lower median; of a lane that holds a NaN, the NaN."""
+    """Return the position of the lower median, or of the NaN in a lane that holds one."""
     lacking = _nans(lanes, ranks)
     return torch.where(lacking > 0, n - 1, (n - 1) // 2)
 
 
 def _middle_of_numbers(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
-    """The lower median of what is no NaN."""
+    """Return the position of the lower median of the elements that are no NaN."""
     return (n - 1 - _nans(lanes, ranks)).clamp(min=0) // 2
 
 
@@ -296,14 +312,17 @@ def _declare(
 def _bind(
     input: Arg, dim: Any = None, descending: bool = False, stable: bool = False
 ) -> tuple[Arg, int | None, bool]:
-    if isinstance(dim, bool):  # the form that begins with `stable` has no other positions
+    # the form that starts with `stable` has no other positional arguments
+    if isinstance(dim, bool):
         raise FormError("a flag in the place of dim")
     return input, dim, descending
 
 
 def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
-    """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the
-    exchange."""
+    """Return the seconds for sorting a rank's elements.
+
+    Where the dim is split, the search is included, and for a sort also the exchange.
+    """
     spec, cluster = choice.ins[0], current_cluster()
     here, n = max(1, spec.local_numel()), spec.shape[d]
     seconds = _COMPARISON * here * math.log2(n + 1)
@@ -313,7 +332,7 @@ def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
     rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
     counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
-    # Values and their places move.
+    # Values and their positions are exchanged.
     return (
         (1 + moving) * seconds
         + rounds * counted

@@ -1,4 +1,7 @@
-"""Counting and covariance: what torch computes of all observations at once, made of sums."""
+"""Rules of counting and covariance, composed of sums; `rules` imports them.
+
+torch computes these functions from all observations at once.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _correlation(input: Tensor) -> Tensor:
 
 
 def counted(x: Tensor, length: int, weights: Tensor | None = None) -> Tensor:
-    """``torch.bincount`` with a result of known length."""
+    """Return ``torch.bincount`` with a result of known length."""
     if has_torch_function((x, weights)):
         return handle_torch_function(counted, (x, weights), x, length, weights)
     if x.is_meta:  # torch has no such kernel
@@ -130,8 +133,10 @@ def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float =
 
 
 def tallied(input: Tensor, edges: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
-    """The counts of ``torch.histogram`` (one set of edges) and ``torch.histogramdd`` (one for each
-    column of ``input``)."""
+    """Return the counts of ``torch.histogram`` or ``torch.histogramdd``.
+
+    The former has one set of edges, the latter one for each column of ``input``.
+    """
     if has_torch_function((input, *edges, weight)):
         return handle_torch_function(tallied, (input, *edges, weight), input, edges, weight)
     if input.is_meta:  # torch has no such kernel
@@ -198,8 +203,10 @@ def _histogramdd_by_counts(
 
 
 def _edges(x: Tensor, bins: int, ends: Any) -> Tensor:
-    """Evenly spaced edges over ``ends``, else over the elements, as torch makes them of its own;
-    the same on all ranks."""
+    """Return evenly spaced edges over ``ends``, else over the elements, as torch makes them.
+
+    The edges are the same on all ranks.
+    """
     low, high = (
         ends
         if ends is not None

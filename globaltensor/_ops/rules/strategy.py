@@ -1,13 +1,19 @@
-"""Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every
-rank takes the same decision.
+"""Selection of the cheapest signature of an op for the layouts of its operands.
 
-An op whose operands already fit a signature never communicates (a broadcast addend fits a split
-contraction: it enters on one rank). Otherwise each combination of signatures, one an axis, is
-priced: the time to box the operands, what the op itself communicates, plus what is lost by it:
-giving up broadcast operands costs the gather that would bring one back, leaving a partial result
-half its reduction, losing the split of the operand that the program goes on from the way back to
-it. Ties go to the combination whose result lies as some operand did, then to the one with the least
-traffic, with the fewest operands moved, listed first.
+Dispatch and the costs of the search call `select_signature`. The selection is pure and
+deterministic, so every rank takes the same decision.
+
+An op whose operands already fit a signature never communicates. (A broadcast addend fits a split
+contraction, as it enters on one rank.) Otherwise each combination of signatures, one per axis, is
+priced. The price is the time to box the operands, plus the op's own communication, plus the cost of
+what the choice loses:
+
+  broadcast operands given up     the gather that would bring one back
+  a partial result left           half its reduction
+  the main operand's split lost   the boxing that restores it
+
+Ties go to the combination whose result has the layout of some operand. Further ties go to the
+minimum traffic, then to the fewest operands moved, then to the one listed first.
 """
 
 from __future__ import annotations
@@ -24,14 +30,14 @@ from .notation import Factor, OpDescription, Signature
 
 __all__ = ["SignatureChoice", "select_signature"]
 
-_MOST = (
-    4096  # combinations priced at most; beyond that each axis keeps only its cheapest signatures
-)
+# The maximum number of combinations that are priced. Beyond it, each axis keeps only its cheapest
+# signatures.
+_MOST = 4096
 
 
 @dataclass(frozen=True)
 class SignatureChoice:
-    """The layouts an op will run with, and the axes that split each factor."""
+    """The layouts that an op will run with, and the axes that split each factor."""
 
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]
@@ -42,9 +48,12 @@ class SignatureChoice:
 def select_signature(
     op: OpDescription, outs: Sequence[Spec], keep: int | None = None, alike: bool = False
 ) -> SignatureChoice | None:
-    """The cheapest choice. ``outs``: specs of the results (their layouts are ignored). ``keep``: an
-    operand whose layout must stay, and be that of result 0 (in-place). ``alike``: operand 0 and
-    result 0 must lie alike. None where no signature admits that."""
+    """Return the cheapest choice of signatures, or None if no signature is admissible.
+
+    ``outs``: specs of the results, whose layouts are ignored. ``keep``: an operand whose layout
+    must stay, and which result 0 must share (in-place). ``alike``: operand 0 and result 0 must have
+    the same layout.
+    """
     specs = [a.spec for a in op.args]
     axes = specs[0].placement.axes
     menu = [list(op.signatures(axis)) for axis in range(axes)]
@@ -81,7 +90,8 @@ def select_signature(
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
     best: tuple[tuple[float, int, float, int, int], SignatureChoice] | None = None
     choices = [_choice(signatures, specs, outs) for signatures in itertools.product(*menu)]
-    # Those that move little first: what costs more than they do need not be priced to the end.
+    # Price the choices that move few operands first. A choice that costs more than the best so far
+    # need not be priced to the end.
     for number in sorted(
         range(len(choices)),
         key=lambda n: sum(a is not b for a, b in zip(choices[n].ins, specs, strict=True)),
@@ -115,7 +125,10 @@ def _alike(entry: object, spec: Spec, axis: int) -> bool:
 
 
 def _fits(op: OpDescription, signature: Signature, specs: Sequence[Spec], axis: int) -> bool:
-    """Whether the operands lie as this signature wants; a broadcast addend may enter as partial."""
+    """Return True if the operands have the layouts that this signature requires.
+
+    A broadcast addend may enter as partial.
+    """
     return all(
         _alike(entry, spec, axis)
         or (i in op.addends and entry.is_partial and spec.layout[axis].is_broadcast)
@@ -141,8 +154,11 @@ def _choice(
 def _price(
     op: OpDescription, specs: Sequence[Spec], choice: SignatureChoice, most: float
 ) -> tuple[float, int, float, int] | None:
-    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands
-    moved); None where these are more than ``most`` seconds."""
+    """Return the price of a choice, as a tuple that compares; None if it exceeds ``most`` seconds.
+
+    The tuple starts with the seconds and the number of axes on which the result has a layout that
+    no operand had. The seconds of traffic and the number of operands moved follow.
+    """
     traffic, lost, moved = op.traffic(choice) if op.traffic else 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
@@ -151,16 +167,16 @@ def _price(
             if route.bytes:
                 traffic += route.seconds
             else:
-                # a free move gives something up: what it takes to win it back, once and not for
-                # each operand, is part of the price
+                # A free move loses something. The price includes the cost of restoring it, once for
+                # all operands.
                 lost = max(lost, plan_boxing(dst, src).seconds)
             if round(traffic + lost, 12) > most:
                 return None
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan_boxing(out, out.replicated()).seconds / 2
-    # The program goes on with the main operand's split: a result that has lost it will have to be
-    # brought back.
+    # The program goes on with the main operand's split. A result that lost this split will have to
+    # be boxed back.
     main = _main(op)
     for axis, entry in enumerate(specs[main].layout):
         factor = op.dims[main][entry.dim] if entry.is_split else None
@@ -177,14 +193,17 @@ def _price(
 
 
 def _main(op: OpDescription) -> int:
-    """The operand that the program goes on from: the first that has every dim of the result (not
-    the scale in ``scale * x``), else operand 0."""
+    """Return the index of the operand that the program goes on from.
+
+    The main operand is the first that has every dim of the result (not the scale in ``scale * x``),
+    else operand 0.
+    """
     wanted = {f for f in op.out[0] if f is not None} if op.out else set()
     return next((i for i, dims in enumerate(op.dims) if wanted <= set(dims)), 0)
 
 
 def _is_new(op: OpDescription, axis: int, signature: Signature) -> bool:
-    """Whether no operand lies on this axis as the result will."""
+    """Return True if no operand has the result's layout on this axis."""
     for arg, dims in zip(op.args, op.dims, strict=True):
         entry = arg.spec.layout[axis]
         if signature.factor is None:

@@ -1,5 +1,8 @@
-"""The largest and their places: max and min, argmax and argmin, topk. Of a split dim each rank
-sends only its own candidates, and the best are taken."""
+"""Rules of the largest elements and their positions: max and min, argmax and argmin, topk.
+
+`rules` imports this module. Along a split dim each rank sends only its own candidates, and the best
+of them are taken.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,26 @@ __all__: list[str] = []
 
 
 def _reduces(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
-    """Describe a reduction of ``dims``: those that are split may stay so, and every rank has the
-    result."""
+    """Describe a reduction of ``dims``.
+
+    Dims that are split may stay so, and every rank has the result.
+    """
     reduced(op, x, dims, keepdim, None, results)
     op.exchanges = {d for d in dims if split_in(x, [d])}
     op.whole -= op.exchanges
 
 
-# -------------------------------------------------------------------------------- the best of a dim
+# ----------------------------------------------------------------------------- the best along a dim
 
 
 def _best(
     split: LocalContext, d: int, largest: bool, keepdim: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The largest (smallest) along a split dim with its place: of equals the first; of NaNs too,
-    which count as the best."""
+    """Return the local function for the largest (smallest) along a split dim, and its position.
+
+    Of equal elements the first is taken. NaNs count as the best, and of these the first is taken
+    too.
+    """
     place = Place.of(split, d)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +65,10 @@ def _best(
 
 
 def _max_or_min(name: str) -> None:
-    """``max`` is three functions: of all elements, over a dim with indices, and of two tensors
-    element by element."""
+    """Declare ``max`` or ``min``, each of which is three functions.
+
+    The three work on all elements, along a dim with indices, and on two tensors element by element.
+    """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         kwargs = canonical(kwargs)
@@ -120,19 +130,20 @@ def _place(name: str, split: LocalContext, d: int | None, keepdim: bool) -> Call
 
 
 def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> Tensor:
-    """The place, in the whole tensor's elements in a row, of the first that is the best."""
+    """Return the position of the first element that is the best, in the flattened global tensor."""
     spec = split.ins[0]
     ranks = spec.placement.fiber(split.rank, sorted(a for f in over for a in split.factors[f]))
     offsets, shape = spec.box(split.rank)[0], spec.shape
     here = x.flatten()
     if len(here):
         at = here.argmax() if largest else here.argmin()
+        # here[at] would read the index and wait for the device.
         value, rest, place, step = (
             here.gather(0, at.reshape(1)).squeeze(0),
             at,
             torch.zeros_like(at),
             1,
-        )  # here[at] would ask for the number
+        )
         for n, whole, offset in zip(
             reversed(x.shape), reversed(shape), reversed(offsets), strict=True
         ):
@@ -146,9 +157,8 @@ def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> T
         all_gather_small(place, ranks)[present],
     )
     best = values.max() if largest else values.min()
-    equal = torch.where(
-        best.isnan(), values.isnan(), values == best
-    )  # a NaN is the best, where there is one
+    # A NaN is the best, where there is one.
+    equal = torch.where(best.isnan(), values.isnan(), values == best)
     found = torch.where(equal, places, spec.numel).min()
     return found.reshape(split.out_shape())
 

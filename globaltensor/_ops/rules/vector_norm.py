@@ -1,5 +1,7 @@
-"""Vector and matrix norms, distances and similarities. The p-norm of a split dim is the p-norm of
-the parts' p-norms: a partial of its own kind."""
+"""Rules of vector and matrix norms, distances and similarities; `rules` imports them.
+
+The p-norm of a split dim is the p-norm of the local tensors' p-norms, and a kind of partial.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ __all__: list[str] = []
 def _vector(
     op: OpDescription, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, function: Any
 ) -> None:
-    """``function(x)`` computes the norm on global tensors from others, where no partial says it."""
+    """Describe a vector norm.
+
+    ``function(x)`` computes the norm from other global functions, where no kind of partial
+    represents it.
+    """
     if p == 0:
         reduced(op, x, dims, keepdim, "sum")
     elif math.isinf(p) and split_in(x, dims) and all(x.shape[d] for d in dims):
@@ -133,8 +139,10 @@ def _norm_except(op: OpDescription, v: Arg, pow: float = 2, dim: int = 0) -> Non
 
 @rule([torch_private.weight_norm])
 def _weight_norm(op: OpDescription, v: Arg, g: Arg, dim: int = 0) -> None:
-    """A weight as a direction and its lengths (Salimans and Kingma 2016). Torch's kernel divides by
-    the number of rows, and some rank may have none."""
+    """Describe a weight as a direction and its lengths (Salimans and Kingma 2016).
+
+    torch's kernel divides by the number of rows, and some rank may have none.
+    """
     op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
 
@@ -142,7 +150,7 @@ def _weight_norm(op: OpDescription, v: Arg, g: Arg, dim: int = 0) -> None:
 
 
 def _two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
-    """Align two operands that broadcast -> the names of the result's dims."""
+    """Align two operands that broadcast, and return the names of the result's dims."""
     (first, second), result = align([a.shape, b.shape])
     op.set(a, first)
     op.set(b, second)

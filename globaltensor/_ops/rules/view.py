@@ -1,7 +1,9 @@
-"""Views: the same elements seen in another shape or order, or a part of them; and casts.
+"""Rules of views, which show elements of a tensor in another shape or order, and of casts.
 
-All are linear and pass any partial through, as the same elements come out. A view stays a view: the
-local tensor is viewed by the same function.
+`rules` imports this module, and other families use its helpers.
+
+These functions are linear and pass any partial through, as the same elements come out. A view stays
+a view: the local tensor is viewed by the same function.
 """
 
 from __future__ import annotations
@@ -25,20 +27,24 @@ __all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "r
 
 
 def passes(op: OpDescription) -> None:
-    """The elements of all operands come out unchanged: partials of any kind pass through, from all
-    operands together."""
+    """Let partials of any kind pass through, from all operands together.
+
+    The elements of all operands must come out unchanged.
+    """
     op.linear, op.carries = [frozenset(range(len(op.args)))], True
 
 
 def identity(op: OpDescription, x: Arg) -> None:
-    """One result with the dims of ``x``."""
+    """Describe one result with the dims of ``x``."""
     op.set(x, range(x.ndim))
     op.out = [op.dims[x.index]]
 
 
 def each_spelling(name: str, describe_for: Callable[[str], Callable[..., None]]) -> None:
-    """For rules whose local function must know whether it writes in place: ``describe_for`` gets
-    the method's name, with ``_`` where it does."""
+    """Declare a rule for each spelling of ``name``, for local functions that may write in place.
+
+    ``describe_for`` gets the method's name, which ends in ``_`` for the in-place spelling.
+    """
     for f, inplace in torch_functions_named(name):
         RULES[f] = Rule(name, describe_for(name + "_" * inplace), inplace=inplace)
 
@@ -50,8 +56,10 @@ def on_meta(
     kwargs: dict[str, Any] | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """What the method ``name`` makes of an empty tensor like ``x``: torch itself resolves -1,
-    negative dims and varargs."""
+    """Return the result of the method ``name`` on a meta tensor like ``x``.
+
+    torch itself thereby resolves -1, negative dims and varargs.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(
@@ -64,8 +72,9 @@ def on_meta(
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Cut two shapes of one tensor into runs of dims of equal product -> (from, to) in the old and
-    (from, to) in the new.
+    """Cut two shapes of one tensor into runs of dims of equal product.
+
+    Yield (from, to) in the old shape and (from, to) in the new one.
 
     >>> list(groups((2, 6, 5), (12, 1, 5)))
     [(0, 2, 0, 1), (2, 3, 2, 3)]
@@ -93,8 +102,10 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, i
 def _groups_of_nothing(
     old: Sequence[int], new: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Without elements products say nothing; dims that are equal from either end are the same
-    dims."""
+    """Pair the dims of two shapes of a tensor without elements.
+
+    Products are all zero, so dims that are equal from either end count as the same dims.
+    """
     front = back = 0
     while front < min(len(old), len(new)) and old[front] == new[front]:
         front += 1
@@ -107,8 +118,10 @@ def _groups_of_nothing(
 
 
 def regroup(op: OpDescription, x: Arg, shape: Sequence[int]) -> None:
-    """``x`` seen in another shape: the leading dim of each group may be split, in units that end at
-    an element of both shapes."""
+    """Describe ``x`` viewed in another shape.
+
+    The leading dim of each group may be split, in units that end at an element of both shapes.
+    """
     dims: list[Any] = [None] * x.ndim
     out: list[Any] = [None] * len(shape)
     for a, b, c, d in groups(x.shape, shape):
@@ -143,10 +156,10 @@ def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
 
 
 def _view_as_dtype(op: OpDescription, x: Arg, result: torch.Tensor) -> None:
-    """The same bytes read as another dtype: the last dim shrinks or grows."""
+    """Describe the same bytes read as another dtype, which shrinks or grows the last dim."""
     identity(op, x)
     op.view = True
-    # torch looks at the strides of an empty part, too.
+    # torch checks the strides of an empty local tensor, too.
     op.local = lambda split: (
         None
         if 0 not in split.out_shape()
@@ -167,7 +180,7 @@ rule("unflatten")(_reshaped("unflatten", by="view"))
 
 
 def _like_another(name: str, function: Callable[[Any, Any], Any]) -> None:
-    # Only the other's shape or dtype matters, so how it lies must not.
+    # Only the other tensor's shape or dtype matters, so its layout must not.
     rule(name)(lambda op, input, other: setattr(op, "composite", function))
 
 
@@ -177,13 +190,13 @@ _like_another("expand_as", lambda input, other: input.expand(other.shape))
 _like_another("type_as", lambda input, other: input.to(other.dtype))
 
 
-# ------------------------------------------------------------------------------- one dim to one dim
+# ------------------------------------------------------------------------------------ permuted dims
 
 
 def _permuted(name: str) -> Callable[..., None]:
     def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         identity(op, input)
-        # Sizes 0, 1, 2, ... tell which dim went where.
+        # Sizes 0, 1, 2, ... show where each dim went.
         order = on_meta(input, name, args, kwargs, shape=range(input.ndim)).shape
         op.out, op.view = [tuple(order)], True
         passes(op)
@@ -236,7 +249,7 @@ def _squeeze(op: OpDescription, input: Arg, dim: Any, more: tuple[int, ...], nam
     op.set(input, [None if d in gone else d for d in range(input.ndim)])
     op.out, op.view = [tuple(d for d in range(input.ndim) if d not in gone)], True
     passes(op)
-    # A part may have dims of size 1 that the whole has not.
+    # A local tensor may have size 1 in dims where the global tensor has more.
     op.local = lambda split: lambda input, *args, **kwargs: getattr(input, name)(tuple(gone))
 
 
@@ -275,15 +288,17 @@ def _detach(op: OpDescription, input: Arg) -> None:
     op.view = True
 
 
-# ------------------------------------------------------------------------------------------- divide
+# ---------------------------------------------------------------------------------- split and chunk
 
 
 def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
-    """Several results that cut ``x`` along one dim. That is whole, or each result is split along it
-    in its own size."""
+    """Return the rule of a function that cuts ``x`` along one dim into several results.
+
+    The dim is not split, or each result is split along it in its own size.
+    """
 
     def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
+        if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the cut positions are data
             op.composite = lambda input, *args, **kwargs: getattr(input, name)(
                 *map(_number, args), **{k: _number(a) for k, a in kwargs.items()}
             )
@@ -308,7 +323,7 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
 
 
 def _runs(sizes: Sequence[int]) -> list[range]:
-    """One after the other."""
+    """Return consecutive runs of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -359,8 +374,10 @@ def _narrow(op: OpDescription, input: Arg, dim: int, start: int, length: int) ->
 
 
 def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
-    """Element ``at`` of dim ``d`` with the dim kept; zeros where ``at`` lies outside. Always
-    connected to ``x``, as its backward may communicate."""
+    """Return element ``at`` of dim ``d``, with the dim kept, or zeros where ``at`` is outside.
+
+    The result always depends on ``x`` in the autograd graph, as its backward may communicate.
+    """
     here = 0 <= at < x.shape[d]
     return x.narrow(d, at if here else 0, int(here)).sum(d, keepdim=True, dtype=x.dtype)
 
@@ -372,7 +389,7 @@ def _select(op: OpDescription, input: Arg, dim: int, index: int) -> None:
     d = input.dim(dim)
     identity(op, input)
     op.out, op.view = [tuple(k for k in range(input.ndim) if k != d)], True
-    # The rank that has the element contributes it, the others zeros.
+    # The rank that has the element contributes it, and the other ranks contribute zeros.
     op.reduce = {d: "max" if input.dtype == torch.bool else "sum"}
     passes(op)
     at = index % max(input.shape[d], 1)
@@ -389,8 +406,8 @@ def _select(op: OpDescription, input: Arg, dim: int, index: int) -> None:
 def _diagonals(op: OpDescription, input: Arg, offset: int, first: int, second: int) -> None:
     rows, columns = input.dim(first), input.dim(second)
     n, m = input.shape[rows], input.shape[columns]
-    # A dim that the diagonal runs through from end to end is the diagonal's: its places are split
-    # as the dim is.
+    # A dim that the diagonal runs through from end to end becomes the diagonal's dim. The diagonal
+    # is split as that dim is.
     along = [
         d for d, whole in ((rows, 0 <= offset <= m - n), (columns, m - n <= offset <= 0)) if whole
     ]
@@ -445,8 +462,10 @@ def _as_strided_scatter(op: OpDescription, input: Arg, src: Arg, *args: Any, **k
 
 
 def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
-    """A function that counts places in memory: the parts come together in the order that
-    ``stride()`` has told of."""
+    """Wrap a function that addresses positions in memory.
+
+    The wrapper replicates the tensor and arranges it in the memory order that ``stride()`` reports.
+    """
 
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
         strides = input.stride()
@@ -479,7 +498,7 @@ def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
 
 
 def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
-    """``name`` is the view's elements in tensors of their own."""
+    """Declare ``name`` as a view whose elements are copied into new tensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         seen = view(*args, **kwargs)
@@ -510,11 +529,12 @@ _copied("expand_copy", _expanded)
 _copied("slice_copy", _sliced)
 for _name in ("view_as_real", "view_as_complex"):
     _copied(_name + "_copy", getattr(torch, _name))
+# By torch's contract, callers do not write into the results of these functions.
 for _name in (
     "chunk",
     "split",
     "split_with_sizes",
-):  # torch says of these that nobody writes into their results
+):
     _copied("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
 rule([torch.ops.aten.slice.Tensor])(lambda op, *args, **kwargs: op.compose(_sliced))
 

@@ -1,2 +1,4 @@
-"""Gradients of leaves: pending sums, buckets, flat memory, and the gathers of sharded
-parameters."""
+"""Gradients of leaves: pending sums, buckets, flat buffers, and gathers of sharded parameters.
+
+The tensor, dispatch and sharded optimizers use this package.
+"""

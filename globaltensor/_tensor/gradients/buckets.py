@@ -1,9 +1,9 @@
-"""Buckets that all ranks form alike. Pure.
+"""Buckets of gradients that all ranks form alike. Pure. Reducer and parameter gather use them.
 
 The order in which a backward pass delivers gradients depends on the local graph, and a rank with an
-empty part may have another one. So what goes into a bucket, and the order within it, follow from
-numbers that all ranks know: each leaf has one. What arrived in the last pass makes the buckets of
-the next; a bucket goes out when all of it is there and those before it are out; the rest goes out
+empty local tensor may have another graph. So the contents of a bucket, and their order, follow from
+numbers that all ranks know: each leaf has one. The arrivals of the last pass make the buckets of
+the next one. A bucket is sent when it is complete and those before it are sent. The rest is sent
 when the pass ends.
 """
 
@@ -18,42 +18,46 @@ T = TypeVar("T")
 
 
 class Buckets(Generic[T]):
-    """Items by their leaf's number. ``merge`` joins two arrivals for one leaf; ``first`` and
-    ``limit`` are bytes of the first and of later buckets."""
+    """A queue of items by their leaf's number, sent in buckets.
+
+    ``merge`` joins two arrivals for one leaf. ``first`` and ``limit`` are the bytes of the first
+    bucket and of later ones.
+    """
 
     def __init__(self, first: int, limit: int, merge: Callable[[T, T], T]) -> None:
         self.first, self.limit, self.merge = first, limit, merge
-        self.plan: list[dict[int, int]] = []  # of the last pass: number -> how often it arrived
-        self.planned: dict[int, tuple[int, int, Hashable]] = {}  # what the plan was made from
+        self.plan: list[dict[int, int]] = []  # of the last pass: number -> number of its arrivals
+        # the arrivals that the plan was made from
+        self.planned: dict[int, tuple[int, int, Hashable]] = {}
         self.bucket: dict[int, int] = {}  # number -> index of its bucket in the plan
         self.parts: list[dict[int, tuple[int, int, Hashable]]] = []  # `planned`, bucket by bucket
-        self.limits: dict[
-            Hashable, int
-        ] = {}  # bytes of all buckets of a key that wants smaller ones
+        # Bytes of each bucket with a key that needs smaller buckets.
+        self.limits: dict[Hashable, int] = {}
         self.drop()
 
     def expect(
         self, arrivals: Mapping[int, tuple[int, int, Hashable]], limits: Mapping[Hashable, int]
     ) -> None:
-        """Between passes: plan the next one from what will come, number -> (arrivals, bytes, key),
-        and not from the last. ``limits``: see there."""
+        """Plan the next pass from expected arrivals, not from the last pass.
+
+        Call it between passes. ``arrivals``: number -> (arrivals, bytes, key). ``limits``: bytes of
+        each bucket with a key that needs smaller buckets.
+        """
         self.limits.update(limits)
         self._plan({**self.planned, **arrivals})
         self.drop()
 
     def drop(self) -> None:
-        """Forget what has arrived in this pass."""
+        """Drop what has arrived in this pass."""
         self.items: dict[int, T] = {}
-        self.seen: dict[
-            int, tuple[int, int, Hashable]
-        ] = {}  # number -> (arrivals, bytes, what may go together)
+        # Number -> (arrivals, bytes, key of items that may share a bucket).
+        self.seen: dict[int, tuple[int, int, Hashable]] = {}
         self.sent = 0
-        self.missing = [
-            len(bucket) for bucket in self.plan
-        ]  # in each bucket, the numbers that have not arrived as often as planned
+        # In each bucket, how many numbers have not arrived as often as planned.
+        self.missing = [len(bucket) for bucket in self.plan]
 
     def add(self, number: int, item: T, nbytes: int, key: Hashable) -> list[list[T]]:
-        """One arrival -> the buckets that are now ready to go, in order."""
+        """Add one arrival, and return the buckets that are now ready to send, in order."""
         before = self.seen.get(number)
         if before is None:
             times = 1
@@ -72,7 +76,7 @@ class Buckets(Generic[T]):
         return self._ready()
 
     def again(self, number: int) -> None:
-        """One arrival more that is in the item already, if there is one."""
+        """Count one more arrival that is in the item already, if there is an item."""
         if number not in self.seen:
             return
         times, nbytes, key = self.seen[number]
@@ -82,8 +86,10 @@ class Buckets(Generic[T]):
             self.missing[where] += 1
 
     def whole(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
-        """All items of a bucket of the plan, none of which had arrived, as planned -> the buckets
-        that are now ready to go, in order."""
+        """Add all items of a planned bucket at once, and return the buckets that are ready.
+
+        None of the items may have arrived before.
+        """
         self.seen.update(self.parts[where])
         self.missing[where] = 0
         if where == self.sent:
@@ -100,8 +106,10 @@ class Buckets(Generic[T]):
         return ready
 
     def finish(self) -> list[list[T]]:
-        """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets
-        from this one's arrivals."""
+        """End the pass, and return what has not been sent, bucket by bucket.
+
+        The next pass forms its buckets from this one's arrivals.
+        """
         rest = [
             [self.items[n] for n in bucket]
             for bucket in self._buckets(sorted(self.items, reverse=True))
@@ -118,17 +126,20 @@ class Buckets(Generic[T]):
         self.parts = [{n: seen[n] for n in bucket} for bucket in self.plan]
 
     def _buckets(self, numbers: list[int]) -> list[dict[int, int]]:
-        """Last made, first served: backward meets the last layers first."""
+        """Group numbers into buckets, the last-made leaf first.
+
+        Backward reaches the last layers first.
+        """
         done: list[dict[int, int]] = []
-        begun: set[Hashable] = (
-            set()
-        )  # each way has its small first bucket, so that ranks that share only some ways agree
+        # Each key has its own small first bucket, so that ranks that share only some keys agree.
+        begun: set[Hashable] = set()
         open_: dict[Hashable, tuple[dict[int, int], int]] = {}
         for n in numbers:
             times, nbytes, key = self.seen[n]
             bucket, size = open_.pop(key, ({}, 0))
             most = self.limits.get(key)
-            if most is not None and bucket and size + nbytes > most:  # these never grow beyond
+            # such a bucket never exceeds its limit
+            if most is not None and bucket and size + nbytes > most:
                 done.append(bucket)
                 bucket, size = {}, 0
             bucket[n] = times

@@ -1,4 +1,4 @@
-"""Memory for the gradients of a step side by side, kept from step to step."""
+"""Flat buffers for gradient buckets, reused between steps. The reducer takes them from a pool."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ..._base import torch_private
 
 __all__ = ["FlatBuffer", "FlatBufferPool", "Room", "keep_freed_memory"]
 
-_LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follows
+_LARGEST = (32 << 20) - (64 << 10)  # largest size of the blocks that raise glibc's threshold
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that a step lets go for the next one. The C library gives
-    what is free at the end of its heap back to the system once that is more than twice the largest
-    block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and
-    mapped anew: thousands in a step. So let go of a large one, which costs nothing as it is never
-    touched. (torch's DistributedDataParallel does so without meaning to, where it forms its buckets
-    anew.)"""
+    """Raise glibc's trim threshold, so that memory freed after one step is reused in the next.
+
+    glibc returns the free memory at the end of its heap to the system once it exceeds a threshold.
+    The threshold is twice the largest block freed so far (mallopt(3)). Each page that comes back is
+    cleared and mapped again: thousands in a step. So a large block is freed here, which costs
+    nothing as it is never touched. (torch's DistributedDataParallel has the same effect by
+    accident, where it rebuilds its buckets.)
+    """
     torch.empty(_LARGEST, dtype=torch.uint8)
 
 
 class Room:
-    """Memory of a CPU that is lent to a tensor, and again once that tensor and all others that show
-    its memory are gone. What is touched for the first time costs more than a copy.
+    """A piece of CPU memory that is lent to a tensor, and again once all tensors on it are gone.
 
-    A loan is an array of NumPy, which the storage made of it holds as long as there is a tensor on
-    it, whoever has that. So it is the loan's end that frees the room, and nobody has to count who
-    refers to what.
+    Memory that is touched for the first time costs more than a copy. A loan is a NumPy array. The
+    storage made of it holds the array as long as there is a tensor on it, in any code. So the end
+    of the loan frees the room, and no references have to be counted.
     """
 
     __slots__ = ("_array", "_loan", "nbytes")
@@ -45,11 +46,11 @@ class Room:
 
     @property
     def free(self) -> bool:
-        """Return True if nothing shows its memory."""
+        """True if no tensor uses its memory."""
         return self._loan is None or self._loan() is None
 
     def lend(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of a free room, as a tensor of one dim."""
+        """Return all of a free room as a 1-D tensor."""
         if not self.nbytes:
             return torch.empty(0, dtype=dtype)
         loan = self._array[:]
@@ -58,8 +59,11 @@ class Room:
 
 
 class FlatBuffer:
-    """Memory for gradients side by side: ``flat``, of one dim, with one element more at its end,
-    and ``parts`` of it, one of the shape of each of ``like``."""
+    """A flat buffer for several gradients.
+
+    ``flat`` is 1-D, with one more element at its end. ``parts`` are views of it, one of the shape
+    of each of ``like``.
+    """
 
     __slots__ = ("flat", "parts")
 
@@ -78,14 +82,14 @@ class _Place:
 
 
 class FlatBufferPool:
-    """The rooms in which gradients of leaves were summed last, of each leaf one at most."""
+    """The rooms in which gradients of leaves were summed last, at most one for each leaf."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}  # by the numbers of leaves
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """The bytes of all rooms."""
         return sum(
             place.room.nbytes
             for place in {id(place): place for place in list(self._places.values())}.values()
@@ -98,9 +102,11 @@ class FlatBufferPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> FlatBuffer:
-        """A row for the gradients of leaves of these ``numbers``, which are ``like`` these. They
-        stay where they were summed: the room serves again once they have been let go. (Other
-        devices have allocators that keep what is let go.)"""
+        """Return a buffer for the gradients of the leaves of these ``numbers``.
+
+        The gradients have the shapes of ``like``, and stay where they were summed. The room is used
+        again once they have been freed. (Other devices have allocators that cache freed memory.)
+        """
         size = sum(t.numel() for t in like) + 1
         if device.type != "cpu":
             return FlatBuffer(torch.empty(size, dtype=dtype, device=device), like)
@@ -115,8 +121,7 @@ class FlatBufferPool:
         return FlatBuffer(place.room.lend(dtype), like)
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Keep nothing of these leaves, nor what the gradients of others were summed in together
-        with theirs."""
+        """Drop the rooms of these leaves, also rooms that they share with other leaves."""
         for n in numbers:
             place = self._places.pop(n, None)
             for other in place.numbers if place is not None else ():

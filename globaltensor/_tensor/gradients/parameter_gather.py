@@ -1,8 +1,9 @@
-"""Split parameters that an op wants whole (FSDP, ZeRO-3): gathered many at a time, and their
-gradients reduce-scattered many at a time.
+"""Gathers of sharded parameters that an op needs in full (FSDP, ZeRO-3), many at a time.
+
+Dispatch calls `gather_param`. The gradients are reduce-scattered many at a time.
 
 One parameter at a time costs a collective's latency each. The order in which parameters are used is
-learnt while the program runs; on a use, those that will follow are gathered in the same collective,
+learnt while the program runs. A use gathers the parameters that will follow in the same collective,
 up to a bucket. Every decision comes from what all ranks see alike: the order of ops, specs and
 versions.
 """
@@ -42,29 +43,30 @@ __all__ = [
     "to_logical",
 ]
 
-BUCKET_BYTES = (
-    16 << 20
-)  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
-# of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a
-# collective more
+# Bytes of gathered parameters: a few transformer blocks of a small model, one matrix of a large
+# one.
+BUCKET_BYTES = 16 << 20
+# A parameter of this many bytes is gathered alone on a CPU: copying it into a bucket and out again
+# takes longer than one more collective.
 ALONE_BYTES = 1 << 21
-UNDER_WAY = 1  # buckets of gradients
-MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
-MOST_EXPECTED = 1 << 14  # uses that are expected: beyond that all are learnt again
-PASSES = 8  # after how many passes a use that did not come again is no longer expected
-# under freed(), where a bucket is as large as the largest parameter at most: below this a
-# collective costs its latency
+UNDER_WAY = 1  # buckets of gradients in transit
+MOST_ALIVE = 256  # gathered parameters in the table before the freed ones are dropped
+MOST_EXPECTED = 1 << 14  # expected uses: above that number all are learnt again
+PASSES = 8  # a use that has not come again for this many passes is no longer expected
+# Under reshard_after_forward() a bucket is at most as large as the largest parameter. Below this
+# size a collective costs its latency.
 LEAST_BYTES = 128 << 10
 
 
-Waiting = tuple[
-    GlobalTensor, Spec, torch.Tensor
-]  # a parameter, what it was gathered to, and the gradient of that
+# (parameter, the spec that it was gathered to, the gradient of the gathered tensor)
+Waiting = tuple[GlobalTensor, Spec, torch.Tensor]
 
 
 class GatheredParam(NamedTuple):
-    """A gathered parameter: whose it is, from which version of which local tensor, and where it
-    lies. It keeps none of them."""
+    """A gathered parameter: its leaf, the local tensor's version, and its storage.
+
+    It keeps none of them alive.
+    """
 
     leaf: weakref.ref[GlobalTensor]
     dst: Spec
@@ -77,9 +79,11 @@ class GatheredParam(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """A parameter that is gathered to ``dst``. It may have gone on this rank and be there on
-    others, where a collector has not run yet: so what all have to decide alike is asked of its
-    number and specs."""
+    """A parameter that is gathered to ``dst``.
+
+    It may be freed on this rank and alive on others, where a garbage collector has not run yet. So
+    decisions that all ranks must make alike use its number and specs.
+    """
 
     leaf: weakref.ref[GlobalTensor]
     number: int
@@ -88,7 +92,7 @@ class Gathering(NamedTuple):
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """Return what parameters must have in common to be gathered together."""
+        """The key that parameters must share to be gathered together."""
         return self.src.placement, gather_axes(self.src, self.dst), self.src.dtype
 
     @property
@@ -97,28 +101,30 @@ class Gathering(NamedTuple):
 
 
 class PrefetchOrder:
-    """Which parameters of one placement are used after which. Its ranks see alike what is used
-    there, and may differ in what they use elsewhere."""
+    """The order in which the parameters of one placement are used.
+
+    The ranks of the placement see the same order there. They may differ in what they use elsewhere.
+    """
 
     def __init__(self) -> None:
-        #: (numbers of the one but last used and of the last; 0: none) -> the next, and in which
-        #: pass that was so last.
+        #: (number of the last parameter but one, number of the last; 0: none) -> (the next one, the
+        #: last pass in which it followed).
         self.next: dict[tuple[int, int], tuple[Gathering, int]] = {}
         self.recent: tuple[int, int] = (0, 0)
         self.passes = 0
-        self.largest = self.before = (
-            0  # bytes of the largest one gathered in this pass, and in the last that gathered any
-        )
+        # Bytes of the largest parameter gathered in this pass, and in the last pass that gathered
+        # any.
+        self.largest = self.before = 0
 
     def used(self, one: Gathering) -> None:
-        """Learn that it comes next."""
+        """Record that this parameter is used next."""
         if len(self.next) >= MOST_EXPECTED:
             self.next.clear()
         self.next[self.recent] = one, self.passes
         self.recent = (self.recent[1], one.number)
 
     def most(self, freed: bool) -> int:
-        """Bytes of a bucket."""
+        """Return the maximum bytes of a bucket."""
         return (
             min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES)
             if freed
@@ -126,7 +132,7 @@ class PrefetchOrder:
         )
 
     def again(self) -> None:
-        """A pass is over: the next begins where this one began."""
+        """Start a new pass, whose order begins where this one's began."""
         self.recent = (0, 0)
         self.before, self.largest = self.largest or self.before, 0
         self.passes += 1
@@ -137,13 +143,12 @@ class PrefetchOrder:
 
 
 class GatherState:
-    """One rank's memory of the order in which split parameters are used, and of those gathered
-    ahead."""
+    """The state of one rank: the order in which parameters are used, and prefetched ones."""
 
     def __init__(self) -> None:
         self.orders: dict[Placement, PrefetchOrder] = {}
-        #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone,
-        #: and with it the memory.
+        #: (the gathered tensor, the local tensor that it is from, its version). None: the parameter
+        #: is freed, and with it the memory.
         self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
         self.scatters: Buckets[Waiting] = Buckets(
             BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2])
@@ -152,13 +157,13 @@ class GatherState:
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
         self.freed = 0
-        self.alive: dict[int, GatheredParam] = {}  # gathered under freed(), by their storage
-        self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
+        # gathered under reshard_after_forward(), by storage
+        self.alive: dict[int, GatheredParam] = {}
+        self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such parameters
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
 
     def number(self, leaf: GlobalTensor) -> int:
-        """A number for each parameter that is gathered, by its first use: the same on every
-        rank."""
+        """Return the number of a gathered parameter, by its first use: the same on every rank."""
         if torch_private.recording.on:
             return -id(leaf)  # in a graph's capture, whose uses count nowhere else
         found: int | None = leaf.__dict__.get("_gathered_number")
@@ -169,11 +174,12 @@ class GatherState:
         return found
 
     def let_go(self, number: int) -> None:
-        """A parameter has gone: keep no memory of it. What was ready for others stays known to be
-        so, for they have to decide alike."""
-        for key in [
-            k for k in list(self.ready) if k[0] == number
-        ]:  # of copies: a collector may run anywhere
+        """Drop the memory of a parameter that is freed.
+
+        A parameter that was ready stays marked as ready, because the other ranks must decide alike.
+        """
+        # Iterate over copies: a garbage collector may run anywhere.
+        for key in [k for k in list(self.ready) if k[0] == number]:
             kept = self.ready.pop(key, None)
             if kept is not None and kept[1]._version == kept[2]:
                 self.ready[key] = None
@@ -204,7 +210,7 @@ def _state() -> GatherState:
 
 
 def reset_prefetch() -> None:
-    """A pass is over: nothing gathered ahead is kept, and the next use begins a new order."""
+    """End a pass: drop what was prefetched, and let the next use begin a new order."""
     state = _state()
     state.ready.clear()
     for placement, order in list(state.orders.items()):
@@ -215,14 +221,16 @@ def reset_prefetch() -> None:
 
 
 def relearn() -> None:
-    """A parameter lies otherwise from now on: forget what was expected."""
+    """Forget the expected uses, because a parameter has a new layout."""
     _state().orders.clear()
 
 
 @contextlib.contextmanager
 def immediate(on: bool) -> Iterator[None]:
-    """Gradients of gathered parameters flow through the graph at once: somebody asks for them
-    there, not at the leaves."""
+    """Let gradients of gathered parameters flow through the graph at once.
+
+    The caller needs the gradients there, not at the leaves.
+    """
     state = _state()
     state.immediate += on
     try:
@@ -232,7 +240,7 @@ def immediate(on: bool) -> Iterator[None]:
 
 
 def abort() -> None:
-    """A backward pass has failed: what it had collected is dropped."""
+    """Drop what a failed backward pass has collected."""
     state = _state()
     state.scatters.drop()
     state.arrived.clear()
@@ -242,7 +250,10 @@ def abort() -> None:
 
 
 def to_logical(x: GlobalTensor) -> GlobalTensor:
-    """A tensor that lies as it is shown to lie. Collective where it is stored otherwise (ZeRO)."""
+    """Return the tensor with the spec that is shown.
+
+    It is collective where the tensor is stored otherwise (ZeRO).
+    """
     shown = x._spec.shown
     return (
         x
@@ -252,7 +263,7 @@ def to_logical(x: GlobalTensor) -> GlobalTensor:
 
 
 def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
-    """The axes along which src -> dst only gathers; () where it does anything else."""
+    """Return the axes along which src -> dst only gathers, () where it does anything else."""
     if isinstance(src, StorageSpec) and dst is src.shown:
         return src.axes
     if src.placement is not dst.placement or not src.numel:
@@ -264,8 +275,10 @@ def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
 
 
 def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
-    """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered
-    ahead, or gathered with those to follow."""
+    """Return the local tensor of ``dst`` for a leaf with the spec ``src``.
+
+    It was prefetched, or it is gathered now, together with the parameters to follow.
+    """
     if torch_private.function_mode_on():
         return shown(gather_param, leaf, src, dst, why)  # type: ignore[no-any-return]
     state, local = _state(), leaf._local
@@ -294,7 +307,7 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
 def _whole(
     state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool
 ) -> torch.Tensor:
-    """The next use of a gathered parameter."""
+    """Return the gathered tensor for the next use of a parameter."""
     local, order, one = (
         leaf._local,
         state.order(src.placement),
@@ -312,18 +325,20 @@ def _whole(
 
 
 def _bytes(spec: Spec) -> int:
-    """Of the largest part."""
+    """Return the bytes of the largest local tensor."""
     return spec.local_numel() * spec.dtype.itemsize
 
 
 def _alone(spec: Spec) -> bool:
-    """Whether a gathered parameter travels by itself, as does its gradient."""
+    """Return True if a gathered parameter is gathered alone, as its gradient is reduced alone."""
     return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
 
 
 def _batch(state: GatherState, one: Gathering, most: int, exact: bool) -> list[Gathering]:
-    """This use and those expected after it that travel the same way, up to a bucket of ``most``
-    bytes. Not ``exact``: the last may go beyond."""
+    """Return this use and the expected next ones of the same group, up to ``most`` bytes.
+
+    If not ``exact``, the last one may exceed it.
+    """
     batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
     if _alone(one.dst):
         return batch
@@ -349,7 +364,7 @@ def _laid_otherwise(one: Gathering) -> bool:
 
 
 def _is_ready(state: GatherState, one: Gathering) -> bool:
-    """Return True if it has been gathered ahead, and has not been written into since."""
+    """Return True if the parameter is prefetched, and has not been written into since."""
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()
@@ -365,7 +380,8 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
     wholes = [
         torch.empty(one.dst.box(rank)[1], dtype=one.dst.dtype, device=device) for one in batch
     ]
-    leaves = [one.leaf() for one in batch]  # of one that has gone nobody will use what comes
+    # a freed one is None: nothing will use what arrives for it
+    leaves = [one.leaf() for one in batch]
     locals_ = [None if leaf is None else leaf._local for leaf in leaves]
     flat = [
         torch.zeros(math.prod(one.src.box(rank)[1]), dtype=one.src.dtype, device=device)
@@ -394,7 +410,7 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
 
 
 def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
-    """Whether the parts of these ranks one after the other are the whole as it lies in memory."""
+    """Return True if these ranks' local tensors, concatenated, are the full tensor in memory."""
     begin, whole = dst.box(rank)
     at = begin[0] if whole else 0
     for r in ranks:
@@ -406,15 +422,18 @@ def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
 
 
 class _Box:
-    """Carries a gathered parameter, and whose it is, past autograd."""
+    """A carrier of a gathered parameter, and of its leaf, past autograd."""
 
     def __init__(self, whole: torch.Tensor, leaf: GlobalTensor, freed: bool) -> None:
         self.whole, self.leaf, self.freed = whole, leaf, freed
 
 
 class _Gathered(torch.autograd.Function):
-    """A gathered parameter. Backward: reduce-scatter, together with others where the gradient only
-    has to reach the leaf."""
+    """A gathered parameter.
+
+    Its backward is a reduce-scatter, together with others where the gradient only has to reach the
+    leaf.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
@@ -444,7 +463,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _watched(leaf: GlobalTensor) -> bool:
-    """Whether somebody looks at this leaf's gradient on its way."""
+    """Return True if user code may see this leaf's gradient before it is complete."""
     return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
 
 
@@ -454,8 +473,9 @@ def _watched(leaf: GlobalTensor) -> bool:
 def queue_reduce_scatter(
     leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False
 ) -> None:
-    """Keep the gradient of a gathered parameter until a bucket is full or backward ends.
-    ``reshard_after_forward``: the bucket is a small one, filled as gradients come.
+    """Queue the gradient of a gathered parameter until a bucket is full or backward ends.
+
+    Under ``reshard_after_forward`` the bucket is a small one, filled as gradients come.
     """
     state = _state()
     reducer().at_end(finish)
@@ -471,8 +491,8 @@ def queue_reduce_scatter(
         ):
             _send(state, bucket)
         return
-    # Whoever gathers again on the way back meets the parameters in the same order on every rank; so
-    # do their gradients.
+    # A backward pass that gathers again meets the parameters in the same order on every rank, so
+    # their gradients come in the same order too.
     waiting = state.waiting.setdefault(key, [])
     waiting.append((leaf, dst, grad))
     if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).most(True):
@@ -480,8 +500,7 @@ def queue_reduce_scatter(
 
 
 def finish() -> None:
-    """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to
-    sum."""
+    """End backward: scatter what waits, and pass on leaves that other axes still have to sum."""
     state = _state()
     for bucket in [*state.scatters.finish(), *state.waiting.values()]:
         _send(state, bucket)
@@ -506,7 +525,7 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
     kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
     in_rows = all(p.is_contiguous() for p in pieces)
     if in_rows and len(items) == 1 and kind is first.dtype:
-        chunks: Sequence[torch.Tensor] = [flatten(p) for p in pieces]  # as they lie
+        chunks: Sequence[torch.Tensor] = [flatten(p) for p in pieces]  # in their own memory
     else:
         flat = torch.empty(sum(sizes), dtype=kind, device=first.device)
         if in_rows:
@@ -533,7 +552,7 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
 
 
 def _receive(state: GatherState) -> None:
-    """Wait for the bucket that was sent first: it becomes gradients of the leaves."""
+    """Wait for the bucket that was sent first, and add its gradients to the leaves."""
     leaves, handle = state.under_way.popleft()
     handle.wait()
     start = 0
@@ -550,7 +569,7 @@ def _receive(state: GatherState) -> None:
 
 
 def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch.Tensor:
-    """What of a gathered parameter's gradient belongs to rank ``r``."""
+    """Return the piece of a gathered parameter's gradient that belongs to rank ``r``."""
     offsets = dst.box(rank)[0]
     begin, shape = src.box(r)
     return grad[
@@ -563,15 +582,15 @@ def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch
 
 @contextlib.contextmanager
 def reshard_after_forward() -> Iterator[None]:
-    """Parameters gathered in the block are let go of after each use, and gathered again when
-    backward needs them: autograd keeps a note instead.
+    """Free parameters gathered in the block after each use, and gather them again in backward.
 
-    For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in
-    the block, backward in it or after it. Of gathered parameters, and of their gradients, a rank
-    then has a bucket or two at a time, as large as the largest parameter; without, autograd keeps
-    them all. It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that
-    an op makes and keeps (autocast's) is not let go of. The parameters must not change before
-    backward has used them: RuntimeError, as for any tensor that autograd keeps.
+    For sharded parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward
+    runs in the block, backward in it or after it. Autograd saves a note instead of a gathered
+    parameter. So a rank has a bucket or two of gathered parameters, and of their gradients, at a
+    time, as large as the largest parameter. Without the block, autograd keeps them all. It costs
+    one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that an op makes and
+    caches (autocast's) is not freed. The parameters must not change before backward has used them:
+    RuntimeError, as for any tensor that autograd saves.
 
     >>> import globaltensor as flow
     >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
@@ -590,7 +609,7 @@ def reshard_after_forward() -> Iterator[None]:
 
 
 def _remember(state: GatherState, use: GatheredParam) -> None:
-    """Know a gathered parameter again when autograd wants to keep it."""
+    """Register a gathered parameter, to recognize it when autograd saves it."""
     if len(state.alive) > MOST_ALIVE:
         _forget_gone(state)
     state.alive[use.storage.cdata] = use
@@ -603,8 +622,10 @@ def _forget_gone(state: GatherState) -> None:
 
 
 class _Note(NamedTuple):
-    """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its
-    memory."""
+    """A note that autograd saves instead of a gathered parameter.
+
+    It names the parameter, and the tensor's view of its memory.
+    """
 
     leaf: GlobalTensor
     dst: Spec
@@ -626,7 +647,7 @@ def _noted(state: GatherState, t: torch.Tensor) -> Any:
         or t.is_conj()
         or t.is_neg()
     ):
-        return t, t._version  # which torch looks at only where there are no hooks
+        return t, t._version  # torch checks the version only where there are no hooks
     return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
 
 

@@ -1,4 +1,7 @@
-"""A factor that gradients lack while they are on their way."""
+"""A scale factor that still has to be applied to gradients being reduced.
+
+The reducer applies it. _ops/rules/deferred_mean.py makes it.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,29 @@ __all__ = ["PendingScale"]
 
 
 class PendingScale(Protocol):
-    """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to
-    tell each other first (_ops/rules/deferred_mean.py)."""
+    """The factor that this backward pass's gradients must still be multiplied by.
 
-    riding: bool  # whether it travels with gradients
+    Computing it takes one reduction over all ranks (_ops/rules/deferred_mean.py).
+    """
+
+    riding: bool  # True if it is sent together with gradients
 
     def factor(self) -> float:
-        """The number. Waits for the others; collective where nothing has been started."""
+        """Return the factor.
+
+        It waits for the other ranks, and is collective where nothing has been started.
+        """
 
     def start(self) -> None:
-        """Begin to tell. Collective, once."""
+        """Start the reduction over the ranks. Collective, once."""
 
     def rider(
         self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """A tensor without dims, to be summed with the first gradients that leave; None where it is
-        told otherwise."""
+        """Return a 0-dim tensor to be summed with the first gradients that are sent.
+
+        Return None where the factor is sent in another way.
+        """
 
     def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """That is under way: after ``wait()`` it is in ``cell``, of one element."""
+        """Note that the rider was sent: after ``wait()``, ``cell`` (one element) holds its sum."""

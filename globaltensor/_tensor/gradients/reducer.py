@@ -1,9 +1,11 @@
-"""How the gradients of leaves are summed over the ranks.
+"""The reducer: it sums the gradients of leaves over the ranks.
+
+`attach` starts it for a leaf that requires grad.
 
 By duality the gradient of a broadcast leaf arrives as partial sums. They are reduced in buckets,
-flattened over the axes, overlapped with the rest of backward (as torch's DistributedDataParallel
-does), and deferred under ``no_sync()``. Of a leaf whose gradient is kept in shares (ZeRO's second
-stage) they are reduce-scattered.
+flattened over the axes, overlapped with the rest of backward (as in torch's
+DistributedDataParallel), and deferred under ``no_sync()``. Gradients that are stored in shares
+(ZeRO's second stage) are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -45,25 +47,31 @@ __all__ = [
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
-# As torch's reducer: the first bucket is small, so that communication starts early; the others are
-# large enough for bandwidth, small enough to overlap.
+# As in torch's reducer, the first bucket is small, so that communication starts early. The others
+# are large enough for bandwidth, and small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-# a bucket of this size has its room before its gradients come; below, one call that copies all
-# costs less than a call for each
+# A bucket of this size gets its buffer before its gradients arrive. For smaller ones, one call that
+# copies all gradients costs less than a call for each.
 ROOM_BYTES = 8 << 20
-_UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arrived
+# maximum number of buckets of shares in transit: each holds full gradients until it has arrived
+_UNDER_WAY = 2
 
 
 def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """In which dtype a gradient is summed over the ranks, where its leaf wants ``wanted``."""
+    """Return the dtype in which a gradient is summed over the ranks.
+
+    ``wanted``: the dtype that its leaf wants, or None.
+    """
     return grad.dtype if wanted is None or not grad.is_floating_point() else wanted
 
 
 def reduce_gradient(
     grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | None, why: str
 ) -> torch.Tensor:
-    """A gradient boxed from ``dual`` to ``spec``, summed in the dtype that its leaf wants.
-    Differentiable."""
+    """Return a gradient boxed from ``dual`` to ``spec``, summed in the dtype that its leaf wants.
+
+    The function is differentiable.
+    """
     kind = dtype_of_sum(grad, wanted)
     if kind is grad.dtype:
         return box(grad, dual, spec, why=why)
@@ -73,11 +81,15 @@ def reduce_gradient(
 
 
 class LeafGradient:
-    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's
-    part, lying as ``kept``: the leaf's own layout, or shares.
+    """The gradient of one leaf to which several ranks contribute.
 
-    It is there as long as the leaf's local tensor, whose hook holds it. It must not hold that in
-    turn: torch shows the collector nothing of these hooks, and parameters would stay for good."""
+    ``value`` is this rank's local tensor of it, in the layout ``kept``: the leaf's own layout, or
+    shares.
+
+    It lives as long as the leaf's local tensor, whose hook holds it. It must not hold that tensor
+    in turn. torch shows the garbage collector nothing of these hooks, so parameters would never be
+    freed.
+    """
 
     def __init__(self, leaf: GlobalTensor, number: int) -> None:
         self.number = number
@@ -87,23 +99,24 @@ class LeafGradient:
         self.reduce_dtype = leaf._reduce_dtype
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
+        # See `keep`.
         self.bucketed, self.ranks, self.way, self.kept = (
             False,
             (),
             (self.spec.placement, (), False),
             self.spec,
-        )  # see `keep`
+        )
         self.planned: PlannedBucket | None = None  # the bucket that its gradient waits for
         self._sizes: dict[torch.dtype, tuple[int, tuple[Any, ...]]] = {}  # see `size`
-        #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
+        #: The slices of each rank's share in the gradient, and the shape of this rank's share.
         self.cuts: list[tuple[slice, ...]] = []
         self.part: tuple[int, ...] = ()
-        self.unsummed: _Unsummed | None = (
-            None  # the passes under ``no_sync()`` from which it has contributions
-        )
+        # The passes under ``no_sync()`` from which it has contributions.
+        self.unsummed: _Unsummed | None = None
+        # The user's hooks.
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault(
             "_accumulated", OrderedDict()
-        )  # the user's
+        )
         self.keep(leaf._grad_shard)
         reducer().leaves[number] = self
         weakref.finalize(self, reducer().flats.drop, [number]).atexit = False
@@ -116,7 +129,7 @@ class LeafGradient:
         return found
 
     def keep(self, shares: StorageSpec | None) -> None:
-        """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
+        """Set the layout of ``value``: ``shares``, or the leaf's own if that is None."""
         self._sizes.clear()
         self.planned = None
         placement, rank = self.spec.placement, world().rank
@@ -143,7 +156,7 @@ class LeafGradient:
         )
 
     def key(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What gradients must have in common to go in one bucket."""
+        """Return the key that gradients must share to go in one bucket."""
         return (
             self.way,
             dtype
@@ -154,7 +167,7 @@ class LeafGradient:
         )
 
     def size(self, dtype: torch.dtype) -> tuple[int, tuple[Any, ...]]:
-        """(bytes, key) of a gradient of this dtype in a bucket."""
+        """Return (bytes, key) of a gradient of this dtype in a bucket."""
         found = self._sizes.get(dtype)
         if found is None:
             key = self.key(dtype)
@@ -162,12 +175,12 @@ class LeafGradient:
         return found
 
     def sum_in(self, dtype: torch.dtype | None) -> None:
-        """From now on it is summed in this dtype; None: in its own."""
+        """Set the dtype in which the gradient is summed; None: its own."""
         self.reduce_dtype, self.planned = dtype, None
         self._sizes.clear()
 
     def arrived(self, local: torch.Tensor) -> None:
-        """Torch has put a contribution into the local tensor's ``.grad``."""
+        """Handle a contribution that torch has put into the local tensor's ``.grad``."""
         planned = self.planned
         if planned is not None and planned.ready and self.number not in planned.came:
             planned.came[self.number] = self
@@ -181,7 +194,7 @@ class LeafGradient:
             here.defer(self)
 
     def release(self) -> None:
-        """No contribution of passes under ``no_sync()`` is left."""
+        """Record that no contribution of passes under ``no_sync()`` is left."""
         passes, self.unsummed = self.unsummed, None
         if passes is not None:
             passes.summed(self.number)
@@ -191,15 +204,14 @@ class LeafGradient:
             self.release()
         local = self._local()
         if local is None:
-            return None  # nobody can ask for it any more
+            return None  # the leaf is gone: nothing can read its gradient
         grad, local.grad = local.grad, None
         return grad
 
     def put(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient, in place where torch would."""
-        if (
-            self.value is None
-        ):  # torch copies a gradient with a graph, too: nobody can detach a view in place
+        # torch copies a gradient with a graph, too: a view cannot be detached in place.
+        if self.value is None:
             self.value = grad.clone() if grad.requires_grad and grad._is_view() else grad
         elif grad.requires_grad or self.value.requires_grad:
             self.value = self.value + grad
@@ -207,7 +219,10 @@ class LeafGradient:
             self.value.add_(grad)
 
     def settle(self) -> torch.Tensor | None:
-        """What has come in up to now, reduced. Collective where something is pending."""
+        """Return the reduced gradient of all arrivals so far.
+
+        It is collective where something is pending.
+        """
         if self.local.grad is not None:
             grad = self.take()
             if grad.layout is not torch.strided:  # type: ignore[union-attr]
@@ -221,29 +236,34 @@ class LeafGradient:
 
 
 class _Unsummed(Watcher):
-    """What passes under ``no_sync()`` have left unsummed: contributions that nothing is owed to,
-    and that those of a later pass are added to."""
+    """A watcher for contributions that passes under ``no_sync()`` have left unsummed.
+
+    No factor is pending on these contributions, and those of a later pass are added to them.
+    """
 
     __slots__ = ("leaves", "over")
 
     def __init__(self, among: Watchers) -> None:
         super().__init__(among)
-        self.leaves: set[int] = set()  # which have some
+        self.leaves: set[int] = set()  # the leaves that have some
         self.over = False  # the block has been left, and all ranks have the same leaves
 
     def summed(self, number: int) -> None:
-        """The contributions to a leaf have been taken."""
+        """Record that the contributions to a leaf have been taken."""
         self.leaves.discard(number)
         if self.over and not self.leaves:
             self.end()
 
 
 class PlannedBucket:
-    """A bucket of the plan each of whose leaves gets one gradient in a pass. These wait until all
-    are there: of a small bucket where they came, for one look at all costs less than one at each;
-    of a large one in its room, where they will be summed. So each is copied while it is in the
-    caches, and the memory that it came in serves the next: whole buckets that are let go together
-    go back to the system, to be touched for the first time again in each step."""
+    """A planned bucket whose leaves each receive exactly one gradient in a pass.
+
+    Its gradients wait until all have arrived. Those of a small bucket wait in their own memory: one
+    check of all costs less than one for each. Those of a large bucket wait in the buffer in which
+    they will be summed. So each is copied while it is in the caches, and its memory serves the next
+    one. Otherwise all the gradients of a bucket would be freed together and returned to the system.
+    Each step would then touch that memory for the first time again.
+    """
 
     __slots__ = ("at", "came", "index", "key", "numbers", "open", "placed", "ready", "roomy", "row")
 
@@ -253,19 +273,18 @@ class PlannedBucket:
         self.begin()
 
     def begin(self) -> None:
-        """Another pass."""
+        """Reset the bucket for another pass."""
         self.came: dict[int, LeafGradient] = {}  # by number
-        self.placed: dict[int, torch.Tensor] = {}  # of these, what is in the room
-        self.row: FlatBuffer | None = (
-            None  # the room, with one element more, for what rides with it
-        )
-        self.open = True  # it has not been seen to yet
-        # open, the end of this pass is being waited for, and a gradient that comes has but to be
-        # counted
+        self.placed: dict[int, torch.Tensor] = {}  # by number: the gradients in the buffer
+        # The buffer, with one more element for a number that is summed with the gradients.
+        self.row: FlatBuffer | None = None
+        self.open = True  # it has not been handled yet
+        # it is open, the callback at the end of this pass is queued, and an arriving gradient has
+        # only to be counted
         self.ready = False
 
     def fits(self, grads: Iterable[torch.Tensor | None]) -> bool:
-        """Whether gradients may lie in a row with others, and are what was planned."""
+        """Return True if gradients may share a flat buffer, and are of the planned dtype."""
         dtype = self.key[2]
         return all(
             g is not None and g.dtype is dtype and not g.requires_grad and g.layout is torch.strided
@@ -274,27 +293,28 @@ class PlannedBucket:
 
 
 class Reducer:
-    """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket
-    at a time."""
+    """A collector of the gradients of leaves, which sums them over the ranks while backward runs.
+
+    It sums a bucket at a time.
+    """
 
     def __init__(self) -> None:
-        self.deferred = 0  # blocks of ``no_sync()`` around what runs
-        self.unsummed: list[_Unsummed] = []  # of each of these
-        # all leaves with contributions of several ranks have been on all ranks: these know alike
-        # when none is left unsummed
+        self.deferred = 0  # number of active ``no_sync()`` blocks
+        self.unsummed: list[_Unsummed] = []  # one for each of these blocks
+        # True if all leaves with contributions of several ranks were placed on all ranks. Then all
+        # ranks know alike when none is left unsummed.
         self.everywhere = True
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(
             FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1])
         )
-        self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = (
-            weakref.WeakValueDictionary()
-        )  # by number, those that had gradients
-        self.planned: dict[int, PlannedBucket] = {}  # by their number in the plan
+        # By number, the leaves that had gradients.
+        self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()
+        self.planned: dict[int, PlannedBucket] = {}  # by their index in the plan
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
         self.flats = FlatBufferPool()
         self.numbers = 0
-        #: A bucket, its gradients in a row, the part of each, what to wait for, whether its factor
-        #: is still to come.
+        #: (bucket, its gradients in a flat buffer, the part of each, the handle to wait for, True
+        #: if the factor is still to be applied).
         self.sent: list[
             tuple[
                 list[tuple[LeafGradient, torch.Tensor]],
@@ -304,38 +324,40 @@ class Reducer:
                 bool,
             ]
         ] = []
-        self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = (
-            deque()
-        )  # buckets of shares
+        # Buckets of shares in transit.
+        self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = deque()
         self.finished: list[LeafGradient] = []
-        self.unwatched: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # local leaves that are owed the factor as well, and what has come to them
+        # Local leaves that also lack the factor, and the gradients that have arrived there.
+        self.unwatched: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
-        self.owed: PendingScale | None = (
-            None  # what every gradient of the pass under way has yet to be multiplied by
-        )
-        # True if every rank's gradients lack it; otherwise each rank decides for itself, and
-        # multiplies its own before the sum
+        # The factor that every gradient of the current pass must still be multiplied by.
+        self.owed: PendingScale | None = None
+        # True if every rank's gradients lack the factor. Otherwise each rank decides alone, and
+        # multiplies its own gradients before the sum.
         self.scaled_after_sum = False
-        self.rides = False  # whether such numbers may travel with gradients (`fuse_loss_count`)
-        self.asked = False  # for the last such number before a backward pass could bring it
-        # what may see gradients before they come here (hooks, leaves of other kinds): then none may
-        # be owed anything
+        self.rides = False  # True if such numbers may be sent with gradients (`fuse_loss_count`)
+        # the last such number was asked for before a backward pass could send it
+        self.asked = False
+        # Reasons for which gradients may be seen before they arrive here (hooks, leaves of other
+        # kinds): then no factor may be pending on them.
         self.watchers = Watchers()
         self._always: Watcher | None = None
 
     def number(self) -> int:
-        """The number of a new leaf: the same on every rank, since all make the same leaves in the
-        same order."""
+        """Return the number of a new leaf.
+
+        It is the same on every rank, since all ranks make the same leaves in the same order.
+        """
         self.numbers += 1
         return self.numbers
 
     @property
     def watched(self) -> bool:
-        """Return True if gradients may be seen on this rank before they come here. Set to True:
-        from now on, for good."""
+        """True if gradients may be seen on this rank before they arrive here.
+
+        Setting it to True holds from then on, for good.
+        """
         return bool(self.deferred or self.watchers.alive)
 
     @watched.setter
@@ -343,14 +365,16 @@ class Reducer:
         self._always = Watcher(self.watchers) if value else None
 
     def may_owe(self, told: bool) -> bool:
-        """Return True if the gradients of a pass may be owed a factor. ``told``: the ranks are
-        telling each other the factor already, so each decides for itself; otherwise by what all
-        ranks know."""
+        """Return True if a factor may be pending on the gradients of a pass.
+
+        ``told``: the ranks are exchanging the factor already, so each rank decides alone. Otherwise
+        the answer follows from what all ranks know.
+        """
         return not (self.deferred or (self.watchers.alive if told else self.watchers.open))
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Leave what arrives in the block unsummed."""
+        """Leave gradients that arrive in the block unsummed."""
         passes = _Unsummed(self.watchers)
         self.unsummed.append(passes)
         self.deferred += 1
@@ -360,10 +384,10 @@ class Reducer:
             self.deferred -= 1
             self.unsummed.pop()
             passes.over = self.everywhere
-            passes.summed(0)  # where there was nothing
+            passes.summed(0)  # for a block without gradients
 
     def defer(self, leaf: LeafGradient) -> None:
-        """The gradient of a leaf has come, and stays unsummed."""
+        """Record that a leaf's gradient has arrived and stays unsummed."""
         passes = self.unsummed[-1]
         if leaf.unsummed is not passes:
             leaf.release()
@@ -371,7 +395,7 @@ class Reducer:
             passes.leaves.add(leaf.number)
 
     def at_end(self, before: Callable[[], None] | None = None) -> None:
-        """Finish when the backward pass under way ends; ``before`` runs first, once."""
+        """Finish when the current backward pass ends. ``before`` runs first, once."""
         if before is not None and before not in self.before:
             self.before.append(before)
         if not self.queued:
@@ -381,7 +405,7 @@ class Reducer:
             torch_private.queue_backward_callback(self.finish)
 
     def add(self, leaf: LeafGradient) -> None:
-        """A leaf's gradient has come."""
+        """Add a leaf's gradient that has arrived."""
         if not self.queued:
             self.at_end()
         planned = leaf.planned
@@ -392,7 +416,7 @@ class Reducer:
         if leaf.number in came:
             self._part(planned)
             if leaf.number not in planned.placed:
-                self.buckets.again(leaf.number)  # into the same tensor
+                self.buckets.again(leaf.number)  # it is added to the same tensor
             return
         came[leaf.number] = leaf
         if planned.roomy and planned.fits([leaf.local.grad]):
@@ -401,7 +425,7 @@ class Reducer:
             self.join(planned)
 
     def _place(self, planned: PlannedBucket, leaf: LeafGradient) -> None:
-        """Put a gradient where it will be summed."""
+        """Copy a gradient into the buffer in which it will be summed."""
         if planned.row is None:
             leaves = [
                 leaf
@@ -421,7 +445,7 @@ class Reducer:
         planned.placed[leaf.number] = planned.row.parts[planned.at[leaf.number]].copy_(grad)
 
     def join(self, planned: PlannedBucket) -> None:
-        """All gradients of a bucket are there."""
+        """Handle a bucket whose gradients have all arrived."""
         came, placed, planned.open, planned.ready = planned.came, planned.placed, False, False
         items = {
             n: (came[n], placed[n] if n in placed else came[n].take()) for n in planned.numbers
@@ -434,14 +458,14 @@ class Reducer:
                 self._take(leaf, grad)
 
     def _part(self, planned: PlannedBucket) -> None:
-        """The gradients of a bucket one by one: in this pass it is another."""
+        """Handle the gradients of a bucket one by one: in this pass the bucket is another."""
         planned.open = planned.ready = False
         for n, leaf in planned.came.items():
             self._take(leaf, planned.placed.get(n))
             self._take(leaf, leaf.take())
 
     def _form(self) -> None:
-        """After a plan was made: what to wait for."""
+        """Set the buckets to wait for, after a plan was made."""
         for leaf in self.leaves.values():
             leaf.planned = None
         self.planned.clear()
@@ -466,8 +490,10 @@ class Reducer:
             self.send(bucket)
 
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
-        """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of
-        shares hold at most ``limit`` bytes, or one gradient."""
+        """Expect one gradient of its own dtype for each of these leaves in the next pass.
+
+        Buckets of shares hold at most ``limit`` bytes, or one gradient.
+        """
         sizes = {leaf.number: leaf.size(leaf.local.dtype) for leaf in leaves}
         self.buckets.expect(
             {n: (1, *size) for n, size in sizes.items()},
@@ -476,7 +502,7 @@ class Reducer:
         self._form()
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        """Let go of gradients; each rank gets its shares of their sums."""
+        """Reduce-scatter a bucket of gradients: each rank gets its shares of their sums."""
         leaves = [leaf for leaf, _ in bucket]
         first, dtype = leaves[0], bucket[0][1].dtype
         parts = [g[leaf.cuts[i]].reshape(-1) for i in range(len(first.ranks)) for leaf, g in bucket]
@@ -530,8 +556,8 @@ class Reducer:
         flat = row.flat if rider is not None else row.flat[:-1]
         if rider is not None:
             flat[-1].copy_(rider)
-        # Where each rank knows the number by itself it pays before the sum: then it is its own
-        # matter whether it owes anything.
+        # A rank that computes the factor alone applies it before the sum. Whether a factor is
+        # pending is then this rank's own matter.
         later = rider is not None or (self.owed is not None and self.owed.riding)
         if not later and (factor := self.factor()) != 1:
             flat *= factor
@@ -545,12 +571,11 @@ class Reducer:
         return None
 
     def factor(self) -> float:
-        """What the gradients of this pass have to be multiplied by."""
+        """Return the factor that this pass's gradients must be multiplied by."""
         return 1.0 if self.owed is None else self.owed.factor()
 
     def abort(self) -> None:
-        """A backward pass has failed: what it had collected is dropped, so that the next one starts
-        afresh."""
+        """Drop what a failed backward pass has collected, so that the next one starts afresh."""
         self.queued = False
         self.buckets.drop()
         self.before, self.sent, self.finished, self.alone, self.unwatched = [], [], [], [], []
@@ -561,7 +586,7 @@ class Reducer:
             planned.begin()
 
     def finish(self) -> None:
-        """The end of a backward pass."""
+        """Finish a backward pass: send the rest, wait for all sums, and call the users' hooks."""
         try:
             for before in self.before:
                 before()
@@ -607,7 +632,7 @@ class Reducer:
 
 
 def reducer() -> Reducer:
-    """The reducer of this rank."""
+    """Return the reducer of this rank."""
     here = world()
     found = here.reducer
     if found is None:
@@ -616,8 +641,10 @@ def reducer() -> Reducer:
 
 
 def settle(leaves: Iterable[torch.Tensor]) -> None:
-    """Sum over the ranks, in buckets, what has been deferred for these leaves; in one order on all
-    ranks."""
+    """Sum what has been deferred for these leaves over the ranks, in buckets.
+
+    All ranks must pass the leaves in the same order.
+    """
     here = reducer()
     here.queued = True
     for leaf in leaves:
@@ -629,24 +656,26 @@ def settle(leaves: Iterable[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """Backward passes inside leave the gradients of leaves unsummed; the first one outside (or
-    reading ``.grad``) sums all at once.
+    """Leave the gradients of leaves unsummed in backward passes inside the block.
 
-    For gradient accumulation: as ``DistributedDataParallel.no_sync``.
+    The first backward pass outside (or reading ``.grad``) sums all at once. It is for gradient
+    accumulation, as ``DistributedDataParallel.no_sync``.
     """
     with reducer().deferring():
         yield
 
 
 def set_grad_reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
-    """Sum the gradients of a global tensor, or of a module's global parameters, over the ranks in
-    ``dtype``, then cast them back; returns ``target``.
+    """Set the dtype in which gradients are summed over the ranks, and return ``target``.
 
-    For parameters in bfloat16 or float16: ``flow.set_grad_reduce_dtype(model, torch.float32)``
-    rounds once what otherwise may be rounded at each addition, and sends twice the bytes. Holds for
-    the sums that data parallelism and sharded parameters need (all-reduce, reduce-scatter). None:
-    in the gradient's own dtype. The same on every rank. Raises GlobalTensorError for a dtype that
-    is not a real floating one. (``MixedPrecision.reduce_dtype`` of torch's FSDP.)
+    ``target`` is a global tensor, or a module with global parameters. The sums are cast back to the
+    gradient's dtype.
+
+    For parameters in bfloat16 or float16, ``flow.set_grad_reduce_dtype(model, torch.float32)``
+    rounds once what otherwise may be rounded at each addition. It sends twice the bytes. It holds
+    for the sums that data parallelism and sharded parameters need (all-reduce, reduce-scatter).
+    None: the gradient's own dtype. All ranks must set the same dtype. Raises GlobalTensorError for
+    a dtype that is not a real floating one. (``MixedPrecision.reduce_dtype`` of torch's FSDP.)
 
     >>> import torch
     >>> import globaltensor as flow
@@ -667,32 +696,38 @@ def set_grad_reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
 
 
 def observe_gradients(local: torch.Tensor) -> None:
-    """Gradients of this rank may be seen on their way as long as the graph is there that has
-    computed ``local``; of a leaf, as long as that requires grad."""
+    """Record that user code may observe gradients early as long as ``local``'s graph exists.
+
+    For a leaf that is as long as it requires grad.
+    """
     reducer().watchers.of(local)
 
 
 def fuse_loss_count(mode: bool = True) -> None:
-    """Let the number of targets that a mean loss divides by travel with the gradients of its
-    backward pass: one collective less in each data-parallel step.
+    """Reduce a mean loss's target count together with the first gradients of its backward pass.
 
-    It is a promise of the program that all ranks do the same with losses and gradients on their
-    way: before a backward pass all or none read the loss (``to_local``), hook into tensors or ask
-    for ``grad_fn``. Off unless called; in static graphs, whose ranks run one program, the number
-    travels so anyway. All ranks must call it alike.
+    It saves one collective in each data-parallel step.
+
+    The program promises that all ranks treat losses and incomplete gradients alike. Before a
+    backward pass all or none read the loss (``to_local``), hook into tensors or ask for
+    ``grad_fn``. It is off unless called. Static graphs, whose ranks run one program, always do it.
+    All ranks must call it alike.
     """
     reducer().rides = bool(mode)
 
 
 def detach(leaf: GlobalTensor) -> None:
-    """A leaf no longer requires grad."""
+    """Stop watching a leaf that no longer requires grad."""
     end_of(leaf._local)
 
 
 def _watch_from_first_gradient(local: torch.Tensor) -> None:
-    """Begin to watch a leaf that one rank alone may have made (read from a file, copied) when a
-    gradient comes to it: this pass all ranks run. In the pass itself the gradient is multiplied at
-    the end by the factor that it may be owed (`Reducer.finish`)."""
+    """Watch a leaf that one rank alone may have made, from its first gradient on.
+
+    Such a leaf was read from a file, or copied. All ranks run the pass that brings its first
+    gradient. In that pass the gradient is multiplied at the end by the factor that may be pending
+    (`Reducer.finish`).
+    """
     here, of = reducer(), weakref.ref(local)
 
     def begin(grad: torch.Tensor) -> None:
@@ -708,15 +743,18 @@ def _watch_from_first_gradient(local: torch.Tensor) -> None:
 
 
 def attach(leaf: GlobalTensor, maybe_alone: bool = False) -> None:
-    """A leaf now requires grad: watch for its contributions where other ranks hold some of them.
-    ``maybe_alone``: other ranks may not have made it."""
+    """Watch a new leaf for its contributions where other ranks hold some of them.
+
+    ``maybe_alone``: other ranks may not have made the leaf.
+    """
     known, leaf._leaf = leaf._leaf, None
     if torch_private.is_fake(leaf._local) and torch_private.function_mode_on():
-        return  # of a program: what comes to its leaves is told by it
+        return  # the leaf belongs to a program, which records what arrives at its leaves
+    # Ranks outside the placement count and watch too: all ranks must agree.
     spec, number = (
         leaf._spec,
         reducer().number(),
-    )  # ranks outside the placement count too, and watch: all must agree
+    )
     shared = any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout))
     if not shared:
         if maybe_alone and leaf._local.is_leaf:
@@ -728,7 +766,7 @@ def attach(leaf: GlobalTensor, maybe_alone: bool = False) -> None:
     here.everywhere = here.everywhere and len(spec.placement.flat) == world().size
     if leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
         if known is not None and known._local() is leaf._local and known.spec is spec:
-            # it was told so before; of two, the first would take what the second is asked for
+            # the leaf was attached before: of two hooks, the first would take what the second needs
             leaf._leaf = known
             return
         if known is not None:

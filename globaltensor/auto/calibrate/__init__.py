@@ -1,1 +1,1 @@
-"""Fit the costs of a cluster to a model that runs on it."""
+"""Calibration: fit the costs of a cluster to a model that runs on it."""

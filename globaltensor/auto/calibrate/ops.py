@@ -1,5 +1,8 @@
-"""``flow.auto.calibrate``: a cluster that knows how long the calls of one model take, on parts of
-every shape that a search on a mesh may give a rank."""
+"""``flow.auto.calibrate``: measure how long the calls of one model take.
+
+Users call it before `flow.auto.plan`. It measures local tensors of every shape that a search on a
+mesh may assign to a rank.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,19 @@ from .steps import COPIES, calibrate_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]
 
-_TOGETHER = 1 << 28  # bytes of operands that are there at a time
-_TIMES = 16  # how often a call runs at least while it is measured
-_LEAST = 4e-3  # seconds that each of these runs takes at least, of both passes
-_UNKNOWN = 16 << 30  # bytes that a rank is taken to have where the cluster does not say
+_TOGETHER = 1 << 28  # the maximum bytes of operands that exist at a time
+_TIMES = 16  # the minimum number of runs of a call while it is measured
+_LEAST = 4e-3  # the minimum seconds of each of these runs, both passes together
+_UNKNOWN = 16 << 30  # the assumed bytes of a rank if the cluster has no figure
 
 
 class Measurable(NamedTuple):
-    """A call on parts of one shape: ``make`` gives the function, its arguments and which are
-    parameters, ``grad`` is whether gradients flow. ``seconds``: what the model of the cluster says
-    both passes take, ``uses``: how many calls are like it, ``nbytes``: of the operands."""
+    """A call on local tensors of one shape.
+
+    ``make`` returns the function, its arguments, and the parameters among them. ``grad`` is whether
+    gradients flow. ``seconds`` is what the model of the cluster predicts for both passes, ``uses``
+    the number of equal calls, and ``nbytes`` the size of the operands.
+    """
 
     key: str
     make: Callable[[], tuple[Callable[..., Any], Sequence[Any], Sequence[torch.Tensor]]]
@@ -54,23 +60,28 @@ def calibrate(
     kwargs: Mapping[str, Any] | None = None,
     steps: bool = True,
 ) -> Cluster:
-    """``cluster`` with the measured times of a model's calls, on parts of all shapes that they may
-    have on this mesh: what `plan` then counts by.
+    """Return ``cluster`` with the measured times of a model's calls, which `plan` then uses.
 
-    All ranks of the world must call it with the same arguments and get the same numbers: all of
-    them measure at once, as in a step they would compute at once. It takes about ``seconds``: calls
-    that by the model of the cluster matter most are measured first, and those for which there is no
-    time are left to it.
+    Calls are measured on local tensors of all shapes that they may have on this mesh. All ranks of
+    the world must call it with the same arguments, and get the same numbers. All of them measure at
+    once, because in a step they would compute at once. It takes about ``seconds``. The calls that
+    matter most by the model of the cluster are measured first. Calls for which there is no time
+    keep the model's price.
 
-    A third of the time goes into whole training steps of a few plans, on copies of the model:
-    within a step calls and moves take longer than alone, and the cluster's times are stretched as
-    these steps say (auto/calibrate/steps.py). Not for a graph, a model on the meta device or of
-    global tensors, one whose copies with their optimizers (40 times its size) take more than half
-    of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
-    Inputs on the meta device are drawn, numbers of classes are 0 then.
+    A third of the time is spent on whole training steps of a few plans, on copies of the model.
+    Calls and moves take longer within a step than alone, so the cluster's times are scaled to fit
+    these steps (auto/calibrate/steps.py). This part is skipped with ``steps=False``, and for:
 
-    Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises
-    GraphError where the model's code depends on values, PlanError where they make no sense.
+    - a graph, a model on the meta device, or a model of global tensors;
+    - a model whose copies with their optimizers (40 times its size) take more than half of the
+      memory;
+    - a mesh whose number of ranks is not the world's.
+
+    Inputs on the meta device are replaced by random numbers, and integers such as class numbers by
+    0.
+
+    Arguments are as for `flow.auto.plan`; the mesh may have more ranks than the world. Raises
+    GraphError where the model's code depends on values, and PlanError for invalid arguments.
     """
     if not seconds > 0:
         raise PlanError(f"seconds is a positive number, got {seconds!r}")
@@ -105,8 +116,10 @@ def calibrate(
 
 
 def _can_run(model: Any, mesh: Placement, memory: int) -> bool:
-    """Whether there is a model whose steps these ranks can run, each rank with all copies of it in
-    half of its memory."""
+    """Return True if these ranks can run steps of the model.
+
+    All copies of the model must fit into half of a rank's memory.
+    """
     if not isinstance(model, torch.nn.Module) or len(mesh.flat) != world().size:
         return False
     tensors = [*model.parameters(), *model.buffers()]
@@ -118,8 +131,11 @@ def _can_run(model: Any, mesh: Placement, memory: int) -> bool:
 
 
 def _running(ops: Sequence[Measurable]) -> list[Measurable]:
-    """Those that every rank can run on numbers that are drawn: not all calls take any (a matrix
-    that has to be positive, an index into less)."""
+    """Select the ops that every rank can run on random numbers.
+
+    Some calls do not accept arbitrary numbers, such as one that needs a positive matrix, or an
+    index into a smaller tensor.
+    """
     able = []
     for op in ops:
         try:
@@ -139,8 +155,10 @@ def _running(ops: Sequence[Measurable]) -> list[Measurable]:
 
 
 def _touched(calls: Calls) -> int:
-    """About how many bytes a step touches: parameters with their gradients and an optimizer's
-    state, and what is computed."""
+    """Estimate how many bytes a step touches.
+
+    They are the parameters with their gradients and an optimizer's state, and the computed values.
+    """
     parameters = sum(v.nbytes for v in calls.parameters)
     return (4 if calls.training else 1) * parameters + sum(
         v.nbytes for v in calls.values if not v.state
@@ -150,7 +168,7 @@ def _touched(calls: Calls) -> int:
 def _made(
     call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device: torch.device
 ) -> Any:
-    """The call on one rank, its arguments, and those of them that are parameters."""
+    """Return the call on one rank, its arguments, and the parameters among them."""
     found = local_call(call, operands, shapes, device)
     assert found is not None, "it has been tried without memory"
     function, args = found
@@ -164,8 +182,11 @@ def _made(
 def ops_of(
     calls: Calls, mesh: Placement, candidates: Mapping[int, StrategyTable], cluster: Cluster
 ) -> list[Measurable]:
-    """Every call on every shape of parts that its candidates give a rank, each once; those that are
-    only views, or cannot be made on parts, are left out."""
+    """List every call on every shape of local tensors that its candidates assign to a rank.
+
+    Each call and shape is listed once. Calls that are only views, or that cannot run on local
+    tensors, are left out.
+    """
     prices, device = ReshardCosts(cluster, mesh), world().device(cluster.device)
     found: dict[str, Measurable | None] = {}
     for number, menu in candidates.items():
@@ -205,12 +226,12 @@ def ops_of(
 
 
 def _takes(op: Measurable) -> float:
-    """Seconds of measuring it."""
+    """Return the seconds that measuring an op takes."""
     return _TIMES * max(_LEAST, op.seconds)
 
 
 def _affordable(ops: Sequence[Measurable], seconds: float) -> list[Measurable]:
-    """Those that there is time for, what matters most first."""
+    """Select the ops for which there is time, those that matter most first."""
     left, kept = seconds, []
     for op in sorted(ops, key=lambda op: -op.seconds * op.uses):
         if _takes(op) <= left:
@@ -220,7 +241,7 @@ def _affordable(ops: Sequence[Measurable], seconds: float) -> list[Measurable]:
 
 
 def _batches(ops: Sequence[Measurable]) -> Iterator[list[Measurable]]:
-    """As many at a time as memory is meant to hold."""
+    """Split the ops into batches whose operands fit into memory together."""
     batch: list[Measurable] = []
     for op in ops:
         if batch and sum(o.nbytes for o in batch) + op.nbytes > _TOGETHER:

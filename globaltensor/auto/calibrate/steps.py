@@ -1,14 +1,18 @@
-"""Whole training steps of a model, measured: by how much longer calls and moves take within a step
-than one by one.
+"""Measure whole training steps, in which calls and moves take longer than alone.
 
-In a step caches hold what others left there, and ranks come late to a collective: measured alone,
-calls and moves take a quarter to a third less (on two CPU ranks); what a rank holds of parameters
-costs two or three times what its optimizer would take to read and write it; and buckets of
-parameters and gradients, begun early, take less than moves that ranks have to meet for (a third of
-it, on four ranks of two cores). So a few plans that compute, move, wait and hold unlike much are
-run on a copy of the model, and five numbers are fitted to what their steps take: by what computing,
-moving, moving in buckets, and the optimizer's step with the copies before and after moves are
-multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+`calibrate.ops` calls it. Alone and within a step differ for three reasons:
+
+- In a step, caches contain what other calls left there, and ranks come late to a collective.
+  Measured alone, calls and moves take a quarter to a third less (on two CPU ranks).
+- A rank's local parameters cost two or three times the time that its optimizer takes to read and
+  write them.
+- Buckets of parameters and gradients start early. They take less time than moves that ranks have to
+  meet for (a third of it, on four ranks of two cores).
+
+So a few plans run on a copy of the model. They compute, move, wait and store different amounts.
+Five numbers are fitted to the times of their steps. Four are factors: of computing, of moving, of
+moving in buckets, and of the optimizer's step with the copies before and after moves. The fifth is
+how long ranks wait for one another at each blocking move: a move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -46,37 +50,37 @@ from ..solver import Problem, solve
 
 __all__ = ["COPIES", "Step", "calibrate_steps", "factors", "perturbed"]
 
-# steps in a row, as training makes them, and those before that find in the caches what another
-# plan's have left there
+# timed steps in a row, as in training, and untimed steps before them, because the first steps find
+# in the caches what another plan's steps left there
 _ROW, _BEFORE = (
     10,
     5,
 )
-_SEARCH = 5.0  # seconds for the plan of each
-_GRAPHS = 4  # in which each plan is run at most
-_SOON = 1e-3  # seconds that building takes at least
-# how much less two factors that are alike explain, before they may differ: in parts of a step's
-# time
-_ALIKE = 0.1
-_ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
-_MOVES_ALIKE = (
-    0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
-)
+_SEARCH = 5.0  # seconds of the search for each plan
+_GRAPHS = 4  # the maximum number of graphs that run each plan
+_SOON = 1e-3  # the minimum seconds that building is assumed to take
+# Penalties of the fit for factors that differ, as fractions of a step's time: equal factors must
+# explain this much less before they may differ.
+_ALIKE = 0.1  # computing and moving
+_ALIKE_TOO = 0.03  # computing and the optimizer, which is a smaller fraction of the step
+_MOVES_ALIKE = 0.4  # moving in buckets and otherwise, which few steps distinguish well
 _LEAST, _MOST = 0.1, 10.0
-_WAIT = 1e-3  # seconds of a wait in which the fit counts
-_MORE_SKEW = 1e-7  # by what of a wait they are counted
+_WAIT = 1e-3  # seconds; the unit of waits in the fit
+_MORE_SKEW = 1e-7  # seconds added to the skew to count the waits of a plan
 
 _Steps = dict[str, Callable[[], None]]
-Fixed = Callable[
-    [Graph, Any, Placement], Mapping[str, Any]
-]  # layouts of parameters by their paths, of a graph's calls on a mesh
+#: Layouts of parameters by their paths, for a graph's calls on a mesh.
+Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer
-    by the model of the cluster, and measured. ``waits``: how many moves it cannot go on without.
-    What is copied before and after moves counts as the optimizer's: in a step it finds as little in
-    the caches."""
+    """The terms of one plan's step in seconds.
+
+    ``computing``, ``moving``, ``bucketed`` (moves in buckets) and ``updating`` (the optimizer) are
+    predicted by the model of the cluster. ``measured`` is the measured time. ``waits`` is the
+    number of blocking moves. Copies before and after moves count as the optimizer's, because in a
+    step they find equally little in the caches.
+    """
 
     computing: float
     moving: float
@@ -94,9 +98,11 @@ def calibrate_steps(
     mesh: Placement,
     seconds: float,
 ) -> Cluster:
-    """``cluster`` with times as they are within steps of this model. What cannot be run as a step
-    is left out, with a warning; where nothing can, nothing changes. Collective among all ranks,
-    which are those of the mesh."""
+    """Return ``cluster`` with times as they are within steps of this model.
+
+    A plan that cannot run as a step is left out, with a warning. Where none can run, nothing
+    changes. It is collective among all ranks, which are those of the mesh.
+    """
     with torch.random.fork_rng(devices=[]), use_cluster(cluster):
         steps = _measured(model, args, kwargs, mesh, seconds)
     if not steps:
@@ -106,11 +112,12 @@ def calibrate_steps(
 
 
 def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
-    """By what computing and moving have to be multiplied, how many seconds each wait has to be
-    longer, and by what the optimizer's step and moving in buckets have to be multiplied, to come
-    nearest to what was measured, in parts of it (least squares). Where the steps do not tell
-    factors apart they are alike, and where they do not tell of waits these are as long as they
-    were.
+    """Fit four factors and the duration of a wait to measured steps.
+
+    Return the factors of computing and moving, the seconds by which each wait is longer, and the
+    factors of the optimizer's step and of moving in buckets. The fit minimises the relative error
+    (least squares). Factors that the steps do not distinguish are equal. If the steps have no
+    information about waits, their duration is unchanged.
 
     >>> a, b, c, d, e = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
     >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1), round(e, 1)
@@ -146,7 +153,10 @@ def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
 
 
 def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
-    """Each parameter otherwise than the one before: much moves that no good plan would move."""
+    """Give each parameter another layout than the one before.
+
+    This moves much that no good plan would move.
+    """
     menu, found = StrategyBuilder(ReshardCosts(current_cluster(), mesh), True), {}
     for k, v in enumerate(calls.parameters):
         states = menu.states(v, True)
@@ -155,15 +165,18 @@ def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
 
 
 class StepVariant(NamedTuple):
-    """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at
-    random, in parts of a node's mean cost."""
+    """A plan to measure, by the layouts of the batch and of fixed parameters.
+
+    With ``noise`` it is the best plan for costs with random noise, in multiples of a node's mean
+    cost.
+    """
 
     batch: Sbp
     fixed: Fixed = lambda graph, calls, mesh: {}
     noise: float = 0.0
 
 
-#: Some of what is to be compared, with little and with much to compute, to move and to wait for.
+#: Plans with little and with much to compute, to move and to wait for.
 _WAYS: Mapping[str, StepVariant] = {
     "the best": StepVariant(split(0)),
     "the best, batch whole": StepVariant(broadcast),
@@ -178,12 +191,12 @@ _WAYS: Mapping[str, StepVariant] = {
 }
 
 
-#: How often a model is there at most: under each plan its parameters, gradients and two states.
+#: The maximum number of copies of a model: parameters, gradients and two states for each plan.
 COPIES = 4 * len(_WAYS)
 
 
 class _Training(Graph):
-    """A step of a model under one plan."""
+    """A training step of a model under one plan."""
 
     def __init__(self, model: torch.nn.Module, plan: _Planned) -> None:
         super().__init__()
@@ -204,7 +217,7 @@ class _Training(Graph):
 
 
 def _loss(out: Any) -> torch.Tensor:
-    """Something to start from: the loss that a model gives, or the sum of its first result."""
+    """Return a scalar to start backward from: the model's loss, or the sum of its first result."""
     found = getattr(out, "loss", None)
     if found is None:
         found = next((t for t in object_tensors(out, []) if t.requires_grad), None)
@@ -214,8 +227,7 @@ def _loss(out: Any) -> torch.Tensor:
 
 
 class _Chosen(NamedTuple):
-    """A plan, how many moves it cannot go on without, and seconds of computing, of moving in
-    buckets, and of copying."""
+    """A plan, its blocking moves, and seconds of computing, of bucketed moves and of copying."""
 
     found: SearchResult
     waits: float
@@ -225,7 +237,10 @@ class _Chosen(NamedTuple):
 
 
 class _Planned:
-    """A way's plan, found once for all graphs that follow it. ``seconds``: what finding it took."""
+    """The plan of a variant, searched once for all graphs that follow it.
+
+    ``seconds`` is the time that the search took.
+    """
 
     def __init__(self, way: StepVariant) -> None:
         self.way, self.seconds = way, 0.0
@@ -255,9 +270,12 @@ def _measured(
     mesh: Placement,
     seconds: float,
 ) -> list[Step]:
-    """Steps of each plan. Those of one plan differ by up to a tenth from graph to graph, by where
-    its memory happens to lie: so graphs are built anew, in another order, some times in at most
-    half of the seconds, and the median of theirs counts."""
+    """Measure the steps of each plan.
+
+    Steps of one plan differ by up to a tenth from graph to graph, depending on the addresses of its
+    memory. So graphs are built several times, each time in another order, in at most half of the
+    seconds. The median of their times counts.
+    """
     clock = Clock(world().device(current_cluster().device))
     plans = {name: _Planned(way) for name, way in _WAYS.items()}
     began = time.perf_counter()
@@ -281,7 +299,7 @@ def _measured(
 
 
 def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
-    """Seconds of a step of each."""
+    """Return the seconds of a step of each graph."""
     cases = [
         Case(
             i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW
@@ -299,7 +317,7 @@ def _built(
     kwargs: Mapping[str, Any],
     mesh: Placement,
 ) -> _Steps:
-    """A step of each plan, once run. What cannot be run is left out."""
+    """Build a step of each plan and run it once. Plans that cannot run are left out."""
     where = Placement(current_cluster().device, mesh.ranks)
     steps: _Steps = {}
     for name, plan in plans.items():
@@ -318,7 +336,7 @@ def _built(
             step = functools.partial(_run, graph, own, named)
             step()
             steps[name] = step
-        except Exception as error:  # of the model, perhaps, on inputs that are not the user's
+        except Exception as error:  # the model may fail on inputs that are not the user's
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(
                 f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}",
@@ -362,7 +380,7 @@ def _chosen(
     own = found.formulation
 
     def more(other: Cluster) -> float:
-        """What the plan takes longer on this cluster, the optimizer's step aside."""
+        """Return how many seconds longer the plan takes on this cluster, without the optimizer."""
         there = formulate(calls, other, mesh, own.options)
         longer, here = (
             float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice)
@@ -371,7 +389,7 @@ def _chosen(
         return longer - here
 
     waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
-    same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # all else
+    same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # no change by itself
     return _Chosen(
         found,
         waits,
@@ -382,8 +400,11 @@ def _chosen(
 
 
 def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
-    """The problem with up to some times ``by`` seconds added at random to all that may be chosen.
-    Second layouts of what lies in one way cost what they do: who wants none has none."""
+    """Return the problem with random seconds added to all options.
+
+    The seconds are exponentially distributed with the mean ``by``. Options that differ only in
+    their second layout get the same noise, so second layouts keep their price.
+    """
     drawn, costs = np.random.default_rng(seed), []
     for node, cost in enumerate(formulation.problem.costs):
         lies = [x for x, _ in formulation.layouts.get(node, ())] or range(len(cost))
@@ -394,7 +415,7 @@ def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
 
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
-    """An input of this shape, the same on every rank."""
+    """Make an input of this shape and layout, the same on every rank."""
     if t.is_meta or isinstance(t, GlobalTensor):
         t = (
             torch.randn(t.shape, dtype=t.dtype)

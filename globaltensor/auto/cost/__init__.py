@@ -1,1 +1,1 @@
-"""What each way of running a call costs."""
+"""The strategies of each call, and their costs."""

@@ -1,9 +1,11 @@
-"""The same calls for another batch: what was captured for two sizes of the batch gives any third,
-since shapes grow evenly with it.
+"""The calls of a step for other batch sizes, interpolated from captures of two sizes.
+
+Shapes grow linearly with the batch, so two captures determine any third. `inter_op` uses `Batches`
+and `BatchMenu` to price micro-batches.
 
 Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and
-batches; those of axes longer than `_PROBED` are those of an axis of that length, where each rank
-still gets a part.
+batches. For axes longer than `_PROBED`, the signatures of an axis of that length are used, where
+each rank still has data.
 """
 
 from __future__ import annotations
@@ -34,13 +36,19 @@ _ENTRIES: Final = {"broadcast": broadcast, "partial": partial_sum}
 
 
 class _Uneven(Exception):
-    """Two captures are not the same but for numbers."""
+    """An error: interpolation between two captures is not possible.
+
+    The captures differ in more than numbers, or a number is not whole at this batch.
+    """
 
 
 class Batches:
-    """``capture(batch)`` gives the calls of a step on so many rows. Captured are ``batch`` and its
-    half; what lies between or below is worked out of these, and captured itself only where the two
-    differ in more than numbers."""
+    """The calls of a step by number of rows in the batch.
+
+    ``capture(batch)`` returns the calls of a step on that many rows. ``batch`` and its half are
+    captured. Other sizes are interpolated from these two. A size is captured itself only where the
+    two captures differ in more than numbers.
+    """
 
     def __init__(self, capture: Callable[[int], Calls], batch: int) -> None:
         self.capture, self.batch = capture, batch
@@ -50,17 +58,19 @@ class Batches:
             try:
                 self.half = self._captured(batch // 2)
             except PlanError:
-                pass  # `at` tells, if it is asked for
+                pass  # `at` raises the error if that size is needed
         self._at: dict[int, Calls] = {batch: self.whole}
-        self._lost: dict[
-            Hashable, Counter[tuple[str, str]]
-        ] = {}  # key of a call -> what was lost of it, on the mesh where that is most
+        # Key of a call -> its lost strategies, on the mesh where most were lost.
+        self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}
         self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], RuleFailures]] = {}
         self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, RuleFailures]] = {}
 
     def at(self, rows: int) -> Calls:
-        """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls
-        then than with the whole batch, or does not run."""
+        """Return the calls of a step on ``rows`` rows.
+
+        Raises PlanError where the model makes other calls than with the full batch, or does not
+        run.
+        """
         found = self._at.get(rows)
         if found is None:
             try:
@@ -87,7 +97,8 @@ class Batches:
         half = self.half
         if half is None:
             raise _Uneven
-        part = 2 * (self.batch - rows)  # in units of the batch: 0 is the whole, `batch` the half
+        # in units of the batch: 0 is the full batch, `batch` is half of it
+        part = 2 * (self.batch - rows)
 
         def line(a: int, b: int) -> int:
             if a == b:
@@ -119,8 +130,10 @@ class Batches:
     def signatures(
         self, call: Call, rows: int, ranks: int, losses: RuleFailures
     ) -> list[Signature]:
-        """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see
-        `signatures`."""
+        """Return the signatures of a call at a batch of ``rows`` on an axis of ``ranks``.
+
+        ``losses`` counts errors as in `signatures.signatures`.
+        """
         probed = min(ranks, _PROBED)
         if rows != self.batch and self.half is None:
             return signatures(call, self.at(rows).values, probed, losses)
@@ -147,8 +160,11 @@ class Batches:
     def composition(
         self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: RuleFailures
     ) -> list[tuple[Any, ...]] | None:
-        """How the results of a composition lie along as many axes of two, with operands that lie so
-        along each; None where it cannot take them."""
+        """Return the layouts of a composition's results on a mesh of several axes of two ranks.
+
+        ``entries`` has the operands' layout along each axis. The result is None where the
+        composition rejects them.
+        """
         made = self.whole.calls[call.number]
         key = self._key(made), entries
         if key not in self._compositions:
@@ -176,12 +192,12 @@ class Batches:
         return found
 
     def note(self, call: Call, losses: RuleFailures) -> None:
-        """Keep what was lost of a call, and so of those that are like it."""
+        """Record the lost strategies of a call, for all calls with the same key."""
         key = self._key(self.whole.calls[call.number])
         self._lost[key] = self._lost.get(key, Counter()) | losses
 
     def losses(self) -> list[Counter[tuple[str, str]]]:
-        """Return what was lost of each call."""
+        """Return the lost strategies of each call."""
         return [self._lost[key] for key in map(self._key, self.whole.calls) if key in self._lost]
 
     @staticmethod
@@ -202,8 +218,11 @@ class Batches:
 
 
 class BatchMenu(StrategyBuilder):
-    """Candidates of the calls of one batch on one mesh, of signatures that all meshes and batches
-    share. What a composition does along several axes at once is asked on axes of two."""
+    """A builder of candidates for the calls of one batch on one mesh.
+
+    Its signatures are shared by all meshes and batches. Compositions along several axes at once are
+    probed on axes of two ranks.
+    """
 
     def __init__(self, prices: ReshardCosts, batches: Batches, rows: int) -> None:
         super().__init__(prices, batches.whole.training)
@@ -223,7 +242,7 @@ class BatchMenu(StrategyBuilder):
         return found
 
     def _of_all(self, call: Call, found: StrategyTable) -> StrategyTable:
-        """Without those that are compositions along several axes at once and do not run there."""
+        """Return the table without compositions that do not run along several axes at once."""
         mesh = self.prices.mesh
         compositions = {
             a: {
@@ -279,8 +298,10 @@ class BatchMenu(StrategyBuilder):
 
 
 def takes_statistics(calls: Calls) -> str:
-    """The first call that normalizes by statistics of the batch, as batch norm does in training: in
-    micro-batches it gives other numbers. "": there is none."""
+    """Return the name of the first call that normalizes by batch statistics, or "".
+
+    Batch norm does so in training. It gives different numbers in micro-batches.
+    """
     return next(
         (
             c.module or c.name
@@ -310,7 +331,7 @@ def _alike(one: Calls, other: Calls) -> bool:
 
 
 def _mixed(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
-    """Arguments with the whole numbers between those of two captures."""
+    """Return the arguments with each integer interpolated between those of two captures."""
     if isinstance(a, Ref) or a is b:
         return a
     if type(a) is not type(b):

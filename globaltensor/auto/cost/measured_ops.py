@@ -1,5 +1,8 @@
-"""Calls by what was measured of them: the key under which a cluster keeps seconds of a call on one
-rank's parts, and the call itself, to be timed."""
+"""Measured calls: the key of a measurement, and the local call to time.
+
+A cluster saves under this key the seconds of a call on one rank's local tensors. `strategies.py`
+and `calibrate/ops.py` use this module.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ Shape = tuple[int, ...]
 
 
 def parts(operands: Sequence[Value], come: Sequence[Layout], prices: ReshardCosts) -> list[Shape]:
-    """Shapes of the largest parts of operands that lie so."""
+    """Return the shapes of the largest local tensors of operands in these layouts."""
     return [prices.local_shape(v.shape, layout) for v, layout in zip(operands, come, strict=True)]
 
 
 def op_key(call: Call, operands: Sequence[Value], shapes: Sequence[Shape]) -> str | None:
-    """The key in ``Cluster.ops`` of a call on parts of these shapes: function, shape and dtype of
-    each operand and whether a gradient flows to it, and all other arguments. The same in every
-    process. None for what cannot be named so: properties, and arguments that print as an address.
+    """Return the key in ``Cluster.ops`` of a call on local tensors of these shapes.
+
+    The key has the function, the shape and dtype of each operand, a mark where a gradient flows to
+    it, and all other arguments. It is the same in every process. The result is None for calls that
+    cannot be named so: properties, and calls with arguments that print as an address.
 
     >>> x = Value(0, (4, 8), torch.float32, True, -1, "x")
     >>> op_key(Call(0, "relu", torch.relu, (torch.empty(0),), {}, (0,), (1,), "", "", False), [x], [(2, 8)])
@@ -65,10 +70,13 @@ Local = tuple[Callable[..., Any], tuple[Any, ...]]
 def local_call(
     call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device: torch.device
 ) -> Local | None:
-    """The call and its arguments on one rank: random parts of these shapes. None where the call
-    cannot be made on parts: another argument names a size of the whole, say, or it writes into what
-    a gradient flows to. That is the same on every rank, whatever memory there is: it is tried
-    without any."""
+    """Return the call and its arguments on one rank: random local tensors of these shapes.
+
+    The result is None where the call is not possible on local tensors. For example another argument
+    may name a global size, or the call may write into a tensor to which a gradient flows. The
+    answer is the same on every rank and does not depend on free memory, because the call is tried
+    on meta tensors.
+    """
     args = (list(map(_empty, operands, shapes)), call)
     try:
         with torch.enable_grad():
@@ -77,7 +85,8 @@ def local_call(
         return None
     if any(v.grad for v in operands) and not any(t.requires_grad for t in outs):
         return None
-    # Indices must be in range for whatever they count: the least of the other operands' sizes.
+    # Indices must be in range for any dim they index: they stay below the smallest size of the
+    # other operands.
     real = [
         n
         for v, s in zip(operands, shapes, strict=True)

@@ -1,5 +1,8 @@
-"""The meshes worth searching: the ways to write a number of devices as a product of one to three
-axes, in the order of the nodes they stand on."""
+"""The meshes worth searching for a number of devices.
+
+They are the factorizations of that number into one to three axes, with ranks in the order of their
+nodes. The search in `auto/inter_op` uses them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["divisors", "factorizations", "mesh", "meshes"]
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, in order.
+    """Return all divisors of n in increasing order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -24,7 +27,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factorizations(n: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Products of ``axes`` numbers above 1 that are ``n``, in every order.
+    """Yield the tuples of ``axes`` numbers above 1 whose product is ``n``, in every order.
 
     >>> list(factorizations(8, 2))
     [(2, 4), (4, 2)]
@@ -39,19 +42,22 @@ def factorizations(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def mesh(shape: tuple[int, ...], first: int = 0, device: str = "cpu") -> Placement:
-    """Consecutive ranks from ``first`` on, the last axis the fastest. The device matters to those
-    who run on it, not to the search."""
+    """Return a placement of consecutive ranks from ``first`` on, the last axis the fastest.
+
+    The device matters only for running on the placement, not for the search.
+    """
     return Placement(device, first + np.arange(math.prod(shape)).reshape(shape))
 
 
 def meshes(devices: int, cluster: Cluster, axes: int = 3, most: int = 40) -> list[Placement]:
-    """Meshes of ``devices`` consecutive ranks with up to ``axes`` axes, at most ``most``, those
-    with fewer axes first.
+    """Return meshes of ``devices`` consecutive ranks, those with fewer axes first.
 
-    The order of axes matters: neighbours on the last one are consecutive ranks. All but the first
-    axis keep to nodes: their groups lie within one, or have no two ranks in the same; others mix
-    fast links with slow ones and are left out. The first takes what is left, and may have several
-    ranks on a node.
+    They have up to ``axes`` axes, and there are at most ``most``.
+
+    The order of axes matters: neighbours on the last axis are consecutive ranks. Each axis except
+    the first respects node boundaries: its groups are within one node, or have no two ranks in the
+    same node. Meshes without this property mix fast links with slow ones and are left out. The
+    first axis has the remaining size, and may have several ranks on a node.
     """
     found = [(devices,)]
     for k in range(2, axes + 1):
@@ -60,7 +66,7 @@ def meshes(devices: int, cluster: Cluster, axes: int = 3, most: int = 40) -> lis
             for shape in factorizations(devices, k)
             if _keeps_to_nodes(shape, cluster.node_size)
         ]
-        # Balanced ones first: an axis of two or three is seldom worth one of its own.
+        # Balanced meshes first: an axis of only two or three ranks is seldom useful.
         found += sorted(shapes, key=lambda shape: (-min(shape), shape))
     return [mesh(shape) for shape in found[:most]]
 

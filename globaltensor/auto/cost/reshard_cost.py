@@ -1,8 +1,8 @@
-"""What it costs to change a tensor's layout on a mesh: the runtime's own moves, priced by the
-cluster, for all pairs of layouts at once.
+"""The cost of changing a tensor's layout on a mesh, for all pairs of layouts at once.
 
-Eager asks the planner for one route at a time; the search wants them all, so shortest paths are
-taken between all layouts together (Floyd and Warshall 1962).
+The moves are the runtime's own, priced by the cluster. Eager mode asks the planner for one route at
+a time. The search needs all routes, so shortest paths are computed between all layouts together
+(Floyd and Warshall 1962). `intra_op` and `inter_op` use `ReshardCosts`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ from ...sharding.spec import nested_balanced_split
 __all__ = ["FELLOWS", "ReshardCosts", "Routes", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
-Routes = tuple[dict[Layout, int], Table]  # the number of each layout, seconds from each to each
-_MOST = 4096  # layouts of one tensor
-#: Parameters that share a gathering's latency, and that ranks wait for one another there: by its
-#: bytes alone the only one that is gathered, among others taken otherwise, would cost nothing.
+# the number of each layout, and the seconds from each to each
+Routes = tuple[dict[Layout, int], Table]
+_MOST = 4096  # the maximum number of layouts of one tensor
+#: The number of parameters that share the latency of a gathering and the wait of ranks for one
+#: another there. Priced by its bytes alone, a single gathered parameter among others that are not
+#: gathered would cost nothing.
 FELLOWS = 4
 
 
 @lru_cache(maxsize=1 << 16)
 def duals(layout: Layout) -> Layout:
-    """How the gradient of a tensor lies that lies so."""
+    """Return the layout of the gradient of a tensor with this layout."""
     return tuple(dual(e) for e in layout)
 
 
 class ReshardCosts:
-    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one
-    collective; ``gathered``: of parameters that are gathered, and of their gradients that are
-    scattered; 0: each is alone."""
+    """The prices of layout changes on one mesh of one cluster.
+
+    ``bucket`` is the bytes of gradients that one collective reduces. ``gathered`` is the bytes of
+    parameters that are gathered together, and of their gradients that are scattered together. 0
+    means that each tensor is communicated alone.
+    """
 
     def __init__(
         self, cluster: Cluster, mesh: Placement, bucket: int = 0, gathered: int = 0
@@ -56,7 +61,7 @@ class ReshardCosts:
         self._sizes: dict[tuple[tuple[int, ...], Layout], int] = {}
 
     def local(self, shape: Sequence[int], layout: Layout) -> int:
-        """Elements of the largest part."""
+        """Return the number of elements of the largest local tensor."""
         key = tuple(shape), layout
         found = self._sizes.get(key)
         if found is None:
@@ -64,7 +69,7 @@ class ReshardCosts:
         return found
 
     def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        """Shape of the largest part."""
+        """Return the shape of the largest local tensor."""
         sizes = []
         for dim, n in enumerate(shape):
             chain = tuple(
@@ -78,7 +83,7 @@ class ReshardCosts:
         return tuple(sizes)
 
     def collective(self, kind: str, nbytes: int, axes: tuple[int, ...]) -> float:
-        """Seconds of one collective along axes of the mesh."""
+        """Return the seconds of one collective along axes of the mesh."""
         key = kind, nbytes, axes
         found = self._seconds.get(key)
         if found is None:
@@ -96,13 +101,16 @@ class ReshardCosts:
         kept: Sequence[Layout],
         routes: Routes | None = None,
     ) -> Table:
-        """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each
-        way it may lie itself (columns).
+        """Return the seconds to bring a parameter's gradient to the parameter's layout.
 
-        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took
-        it, and is summed whole together with others (`reducer`); where it was gathered it is
-        scattered together with others (`sharded`). ``routes``: by a larger `table` than that of
-        these layouts."""
+        Rows are the layouts in which calls use the parameter, columns the layouts in which it is
+        stored.
+
+        Along axes that the parameter is broadcast over, its gradient arrives as a partial sum from
+        every call. It is all-reduced together with other gradients (`reducer`). Where the parameter
+        was gathered, its gradient is reduce-scattered together with others (`parameter_gather`).
+        ``routes`` replaces the `table` of these layouts by that of more layouts.
+        """
         numbers, seconds = routes or self.table(shape, dtype, [*wanted, *kept])
         summed = [self.summed(x) for x in kept]
         there = seconds[
@@ -120,7 +128,7 @@ class ReshardCosts:
         return there + np.array(sums)  # type: ignore[no-any-return]
 
     def summed(self, kept: Layout) -> tuple[int, ...]:
-        """The axes that gradients of a parameter are summed over in buckets."""
+        """Return the axes over which gradients of a parameter are reduced in buckets."""
         if any(e.is_partial for e in kept):
             return ()
         return tuple(
@@ -132,8 +140,10 @@ class ReshardCosts:
     def _part(
         self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int, copied: bool
     ) -> float:
-        """Its part of the seconds of a bucket. ``copied``: all is brought into the bucket, or out
-        of it."""
+        """Return a tensor's share of the seconds of a bucket.
+
+        ``copied`` says that the data is copied into the bucket, or out of it.
+        """
         whole = max(nbytes, bucket)
         if not axes or not whole:
             return 0.0
@@ -152,9 +162,12 @@ class ReshardCosts:
         wanted: Sequence[Layout],
         routes: Routes | None = None,
     ) -> Table:
-        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take
-        it (columns); where that is gathering, with others. ``routes``: by a larger `table` than
-        that of these layouts."""
+        """Return the seconds to bring a parameter to the layouts in which calls use it.
+
+        Rows are the layouts in which it is stored, columns those in which calls use it. Parameters
+        are gathered together with others. ``routes`` replaces the `table` of these layouts by that
+        of more layouts.
+        """
         numbers, seconds = routes or self.table(shape, dtype, [*kept, *wanted])
         found = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
         self._together("all_gather", found, shape, dtype, kept, wanted)
@@ -169,8 +182,11 @@ class ReshardCosts:
         kept: Sequence[Layout],
         wanted: Sequence[Layout],
     ) -> None:
-        """Put in what a parameter's part of a bucket costs that is gathered, or whose gradient is
-        scattered, along the axes where ``kept`` splits it and ``wanted`` does not."""
+        """Overwrite the seconds of gathering a parameter, or scattering its gradient.
+
+        The new value is the share of a bucket. This applies along the axes where ``kept`` splits
+        the parameter and ``wanted`` does not.
+        """
         if not self.gathered:
             return
         alone = min(self.gathered, ALONE_BYTES) if self.cluster.device == "cpu" else self.gathered
@@ -179,7 +195,8 @@ class ReshardCosts:
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
                     if nbytes >= alone:
-                        in_rows = all(x[a].dim == 0 for a in axes)  # lying there as it travels
+                        # stored in the order in which it is sent
+                        in_rows = all(x[a].dim == 0 for a in axes)
                         seconds[i, j] = (
                             self._part(kind, nbytes, axes, 0, copied=not in_rows)
                             + self.cluster.bucketed * self.cluster.skew
@@ -201,9 +218,11 @@ class ReshardCosts:
         layouts: Sequence[Layout],
         routes: Routes | None = None,
     ) -> Table:
-        """What it costs whoever gets a result that lies so to see it: its partial sums are taken.
-        In training ranks have just met, to sum gradients, and none is late. ``routes``: by a larger
-        `table` than that of these layouts."""
+        """Return the seconds to reduce the partial sums of a result that the user reads.
+
+        In training the ranks have just synchronised to reduce gradients, so no rank is late.
+        ``routes`` replaces the `table` of these layouts by that of more layouts.
+        """
         whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
         numbers, seconds = routes or self.table(shape, dtype, [*layouts, *whole])
         late = self.cluster.skew if self.bucket else 0.0
@@ -217,12 +236,14 @@ class ReshardCosts:
     def table(
         self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]
     ) -> Routes:
-        """(number of each layout, seconds from each to each) for these layouts and all that lie
-        between; those of gradients included.
+        """Return (number of each layout, seconds from each to each).
 
-        A route passes through entries of these layouts only: with more layouts it may take less
-        time. So one change of layout costs what it does in a problem by the table of all layouts
-        that the problem has there."""
+        It has these layouts, those of gradients, and all layouts in between.
+
+        A route passes only through layouts with the entries of these layouts: with more layouts it
+        may be shorter. A single change of layout therefore costs as much as in a problem only in
+        the table of all layouts that the problem has there.
+        """
         axes = len(self.mesh.shape)
         given = list(dict.fromkeys(layouts))
         splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))
@@ -278,8 +299,10 @@ class ReshardCosts:
 def _moves(
     menus: tuple[tuple[Sbp, ...], ...], sizes: tuple[int, ...]
 ) -> tuple[list[Layout], dict[Layout, int], list[tuple[int, int, str, tuple[int, ...]]]]:
-    """(layouts of these entries, the number of each, (from, to, kind, axes) of each move between
-    them), of any tensor on a mesh of these sizes."""
+    """Return the layouts of these entries, the number of each, and the moves between them.
+
+    A move is (from, to, kind, axes). The result holds for any tensor on a mesh of these sizes.
+    """
     states = list(itertools.product(*menus))
     numbers = {layout: i for i, layout in enumerate(states)}
     found = []

@@ -1,5 +1,8 @@
-"""Ways to run a call that a search has lost to errors: a rule refuses what it does not admit by the
-library's own errors; any other error is a fault of it."""
+"""Strategies that a search has lost to errors in rules.
+
+A rule refuses layouts by the library's own errors. Any other error is a fault of the rule, and is
+counted here. `signatures.py` and `ir/flops.py` record them, and the plan reports them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from ..plan.plan import Lost
 
 __all__ = ["RuleFailures", "describe", "lost_by"]
 
-#: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose
-#: results depend on values.
+#: The errors by which a composition refuses operands. Those of `data_dependence()` come from fake
+#: tensors, for calls whose results depend on values.
 REFUSALS: tuple[type[Exception], ...] = (
     GlobalTensorError,
     Untraceable,
@@ -30,7 +33,7 @@ REFUSALS: tuple[type[Exception], ...] = (
 
 
 class RuleFailures(Counter[tuple[str, str]]):
-    """(function, error) -> how many ways for its operands to lie could not be looked at."""
+    """A counter: (function, error) -> the number of operand layouts that could not be probed."""
 
     def note(self, func: Any, error: Exception, ways: int = 1) -> None:
         """Count an error, unless it is a refusal."""
@@ -39,7 +42,7 @@ class RuleFailures(Counter[tuple[str, str]]):
 
 
 def _told(error: Exception) -> str:
-    """The error in a line, with the last line of this library that it came through."""
+    """Return the error in one line, with the last line of this library in its traceback."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
@@ -55,8 +58,10 @@ def _told(error: Exception) -> str:
 
 
 def describe(rule: Rule, op: OpDescription, args: Any, kwargs: Any) -> bool:
-    """Let the rule describe a call; return False where it does not know this form of it. Raises
-    what a faulty rule raises."""
+    """Let the rule describe a call, and return False where it does not know this form of the call.
+
+    Raises the errors of a faulty rule.
+    """
     these = iter(op.args)
     given, named = replaced(args, these), replaced(kwargs, these)
     try:
@@ -65,14 +70,16 @@ def describe(rule: Rule, op: OpDescription, args: Any, kwargs: Any) -> bool:
         return False
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from inside of the rule: it is not that the rule takes other arguments
+            raise  # raised inside the rule, so it is not a mismatch of the rule's parameters
         return False
     return True
 
 
 def lost_by(losses: Iterable[Mapping[tuple[str, str], int]]) -> tuple[Lost, ...]:
-    """Return what was lost, one record for each function and error. ``losses``: of each call of the
-    graph, those that are alike each for itself."""
+    """Return the lost strategies, one record per function and error.
+
+    ``losses`` has an entry for each call of the graph; equal calls have an entry each.
+    """
     ways, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for one in losses:
         for key, n in one.items():

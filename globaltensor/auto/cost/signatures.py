@@ -1,11 +1,13 @@
-"""What a call admits on one axis, by its rule: how operands may come, how the results lie then, and
-what the call itself communicates.
+"""The signatures of a call on one axis, found by probing its rule.
 
-A rule describes a call for operands that lie in some way, and may say otherwise where they lie
-otherwise (linearity where something is partial, a composition where a dim is split that the kernel
-needs whole). So it is asked for several ways: all broadcast, each operand split along each dim,
-each partial. What is a composition is run on tensors without memory to see what it gives and what
-moves in it.
+A signature has the layouts of the operands, the layouts of the results, and what the call itself
+communicates. `strategies.py` and `batch_scaling.py` call `signatures`.
+
+A rule describes a call for given operand layouts, and may describe it differently for other
+layouts. Examples are linearity where an operand is partial, and a composition where a dim is split
+that the kernel needs in full. The rule is therefore probed with several layouts: all broadcast,
+each operand split along each dim, each operand partial. A composition is run on tensors without
+memory, which shows its result layouts and its communication.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ __all__ = ["Signature", "probe_decomposition", "signatures"]
 
 
 class Signature(NamedTuple):
-    """One way to run a call on an axis. ``divided``: whether the ranks share the work. ``moved``:
-    (kind, bytes as `Cluster.seconds` takes them) of what the call itself communicates, forward.
-    ``probe_decomposition``: whether it is a composition of other calls then, which may be another
-    on several axes."""
+    """One strategy for a call on an axis.
+
+    ``divided`` is True if the ranks share the work. ``moved`` is what the call itself communicates
+    in forward, as (kind, bytes as `Cluster.seconds` accepts them). ``composed`` is True if the call
+    is then a composition of other calls, which may differ on several axes.
+    """
 
     ins: tuple[Sbp, ...]
     outs: tuple[Sbp, ...]
@@ -52,8 +56,10 @@ class Signature(NamedTuple):
 def signatures(
     call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None
 ) -> list[Signature]:
-    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast.
-    ``losses``: takes note of those that could not be found out because of an error."""
+    """Return every signature of ``call`` on an axis of ``ranks``, first the one with all broadcast.
+
+    ``losses`` counts the layouts that could not be probed because of an error.
+    """
     losses = RuleFailures() if losses is None else losses
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
@@ -80,7 +86,10 @@ def signatures(
 
 
 def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
-    """Not those that make a partial sum of what is given whole, where nothing else asks for one."""
+    """Return True unless the signature turns a given tensor into a partial sum for no reason.
+
+    A reason is an operand that is split, or a computed operand that is partial.
+    """
     asked = any(
         e.is_split or (e.is_partial and not v.state) for v, e in zip(operands, s.ins, strict=True)
     )
@@ -88,14 +97,14 @@ def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
 
 
 def _free(value: Value) -> list[Signature]:
-    """Of a change of layout that may be any: everything passes."""
+    """Return the signatures of a change of layout that accepts every layout."""
     entries = [broadcast, *(split(d) for d, n in enumerate(value.shape) if n > 1)]
     entries += [partial_sum] if value.dtype.is_floating_point else []
     return [Signature((e,), (e,), e.is_split) for e in entries]
 
 
 def _fills(value: Value, entry: Sbp, ranks: int) -> bool:
-    """Whether a split leaves no rank without a part."""
+    """Return True if a split leaves no rank without data."""
     if not entry.is_split:
         return True
     return -(-value.shape[entry.dim] // entry.unit) >= ranks
@@ -136,7 +145,7 @@ def _heard(
     axis: Placement,
     losses: RuleFailures,
 ) -> Iterator[Signature]:
-    """Return what the rule admits for operands that lie so, as far as it gets."""
+    """Yield the rule's signatures for these operand layouts, until an error occurs."""
     try:
         yield from _probe_rule(call, operands, outs, specs, axis, losses)
     except Exception as error:
@@ -153,8 +162,8 @@ def _probe_rule(
 ) -> Iterator[Signature]:
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
-        # A function of ours (to, contiguous, clone, ...): what it does with locals is the same
-        # along every axis.
+        # One of this library's functions (to, contiguous, clone, ...). It treats local tensors in
+        # the same way along every axis.
         seen = probe_decomposition(call, specs, losses) if operands else None
         if seen is not None:
             yield Signature(
@@ -169,9 +178,8 @@ def _probe_rule(
         return
     if op.composite is not None:
         lone = [i for i, s in enumerate(specs) if s.layout[0].is_split]
-        seen = (
-            probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None
-        )  # one other than the first alone leads nowhere
+        # A split of a single operand other than the first never gives a signature.
+        seen = probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None
         if seen is not None:
             yield Signature(
                 tuple(s.layout[0] for s in specs),
@@ -186,7 +194,7 @@ def _probe_rule(
         op.out = [(None,) * r.ndim for r in results]
     plain = {i for i, v in enumerate(operands) if v.plain}
     for s in op.signatures(0):
-        # A plain tensor is whole everywhere: it may be sliced for nothing, but it is no partial
+        # A plain tensor is replicated. It can be sliced without traffic, but it is never a partial
         # sum.
         if any(s.ins[i].is_partial and i not in op.addends for i in plain):
             continue
@@ -194,20 +202,19 @@ def _probe_rule(
         taken = OpDescription([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
         try:
             known = describe(rule, taken, call.args, call.kwargs)
-        except Exception as error:  # of this one way, perhaps
+        except Exception as error:  # perhaps of this signature only
             losses.note(call.func, error)
             continue
         if not known or taken.composite is not None or taken.whole_call:
-            continue  # asked for by a hint of its own
+            continue  # a hint of its own probes this
         taken.out = taken.out or op.out
         got = select_signature(taken, results, keep=0 if rule.inplace else None)
         if got is None or any(a is not b for a, b in zip(got.ins, ins, strict=True)):
-            continue  # the op would move it
+            continue  # the op would box an operand
         own = taken.traffic(got) if taken.traffic is not None else 0.0
         moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
-        if (
-            s.factor in taken.exchanges and not own
-        ):  # with its neighbours, say: what and how much, it tells when it runs
+        # For example an exchange with neighbours. What it moves is only known when it runs.
+        if s.factor in taken.exchanges and not own:
             seen = probe_decomposition(call, ins, losses)
             if seen is None:
                 continue
@@ -223,9 +230,11 @@ def _probe_rule(
 def probe_decomposition(
     call: Call, specs: Sequence[Spec], losses: RuleFailures
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
-    """Return what a composition does with operands that lie so: (layouts of the results, what
-    moves); None where it cannot take them. ``losses``: takes note of an error that is no
-    refusal."""
+    """Run a composition, and return the layouts of its results and its traffic.
+
+    The operands have the layouts of ``specs``. The result is None where the composition rejects the
+    layouts. ``losses`` counts errors that are not refusals.
+    """
     real, size = world(), specs[0].placement.size
     places = _elsewhere.setdefault(real, {})
     dry = places.get(size)
@@ -237,8 +246,8 @@ def probe_decomposition(
             with memoized(_tried):
                 return _watched(call, specs, "meta", dry.derived)
         except Exception:
-            # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know
-            # more, and take longer
+            # Mostly an op without a meta kernel, or code that reads values. Fake tensors support
+            # more of these, and are slower.
             with torch_private.fake_tensors():
                 return _watched(call, specs, None, None)
     except Exception as error:
@@ -253,7 +262,7 @@ def probe_decomposition(
 def _watched(
     call: Call, specs: Sequence[Spec], device: str | None, plans: Derived | None
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
-    """What a call gives and moves on tensors without memory."""
+    """Run a call on tensors without memory, and return its result layouts and traffic."""
     with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
         these = iter(
             [
@@ -268,15 +277,15 @@ def _watched(
         ]
     if not outs or any(o is None for o in outs):
         return None
-    # What begins before it is needed, such as the count of a mean loss, hides behind computing, or
-    # in a program rides with the gradients.
+    # Traffic that starts before it is needed, such as the count of a mean loss, hides behind
+    # computing. In a program it is sent together with the gradients.
     return [o.layout for o in outs if o is not None], tuple(
         part for entry in moves if entry.op != AHEAD for part in _parts(entry)
     )
 
 
 def _parts(entry: Any) -> Iterator[tuple[str, int]]:
-    """(kind, bytes as `Cluster.seconds` takes them) of what a line of the log moved."""
+    """Yield (kind, bytes as `Cluster.seconds` accepts them) for the moves of a log entry."""
     if isinstance(entry, log.ExchangeRecord):
         yield "exchange", entry.bytes
         return
@@ -290,8 +299,10 @@ def _parts(entry: Any) -> Iterator[tuple[str, int]]:
 
 
 class _ImaginedWorld(DryWorld):
-    """Rank 0 of as many ranks as wanted, which nobody has to have, and the plans of what has run
-    there on tensors without a device."""
+    """A world of any size, seen from rank 0, without real ranks.
+
+    It caches the plans of calls that ran there on tensors without a device.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(world())
@@ -302,12 +313,12 @@ class _ImaginedWorld(DryWorld):
         return _Nobody(self, ranks)
 
 
-#: What comes of a call on whole tensors, wherever it is dreamt up.
+#: Memo of shape inference, shared by all imagined worlds.
 _tried: dict[Any, Any] = {}
-#: By the world that they are dreamt up in.
+#: Imagined worlds by the real world they were created in.
 _elsewhere: WeakKeyDictionary[World, dict[int, _ImaginedWorld]] = WeakKeyDictionary()
 
 
 class _Nobody(DryComm):
     def all_gather_object(self, value: object) -> list[Any]:
-        raise Untraceable  # there are no others to ask
+        raise Untraceable  # there are no other ranks

@@ -1,5 +1,8 @@
-"""The candidates of a call on a mesh: each combination of one signature an axis, with what it costs
-and how its tensors lie."""
+"""The candidates of a call on a mesh: every combination of one signature per axis.
+
+Each candidate has its layouts and its costs. `intra_op/formulate.py` and `inter_op` call
+`StrategyBuilder`.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,18 @@ from .signatures import Signature, probe_decomposition, signatures
 __all__ = ["StrategyBuilder", "StrategyTable", "gives_every_rank_data", "roofline"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_MOST = 1024  # candidates of a call; beyond that those that divide least are dropped
+_MOST = 1024  # candidates of a call; above that, signatures that divide no work are dropped first
 
 
 @dataclass(eq=False)
 class StrategyTable:
-    """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in
-    candidate k. In seconds: ``forward`` and ``backward`` (computing), ``moving`` (what the call
-    communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
+    """The strategies of a call, one per index k.
+
+    - ``ins[i][k]``, ``outs[i][k]``: the layouts of operand and result i.
+    - ``forward[k]``, ``backward[k]``: seconds of computing.
+    - ``moving[k]``: seconds that the call itself communicates, both passes.
+    - ``share[k]``: the fraction of the work that one rank does.
+    """
 
     ins: list[list[Layout]]
     outs: list[list[Layout]]
@@ -44,20 +51,20 @@ class StrategyTable:
     backward: Array
     moving: Array
     share: Array
-    losses: RuleFailures = field(default_factory=RuleFailures)  # ways that could not be found out
-    left_out: int = 0  # ways that are too many
+    losses: RuleFailures = field(default_factory=RuleFailures)  # strategies lost to errors
+    left_out: int = 0  # number of strategies above the limit
 
     def __len__(self) -> int:
         return len(self.forward)
 
     @cached_property
     def free(self) -> bool:
-        """Whether it takes no time, as views do."""
+        """True if the call costs no time, as views do."""
         return not self.forward.any()
 
 
 class StrategyBuilder:
-    """Candidates on one mesh; calls that are alike share them."""
+    """A builder of candidates on one mesh; equal calls share their tables."""
 
     def __init__(self, prices: ReshardCosts, training: bool) -> None:
         self.prices, self.training = prices, training
@@ -72,8 +79,11 @@ class StrategyBuilder:
         return found
 
     def states(self, value: Value, stored: bool) -> list[Layout]:
-        """How something given may lie: whole, or split along any dim that gives each rank a part;
-        what is no parameter or input, whole."""
+        """Return the possible layouts of a given tensor.
+
+        A parameter or an input is replicated, or split along any dim that gives each rank data.
+        Other tensors are replicated.
+        """
         key = value.shape, stored
         found = self._states.get(key)
         if found is None:
@@ -101,12 +111,12 @@ class StrategyBuilder:
 
         found, lost = _asked(None if call.key is None else (call.key, size), ask)
         losses.update(lost)
-        return list(found)  # a list of its own, which `_make` may shorten
+        return list(found)  # a copy, which `_make` may shorten
 
     def _seen(
         self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: RuleFailures
     ) -> Any:
-        """What a composition does on several axes at once."""
+        """Return the result layouts and traffic of a composition on several axes at once."""
 
         def ask() -> tuple[Any, RuleFailures]:
             lost = RuleFailures()
@@ -141,15 +151,14 @@ class StrategyBuilder:
         left_out = every - math.prod(map(len, menus))
         work = work_of(call, values, losses)
         taken: set[tuple[Any, ...]] = set()
-        again = [
-            (i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i
-        ]  # as y * y takes y twice
+        # An operand may appear twice, as in y * y.
+        again = [(i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i]
         for combination in itertools.product(*menus):
             come = [
                 _canonical(v, [s.ins[i] for s in combination], mesh) for i, v in enumerate(operands)
             ]
             if any(come[i] != come[k] for i, k in again):
-                continue  # one tensor lies in one way
+                continue  # one tensor has one layout
             lie = [
                 _canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh)
                 for i, v in enumerate(results)
@@ -214,7 +223,7 @@ class StrategyBuilder:
     def _share(
         self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]
     ) -> float:
-        """The part of the work that one rank does."""
+        """Return the fraction of the work that one rank does."""
         return math.prod(
             _largest(s, operands, results, size)
             for s, size in zip(combination, self.prices.mesh.shape, strict=False)
@@ -222,7 +231,7 @@ class StrategyBuilder:
         )
 
     def _moving(self, combination: Sequence[Signature], share: float) -> float:
-        """Seconds of what a candidate communicates itself in the forward pass."""
+        """Return the seconds that a candidate itself communicates in the forward pass."""
         prices, moving = self.prices, 0.0
         for axis, s in enumerate(combination):
             others = share * (prices.mesh.shape[axis] if s.divided else 1)
@@ -240,8 +249,11 @@ class StrategyBuilder:
         combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
         work: Work, share: float,
     ) -> float:  # fmt: skip
-        """How often a candidate does what was measured of it. A rank's rows of queries in ring
-        attention meet the keys of all ranks, one after the other; what was measured are its own."""
+        """Return how often a candidate runs the call that was measured.
+
+        In ring attention a rank's rows of queries meet the keys of all ranks, one rank after the
+        other. The measurement has only the rank's own keys.
+        """
         if not any(s.moved for s in combination) or self._measured(call, operands, come) is None:
             return 1.0
         layouts = zip((*operands, *results), (*come, *lie), strict=True)
@@ -264,10 +276,14 @@ class StrategyBuilder:
         work: Work,
         share: Array,
     ) -> Array:
-        """Seconds of both passes of each candidate. Where some were measured and others cannot be
-        (a call that takes its part of an operand itself is given another shape than it works on),
-        an estimate is as far off as that of the measured one with the nearest share of the work:
-        estimates are lower than what is measured, and would win against it."""
+        """Return the seconds of both passes for each candidate.
+
+        Some candidates may be measured while others cannot be. An example is a call that slices its
+        operand itself: its kernel works on another shape than the operand's. The estimate of such a
+        candidate is corrected by a factor. The factor is that of the measured candidate with the
+        nearest share of the work. Without it, estimates, which are lower than measurements, would
+        win against them.
+        """
         measured = [self._measured(call, operands, c) for c in come]
         known = [k for k, found in enumerate(measured) if found is not None]
         if len(known) == len(measured):
@@ -291,7 +307,10 @@ class StrategyBuilder:
     def _measured(
         self, call: Call, operands: Sequence[Value], come: Sequence[Layout]
     ) -> tuple[float, float] | None:
-        """Seconds of both passes on parts that lie so, where they were measured on this cluster."""
+        """Return the seconds of both passes on local tensors of these layouts, if measured.
+
+        The result is None where this cluster has no measurement.
+        """
         cluster = self.prices.cluster
         key = op_key(call, operands, parts(operands, come, self.prices)) if cluster.ops else None
         found = None if key is None else cluster.op(key)
@@ -306,7 +325,7 @@ class StrategyBuilder:
         work: Work,
         share: float,
     ) -> tuple[float, float]:
-        """Seconds of both passes by the roofline."""
+        """Return the seconds of both passes by the roofline."""
         prices = self.prices
         nbytes = sum(
             v.dtype.itemsize * prices.local(v.shape, layout)
@@ -324,8 +343,10 @@ def roofline(
     nbytes: float,
     training: bool,
 ) -> tuple[float, float]:
-    """Seconds of both passes of a part of a call's work, ``nbytes`` of operands and results among
-    it."""
+    """Return the seconds of both passes for a fraction of a call's work.
+
+    ``share`` is the fraction. ``nbytes`` are the bytes of operands and results in it.
+    """
     dtype = next(
         (v.dtype for v in (*results, *operands) if v.dtype.is_floating_point),
         (results or operands)[0].dtype,
@@ -338,15 +359,17 @@ def roofline(
     )
 
 
-#: What calls do by the rules of a version, for all meshes: asking is slow where a call is a
+#: Signatures of calls by version of the rules, for all meshes. Probing is slow where a call is a
 #: composition.
 _known: dict[Hashable, Any] = {}
 _KEPT = 1 << 14
 
 
 def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
-    """Return what ``ask`` tells, once for each key as long as the rules stay. None: nothing that is
-    asked twice."""
+    """Return the result of ``ask``, cached by key until the rules change.
+
+    Without a key nothing is cached.
+    """
     if key is None:
         return ask()
     key = RULES.version, key
@@ -361,12 +384,15 @@ def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
 
 
 def _loose(s: Signature) -> bool:
-    """Whether some tensor is partial by it: beside a composition, such ways are left out."""
+    """Return True if some tensor is partial in a signature that is not a composition.
+
+    Such signatures are not combined with a composition.
+    """
     return not s.composed and any(e.is_partial for e in (*s.ins, *s.outs))
 
 
 def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], size: int) -> float:
-    """What part of the work the busiest rank of an axis has."""
+    """Return the fraction of the work that the busiest rank of an axis has."""
     for v, e in zip((*operands, *results), (*s.ins, *s.outs), strict=False):
         if e.is_split:
             n, unit = v.shape[e.dim], e.unit
@@ -375,15 +401,15 @@ def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], 
 
 
 def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout | None:
-    """The layout as specs have it; None where some rank would have nothing of it."""
-    plain = all(e.unit == 1 for e in entries)  # such a layout is as specs have it
+    """Return the layout in the form that specs use, or None if some rank would have no data."""
+    plain = all(e.unit == 1 for e in entries)  # such a layout is in that form already
     layout = tuple(entries) if plain else Spec.make(value.shape, value.dtype, mesh, entries).layout
     return layout if gives_every_rank_data(value.shape, layout, mesh) else None
 
 
 @lru_cache(maxsize=1 << 16)
 def gives_every_rank_data(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
-    """Whether every rank has something of a tensor that lies so."""
+    """Return True if every rank has data of a tensor with this layout."""
     for dim, n in enumerate(shape):
         parts = math.prod(
             mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim

@@ -1,5 +1,8 @@
-"""The plan that a candidate is: how each call and each tensor lies, which stage it belongs to, and
-what was chosen besides."""
+"""Convert a candidate of the search to a plan.
+
+`inter_op.search` calls it for the best candidate. The plan has the layouts of each call and each
+tensor, their stage, and all other choices.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,21 @@ __all__ = ["build_plan"]
 
 
 class _Told(NamedTuple):
-    """What one segment contributes."""
+    """The calls, changes of layout and stored tensors of one segment."""
 
     calls: list[PlannedCall]
     changes: list[LayoutChange]
-    given: dict[int, Any]  # number of something given -> how it is kept
+    given: dict[int, Any]  # number of a parameter, buffer or input -> the way it is stored
 
 
 def build_plan(
     candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]
 ) -> Plan:
-    """The plan. Seconds of calls and changes of layout are of one micro-batch, cost and seconds of
-    the plan of the whole step."""
+    """Build the plan of a candidate.
+
+    Seconds of calls and changes of layout are those of one micro-batch. Cost and seconds of the
+    plan are those of the whole step.
+    """
     cutting, found, setting = candidate.cutting, candidate.found, candidate.setting
     ground, chain = cutting.ground, cutting.ground.chain
     calls, changes, kept = list[PlannedCall](), list[LayoutChange](), dict[int, Any]()
@@ -111,7 +117,7 @@ def build_plan(
 
 
 def _state(ground: MeshContext, hub: int, number: int) -> int:
-    """Which of the options of a hub the joint state ``hub`` means."""
+    """Return the option of the hub ``number`` in the joint state ``hub`` of all hubs."""
     shape = tuple(len(those) for those in ground.active.values())
     return int(np.unravel_index(hub, shape)[list(ground.hubs).index(number)])
 
@@ -137,7 +143,7 @@ def _segment(
 
 
 def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
-    """Value of the first segment of a kind -> the same value of another."""
+    """Map each value of the first segment of a kind to the same value of another segment."""
     found: dict[int, int] = {}
     for c, d in zip(one.calls, other.calls, strict=True):
         a, b = ground.calls.calls[c], ground.calls.calls[d]
@@ -147,7 +153,10 @@ def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
 
 
 class _Reader:
-    """Calls and changes of layout of a segment, by the choices made for the first of its kind."""
+    """A reader of the calls and changes of layout of a segment.
+
+    It reads the choices that were made for the first segment of the same kind.
+    """
 
     def __init__(
         self,
@@ -217,7 +226,7 @@ class _Reader:
         return self.part.options[self.part.node_of[what, v]][self.chosen[what, v]]
 
     def _source(self, v: int) -> tuple[Any, Layout | None]:
-        """How a value lies where calls find it, and the second layout it is kept in."""
+        """Return the layout of a value where calls take it, and its second saved layout."""
         value, segment = self.values[v], self.part.segment
         if ("value", v) in self.part.node_of:
             option = self._option("value", v)
@@ -284,7 +293,7 @@ def _given(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
 
 
 def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]:
-    """What the cost is made of, summed over stages."""
+    """Split the cost into its terms, each summed over stages."""
     passes = sum(micros * (s.forward + s.backward) for s in records)
     aside = sum(micros * s.gathers + s.sums for s in records)
     return {
@@ -298,7 +307,10 @@ def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]
 def _held(
     given: Sequence[PlacedTensor], ground: MeshContext, kept: dict[int, Any], peak: int
 ) -> dict[str, int]:
-    """What the memory of the fullest rank is made of where all stages lie alike, in bytes."""
+    """Split the peak memory of the fullest rank into its terms, in bytes.
+
+    The split is right where all stages have the same layouts.
+    """
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     states = sum(
         float(ground.keeping(ground.calls.values[v], [how])["P"][0])

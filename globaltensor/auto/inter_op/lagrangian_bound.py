@@ -1,5 +1,8 @@
-"""What no plan of a chain in stages can beat within a memory limit, by a price on memory (Lagrange
-1788, Geoffrion 1974), raised step by step."""
+"""A lower bound of all pipeline plans within a memory limit, by a price on memory.
+
+The price is raised step by step (Lagrange 1788, Geoffrion 1974). `inter_op.search` calls it to skip
+settings and to prove plans optimal.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,22 @@ from .stage_dp import StageCosts
 
 __all__ = ["Dual"]
 
-# of the time without a limit, for as much memory as there is: about where running forward passes
-# again pays
+# The first price, as a fraction of the time without a limit, for the whole memory. It is about the
+# price at which recomputing forward passes pays.
 _FIRST: Final = 0.16
-_NEAR: Final = 1.2  # prices nearer than that to one another are as good
+_NEAR: Final = 1.2  # prices with a ratio below this count as equal
 
 
 class Dual:
-    """The bound of the stages of ``cutting`` by a schedule that takes ``part`` of the weighted time
-    at least, and ``bubble`` seconds besides, where lane i holds ``flights[i]`` micro-batches.
+    """The lower bound for the stages of ``cutting`` with one schedule.
 
-    Stages cannot do better than share all work evenly. If lane i pays p / flights[i] seconds a
-    byte, what a micro-batch keeps costs the same on each lane, and a parameter costs least on the
-    lane with most micro-batches: then no lane counts any more, and the least of the chain, less
-    what the limits are worth, is a bound for any p. It is concave in p.
+    The schedule takes at least the fraction ``part`` of the weighted time, and ``bubble`` seconds
+    more. Lane i holds ``flights[i]`` micro-batches.
+
+    No stages do better than an even share of all work. Let lane i pay p / flights[i] seconds a
+    byte. Then what a micro-batch saves costs the same on each lane, and a parameter is cheapest on
+    the lane with most micro-batches. So lanes no longer matter. The minimum over the chain, less
+    the value of the limits, is a bound for any p. The bound is concave in p.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class Dual:
         return max(self.known.values()) + self.bubble
 
     def look(self) -> bool:
-        """Try another price. Returns whether there was one that may raise the bound."""
+        """Try another price. Return True if there was a price that may raise the bound."""
         price = self._next() if self.cutting.limit and 0 < self.evenly < math.inf else None
         if price is not None:
             self.known[price] = self._at(price)
@@ -77,7 +82,7 @@ class Dual:
         )
 
     def _least(self, ranges: Ranges) -> float:
-        """The least of a chain where each segment may recompute or not, whatever the hubs."""
+        """Return the minimum of the chain. Each segment may recompute or not, and hubs are free."""
         best: np.ndarray[Any, Any] | None = None
         for kind in self.cutting.kinds:
             score = ranges.of(((kind, False, 1),)).score

@@ -1,14 +1,15 @@
-"""Sums of tables over common variables, minimised over all but some of them: exact min-plus
-elimination, with the way back. Pure arrays.
+"""Exact min-plus elimination: minimise a sum of tables over all but some of their variables.
 
-Variables are numbers with a number of options each; a factor is a table over a few of them.
-Eliminating a variable joins the tables that it stands in and keeps the least of each row, and where
-it was (Bertele & Brioschi, Nonserial Dynamic Programming, 1972).
+`segment_cost` calls it, and reads the minimising options back. The arrays are NumPy's; nothing here
+knows about tensors.
 
-`solver.eliminate` does the same to another end: its tables join two nodes each, it leaves none
-standing, and its order is found once and run for many costs. Here factors are of any number of
-variables, some variables are kept, so that the answer is a table, and every call finds its own
-order.
+A variable is a number with a number of options. A factor is a table over a few variables.
+Eliminating a variable joins the tables that contain it, and stores the minimum of each row and its
+position (Bertele & Brioschi, Nonserial Dynamic Programming, 1972).
+
+`solver.eliminate` does the same for another purpose. Its tables join two nodes each, it eliminates
+every node, and it reuses one order for many costs. Here factors have any number of variables, and
+every call finds its own order. Some variables remain, so the result is a table.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ __all__ = ["Eliminated", "Factor", "TooWide", "eliminate"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Factor = tuple[tuple[int, ...], Array]
-# entries of a table that is kept until options are asked for: finding the least entry is quick,
-# finding where it stands is not
+# maximum entries of a table that is stored until options are asked for: finding the minimum is
+# quick, finding its position is not
 _LATER: Final = 1 << 18
 
 
 class TooWide(Exception):
-    """A joined table would be larger than allowed."""
+    """An error where a joined table would be larger than allowed."""
 
 
 @dataclass(frozen=True)
 class Eliminated:
-    """``values``: the least sum for each combination of the variables kept, in their order.
-    ``records``: what was eliminated, in order, the variables that its best option depends on, and
-    for each of its options (first axis) and theirs the sum that is minimised, or of wide ones the
-    best option alone."""
+    """The result of an elimination.
+
+    ``values`` is the minimum sum for each combination of the variables in ``keep``, in their order.
+    ``records`` has an entry for each eliminated variable, in order: the variable, the variables
+    that its best option depends on, and a table. The table has the minimised sum for each option of
+    the variable (first axis) and of the others. For a wide table only the best option is stored.
+    """
 
     keep: tuple[int, ...]
     values: Array
     records: tuple[tuple[int, tuple[int, ...], Array], ...]
 
     def choices(self) -> dict[int, Array]:
-        """variable -> its best option for each combination of those kept (arrays of the shape of
-        ``values``)."""
+        """Map each variable to its best option for each combination of the kept variables.
+
+        Each entry is an array of the shape of ``values``.
+        """
         grid = np.indices(self.values.shape)
         found: dict[int, Array] = {v: grid[k] for k, v in enumerate(self.keep)}
         for variable, others, table in reversed(self.records):
@@ -65,8 +71,10 @@ class Eliminated:
 def eliminate(
     sizes: Mapping[int, int], factors: Sequence[Factor], keep: Sequence[int], most: int = 1 << 26
 ) -> Eliminated:
-    """Minimise the sum of ``factors`` over all variables of ``sizes`` but ``keep``. Raises TooWide
-    beyond ``most`` entries of a joined table."""
+    """Minimise the sum of ``factors`` over all variables of ``sizes`` except ``keep``.
+
+    Raises TooWide if a joined table would have more than ``most`` entries.
+    """
     order = _order(
         tuple(variables for variables, _ in factors), tuple(sorted(sizes.items())), tuple(keep)
     )
@@ -88,8 +96,11 @@ def eliminate(
 
 
 class _Join(NamedTuple):
-    """Tables that are added up: their numbers, the order that their dims are to come in, and the
-    shape that they then have among these variables."""
+    """A sum of tables: its variables, its shape, and the tables.
+
+    Each table is its number, the order in which its dims have to come, and its shape among these
+    variables.
+    """
 
     variables: tuple[int, ...]
     shape: tuple[int, ...]
@@ -100,9 +111,12 @@ class _Join(NamedTuple):
 def _order(
     stands: tuple[tuple[int, ...], ...], of: tuple[tuple[int, int], ...], keep: tuple[int, ...]
 ) -> tuple[_Join, ...]:
-    """What is joined for each variable in turn, it first among the variables of the join, and at
-    the end for those kept. Each join makes one more table, of all its variables but the first. Next
-    is always the variable whose join is smallest."""
+    """Find the elimination order: a join for each variable in turn, and one for the kept variables.
+
+    The eliminated variable comes first among the variables of its join. Each join makes one more
+    table, over all of its variables except the first. The next variable is always the one with the
+    smallest join.
+    """
     sizes, tables = dict(of), list(stands)
     inside: dict[int, set[int]] = {v: set() for v in sizes}
     for number, variables in enumerate(tables):
@@ -147,7 +161,7 @@ def _order(
 
 
 def _join(tables: Sequence[Array], join: _Join) -> Array:
-    """Their sum. The small ones are added up among themselves before they meet the wide ones."""
+    """Return the sum of the tables. Small tables are added to each other before the wide ones."""
     total: Array = np.zeros([1] * len(join.shape))
     for number, places, shape in join.tables:
         total = np.add(total, tables[number].transpose(places).reshape(shape), order="C")

@@ -1,5 +1,7 @@
-"""Fewer options, for tables that would be too wide: some are left out, or values are taken apart so
-that what is found is a bound."""
+"""Ways to shrink tables that would be too wide.
+
+`segment_cost` either drops options, or decouples values from calls, so that the result is a bound.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ __all__ = ["Pairs", "apart", "cheapest", "some", "spread"]
 
 
 class Pairs(NamedTuple):
-    """Of a node whose options are pairs of layouts: the option without a second layout that each
-    has the first one of, how many calls take the value, and whether it is small."""
+    """A node whose options are pairs of layouts.
+
+    ``alone`` has, for each option, the option with the same first layout and no second one.
+    ``takers`` is the number of calls that take the value, ``small`` is whether the value is small.
+    """
 
     alone: tuple[int, ...]
     takers: int
@@ -23,8 +28,10 @@ class Pairs(NamedTuple):
 
 
 def some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
-    """A table for these options only; what has but one joins nothing, so that it is no variable of
-    it."""
+    """Restrict a table to these options.
+
+    A node with a single option couples nothing, so it is no longer a variable of the table.
+    """
     nodes, table = factor
     for axis, n in enumerate(nodes):
         if n in kept:
@@ -38,7 +45,7 @@ def some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int])
 
 
 def apart(factor: Factor, values: Sequence[int]) -> Factor:
-    """A table between one of some values and a call as if the value lay as suits that call."""
+    """Decouple a call from some values: each value has the layout that suits the call."""
     nodes, table = factor
     if len(nodes) < 2 or not set(nodes) & set(values):
         return factor
@@ -47,8 +54,11 @@ def apart(factor: Factor, values: Sequence[int]) -> Factor:
 
 
 def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs]) -> Factor:
-    """A table from a value to a call that takes it as if each such call paid an even part of
-    whatever second layout is best for it: never more than with those there are."""
+    """Let each call pay an even share of the second layout that is best for it.
+
+    The table is one from a value to a call that takes it. The cost is never higher than with the
+    second layouts that exist.
+    """
     nodes, table = factor
     if len(nodes) < 2 or nodes[0] not in single:
         return factor
@@ -62,7 +72,7 @@ def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs
 def cheapest(
     node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None
 ) -> list[int]:
-    """Of those kept the first and those that cost least, whatever the neighbours do."""
+    """Select the first of the kept options and the cheapest others, whatever the neighbours do."""
     total: Any = 0.0
     for nodes, table in factors:
         if node in nodes:

@@ -1,5 +1,8 @@
-"""Pipelines by the model: how long a step takes by each schedule's formula, what crosses between
-stages, and the stages as the simulator takes them."""
+"""The cost model of pipelines.
+
+`inter_op.search` calls it for the step time by each schedule's formula, for the transfers between
+stages, and for the stages in the simulator's form.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,10 @@ _FACES: Final = 3  # layouts considered where stages meet
 
 
 class Setting(NamedTuple):
-    """A number of stages, the mesh of each, and of micro-batches; no plan with them takes less than
-    ``bound``."""
+    """A number of stages, a number of micro-batches, and the mesh of each stage.
+
+    No plan with this setting takes less than ``bound``.
+    """
 
     bound: float
     stages: int
@@ -42,8 +47,11 @@ class Setting(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A plan by the model: chunks of segments on lanes of devices, the layouts between them, and
-    how each runs."""
+    """A candidate plan of the cost model.
+
+    It has chunks of segments on lanes of devices, the layouts between them, and the variant of each
+    chunk.
+    """
 
     cost: float
     setting: Setting
@@ -63,14 +71,20 @@ def modelled(
     transfers: Sequence[float],
     forwards: Sequence[float],
 ) -> float:
-    """The time of a step by a schedule's formula: every lane works through all micro-batches;
-    before and after, the pipeline fills and drains.
+    """Return the time of a step by a schedule's formula.
 
-    1f1b and gpipe: sum of t + max of (m - 1) t + u. Others: the busiest lane's m t + u, and a
-    bubble: of (p - 1) / v stages' t (interleaved, v chunks a lane), of p - 1 stages' forward
-    (zb-h1, where the backward of weights fills the rest), of half of that (zb-v, whose lanes start
-    one after the other as soon as half of a stage has gone forward; from 2 p - 1 micro-batches on,
-    else more). zb-h2, as it is simulated, gains nothing on zb-h1 in a step by itself.
+    Every lane works through all micro-batches; before and after, the pipeline fills and drains.
+    There are p lanes and m micro-batches. A stage takes t seconds for each micro-batch, and u
+    seconds once a step.
+
+    1f1b and gpipe take the sum of t + the maximum of (m - 1) t + u. The other schedules take the
+    busiest lane's m t + u, and a bubble:
+
+    - interleaved, with v chunks a lane: (p - 1) / v stages' t.
+    - zb-h1, where the backward of weights fills the rest: p - 1 stages' forward.
+    - zb-v: half the bubble of zb-h1. Its lanes start one after the other as soon as half of a stage
+      has gone forward. This holds from 2 p - 1 micro-batches on; with fewer the bubble is larger.
+    - zb-h2, as it is simulated, gains nothing over zb-h1 in a single step.
     """
     count = max(lanes) + 1
     work = [
@@ -98,8 +112,11 @@ def modelled(
 def filling(
     schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float
 ) -> float:
-    """Seconds of a step for which a lane waits: ``work`` of a micro-batch in all stages together,
-    ``forward`` of it in the forward pass."""
+    """Return the seconds of a step for which a lane waits.
+
+    ``work`` is seconds of a micro-batch in all stages together, ``forward`` those of its forward
+    pass.
+    """
     short = max(0.0, 1 - micros / (2 * stages - 1))
     if schedule == "zb-h2":
         return forward * ((stages - 1) + short * (stages - 2)) / stages
@@ -112,8 +129,10 @@ def filling(
 
 
 class Crossing:
-    """Seconds for what crosses a cut between stages, there and back, by the layout it crosses in;
-    each rank sends what it has to its peer."""
+    """The transfers at a cut between stages: seconds forward and back, by the layout that crosses.
+
+    Each rank sends its local tensor to its peer.
+    """
 
     def __init__(self, ground: MeshContext, cluster: Cluster, setting: Setting, hub: int) -> None:
         self.ground, self.cluster, self.size = ground, cluster, setting.mesh.size
@@ -133,7 +152,7 @@ class Crossing:
         return found
 
     def bytes(self, cut: int) -> Array:
-        """What each rank sends forward."""
+        """Return the bytes that each rank sends forward."""
         ground, chain = self.ground, self.ground.chain
         number = chain.segments[cut - 1].gives
         faces = ground.faces(number)
@@ -162,7 +181,7 @@ class Crossing:
 
 
 def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
-    """The layouts worth a thought at each cut: those with which the whole chain costs least."""
+    """Select the layouts to consider at each cut: those with which the whole chain costs least."""
     tables = [cutting.first.of(((kind, False, 1),)).score[hub] for kind in cutting.kinds]
     forward, backward = [np.zeros(tables[0].shape[0])], [np.zeros(tables[-1].shape[1])]
     for table in tables:
@@ -185,7 +204,7 @@ def parts_of(
 
 
 def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
-    """The chunks of a candidate, as the simulator takes them."""
+    """Convert the chunks of a candidate to stages for the simulator."""
     cutting, found, size = candidate.cutting, candidate.found, candidate.setting.mesh.size
     crossing = Crossing(cutting.ground, cluster, candidate.setting, cutting.hub)
     at = {q: k for k, q in enumerate(QUANTITIES)}
@@ -212,7 +231,7 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
 def _again(
     cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int
 ) -> float:
-    """Seconds of forward passes that run again in backward."""
+    """Return the seconds of forward passes that run again in backward."""
     a, way = found.cuts[i], ways[i]
     faces = cutting.ranges(way.weights).faces(
         cutting.kinds[a : found.cuts[i + 1]],

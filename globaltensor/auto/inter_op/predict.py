@@ -1,8 +1,9 @@
-"""A plan's step foretold, on the cluster it was made for or on another, up to thousands of devices:
-of each kind of stage one rank is looked at.
+"""Predict a plan's step time on any cluster, up to thousands of devices.
 
-On another cluster every call and every change of layout of the plan is priced anew; the layouts,
-stages and schedule are the plan's. What is modelled, and what is not, says `simulated`.
+`flow.auto.plan` simulates its plans here. One rank of each distinct stage is simulated. On a
+cluster other than the plan's own, every call and every change of layout is priced again. The
+layouts, stages and schedule remain the plan's. The docstring of `step_simulator` says what is
+modelled.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ def predict(
     calls: Calls | None = None,
     options: Options | None = None,
 ) -> Simulation:
-    """Simulate a step of ``plan``. ``cluster``: another one than it was made for; then ``calls``
-    must be those it was made of, of one micro-batch. Without it calls and changes of layout cost
-    what the plan says; of the cluster it was made for only the name is known, so what crosses
-    between stages goes over links of the generic cluster, with its ``overlap``.
+    """Simulate a step of ``plan``.
 
-    Raises PlanError where these do not belong together, or the cluster is too small.
+    ``cluster`` is another cluster than the one that the plan was made for. It needs ``calls``: the
+    calls of one micro-batch that the plan was made of.
+
+    Without ``cluster``, calls and changes of layout cost what the plan says. Only the name of the
+    plan's own cluster is known. So transfers between stages use links of the generic cluster, with
+    its ``overlap``.
+
+    Raises PlanError where plan and calls do not belong together, or the cluster is too small.
     """
     if cluster is None:
         cluster = Cluster(name=plan.cluster)
@@ -73,14 +78,16 @@ def simulate_plan(plan: Plan, cluster: Cluster) -> Simulation:
 
 
 def _priced_by_stages(plan: Plan) -> bool:
-    """Whether it says what stages cost: the search over everything does, the solver's plan on one
-    mesh does not."""
+    """Return True if the plan has costs of its stages.
+
+    Plans of the complete search have them; the solver's plans on one mesh do not.
+    """
     told = plan.choices.get("stages") or ()
     return bool(told) and all("costs" in s for s in told)
 
 
 def _stages(plan: Plan) -> list[Stage]:
-    """The stages of a plan as the simulator takes them."""
+    """Convert the stages of a plan to stages for the simulator."""
     if _priced_by_stages(plan):
         return [Stage(**s["costs"]) for s in plan.choices["stages"]]
     forward, backward = _seconds(
@@ -104,7 +111,7 @@ def _stages(plan: Plan) -> list[Stage]:
 def _seconds(
     calls: Sequence[PlannedCall], changes: Sequence[LayoutChange], leaves: set[str]
 ) -> tuple[float, float]:
-    """Of the forward and the backward pass, with what moves within them."""
+    """Return seconds of the forward and the backward pass, with their communication."""
     forward = sum(c.forward + (c.moving / 2 if c.backward else c.moving) for c in calls) + sum(
         c.forward for c in changes if c.value not in leaves
     )
@@ -115,20 +122,21 @@ def _seconds(
 
 
 def _aside(changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
-    """(gathering parameters, summing gradients), which may run beside computing."""
+    """Return seconds of (gathering parameters, summing gradients), which may overlap computing."""
     own = [c for c in changes if c.value in leaves]
     return sum(c.forward for c in own), sum(c.backward for c in own)
 
 
 def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Plan:
-    """The same plan with the seconds of another cluster. Raises PlanError for calls that are not
-    the plan's."""
+    """Return the same plan with the seconds of another cluster.
+
+    Raises PlanError for calls that are not the plan's.
+    """
     where = mesh(tuple(plan.mesh))
     staged, zero = _priced_by_stages(plan), plan.choices.get("zero", {})
     prices = ReshardCosts(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
-    twice = (
-        bool(plan.choices.get("freed")) and not staged
-    )  # stages say what they gather by themselves
+    # costs of stages already include the second gathering
+    twice = bool(plan.choices.get("freed")) and not staged
     pricer = _Pricer(prices, StrategyBuilder(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
@@ -171,8 +179,10 @@ def _stage(
     priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]],
     update: dict[str, float],
 ) -> dict[str, Any]:
-    """A stage with the costs of another cluster: each part of them by as much longer or shorter as
-    its calls and changes are."""
+    """Return a stage with the costs of another cluster.
+
+    Each cost is scaled as the stage's calls and changes of layout are.
+    """
     names = [c.name for c in plan.calls]
     first, last = (names.index(n) for n in told["calls"])
     own = set(names[first : last + 1])

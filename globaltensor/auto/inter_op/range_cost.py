@@ -1,5 +1,8 @@
-"""Runs of segments as one: min-plus products of their matrices. Segments that are alike share them,
-so a run of n alike costs log n products."""
+"""Costs of consecutive segments: min-plus products of the segments' matrices.
+
+`stage_dp` and `lagrangian_bound` call it. Segments of one kind share their matrix, so a run of n
+equal segments costs log n products.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,25 @@ from .segment_cost import QUANTITIES, MeshContext, Weights
 __all__ = ["Ranges", "Run", "Table", "join", "runs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: (kind of segment, whether its forward is recomputed, how many of them)
+#: (kind of segment, whether its forward pass is recomputed, number of segments)
 Run = tuple[int, bool, int]
 _MOST = "X"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Of some segments in a row: ``score[h, i, j]``, the least weighted cost with hubs in state h,
-    taking in layout i and giving in layout j; ``parts`` what it is made of (first axis:
-    `QUANTITIES`)."""
+    """The costs of consecutive segments.
+
+    ``score[h, i, j]`` is the minimum weighted cost with hubs in state h, input in layout i and
+    output in layout j. ``parts`` has its quantities (first axis: `QUANTITIES`).
+    """
 
     score: Array
     parts: Array
 
 
 def join(a: Table, b: Table) -> Table:
-    """One after the other: the best layout in between for each pair of outer ones."""
+    """Concatenate two ranges: find the best layout in between for each pair of outer layouts."""
     both = a.score[:, :, :, None] + b.score[:, None, :, :]
     middle = both.argmin(2)
     h, i, j = np.ogrid[: middle.shape[0], : middle.shape[1], : middle.shape[2]]
@@ -43,7 +48,7 @@ def join(a: Table, b: Table) -> Table:
 
 
 def runs(kinds: Sequence[int], recomputed: Sequence[bool]) -> tuple[Run, ...]:
-    """Segments in a row, those alike together.
+    """Group consecutive segments that are equal.
 
     >>> runs([0, 1, 1, 1, 2], [True, True, False, False, False])
     ((0, True, 1), (1, True, 1), (1, False, 2), (2, False, 1))
@@ -55,8 +60,10 @@ def runs(kinds: Sequence[int], recomputed: Sequence[bool]) -> tuple[Run, ...]:
 
 
 class Ranges:
-    """Tables of runs on a ground, for some weights. ``loose``: hubs lie in each segment as suits it
-    alone, which no plan can do better than."""
+    """The tables of runs of segments on a mesh, for some weights.
+
+    ``loose``: hubs have in each segment the layouts that suit it alone. No plan can do better.
+    """
 
     def __init__(self, ground: MeshContext, weights: Weights, loose: bool = False) -> None:
         self.ground, self.weights, self.loose = ground, weights, loose
@@ -64,7 +71,7 @@ class Ranges:
         self._known: dict[tuple[Run, ...], Table] = {}
 
     def of(self, row: tuple[Run, ...]) -> Table:
-        """The table of these runs."""
+        """Return the table of these runs."""
         found = self._known.get(row)
         if found is None:
             if len(row) > 1:
@@ -100,8 +107,10 @@ class Ranges:
     def faces(
         self, kinds: Sequence[int], recomputed: Sequence[bool], hub: int, start: int, end: int
     ) -> list[int]:
-        """The layouts, by number, in which the activation crosses from segment to segment on the
-        best way from ``start`` to ``end``, these included."""
+        """Find the layouts between segments on the cheapest path from ``start`` to ``end``.
+
+        They are the layouts of the activation by number, with ``start`` and ``end`` included.
+        """
         best, back = None, []
         for kind, again in zip(kinds, recomputed, strict=True):
             score = self.of(((kind, again, 1),)).score[hub]

@@ -1,9 +1,12 @@
-"""The search over everything: mesh, pipeline stages, micro-batches, schedule, recomputation, ZeRO
-and the layout of every tensor, under a memory limit.
+"""The search for a complete plan under a memory limit.
 
-For each number of stages, mesh and micro-batch there is a lower bound of the modelled time; those
-that cannot beat the best plan so far are not looked into (branch and bound). The best few by the
-model are simulated action by action, and the quickest of them is the plan.
+`flow.auto.plan` calls it. It chooses mesh, pipeline stages, micro-batches, schedule, recomputation,
+ZeRO, and the layout of every tensor.
+
+Each combination of a number of stages, a mesh and a number of micro-batches has a lower bound of
+the modelled time. Combinations that cannot beat the best plan so far are skipped (branch and
+bound). The best few plans of the model are simulated action by action, and the fastest of them is
+returned.
 """
 
 from __future__ import annotations
@@ -48,27 +51,33 @@ from .step_simulator import Simulation, step
 
 __all__ = ["SearchSpace", "search_pipelines"]
 
-#: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as
-#: there is.
+#: Prices of memory that layouts are searched for, in seconds of the whole step for all memory.
 _PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
-_SIMULATED: Final = 8  # plans of which the step is simulated
+_SIMULATED: Final = 8  # plans whose step is simulated
 _ASKED: Final = 3  # prices on memory that are tried before a setting is divided
 _TIGHTENED: Final = 100  # prices on memory that are tried to raise the bound
 _RESCHEDULED: Final = 8  # settings that are tried with all schedules
+# schedules whose formula contains the time of all stages, for the first micro-batch
 _FILLED: Final = (
     "1f1b",
     "gpipe",
-)  # schedules whose formula has the whole time of all stages, for the first micro-batch
-_ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
+)
+_ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules with one stage a lane
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only
-    these, None: all that are sensible. ``axes``: of a mesh at most. ``micro_batches`` of models
-    that take statistics of the batch (batch norm) give other numbers, as with any accumulation of
-    gradients: unless they are asked for there are none. ``schedules``: of pipelines; gpipe takes as
-    long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even part."""
+    """The space of a search.
+
+    ``stages``, ``micro_batches`` and ``meshes`` (shapes of the mesh of one stage) restrict the
+    search to these; None: all sensible ones. ``axes`` is the maximum number of axes of a mesh.
+    ``schedules`` are those of pipelines; gpipe takes as long as 1f1b and more memory. ``recompute``
+    allows recomputation. ``slack`` limits a stage's work, as a multiple of an even share.
+
+    Models that take statistics of the batch (batch norm) compute other numbers with micro-batches,
+    as with any accumulation of gradients. They get micro-batches only if ``micro_batches`` asks for
+    them.
+    """
 
     stages: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
@@ -89,13 +98,15 @@ def search_pipelines(
     space: SearchSpace | None = None,
     seconds: float | None = None,
 ) -> Plan:
-    """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster),
-    with the best bound known.
+    """Search for the best plan of a step of ``batch`` rows on ``devices`` devices.
 
-    ``calls_of(rows)``: the calls of a step on so many rows (a batch is dim 0 of the inputs).
-    ``options.memory``: bytes of a device, by default the cluster's. ``seconds``: stop after so long
-    with the best so far. Deterministic, unless stopped. Raises PlanError where nothing fits, saying
-    the least that would do.
+    ``calls_of(rows)`` returns the calls of a step on so many rows; the batch is dim 0 of the
+    inputs. ``devices=None`` means all devices of the cluster. ``options.memory`` is bytes of a
+    device, by default the cluster's. ``seconds``: stop after this time and return the best plan so
+    far.
+
+    The plan has the best lower bound known. The search is deterministic, unless it is stopped.
+    Raises PlanError where nothing fits, with the minimum memory that would do.
     """
     started = time.perf_counter()
     devices = devices or cluster.size or 1
@@ -134,9 +145,9 @@ class PipelineSearch:
         self.prices: dict[Placement, ReshardCosts] = {}
         self.found: list[Candidate] = []
         self.bounds: dict[tuple[int, int, Placement], float] = {}
-        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for
-        #: backward as well (`formulate`), so gathered once, and together with others, which takes a
-        #: part of the time.
+        #: Bounds of the settings with one stage and one micro-batch. They also hold where gathered
+        #: parameters are saved for backward (`formulate`). Then each is gathered once, in a bucket
+        #: with others, which takes a fraction of the time.
         self.once: dict[tuple[int, int, Placement], float] = {}
         self.log: dict[str, Any] = {
             "segments": len(self.chain.segments),
@@ -150,12 +161,12 @@ class PipelineSearch:
             )
         self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
+        self.settled: dict[Placement, dict[int, list[int]]] = {}  # layouts of the hubs on a mesh
         self._later: list[tuple[float, Setting, MeshContext, int]] = []
 
     @property
     def least(self) -> float:
-        """Seconds of the best plan so far."""
+        """The modelled seconds of the best plan so far."""
         return self.found[0].cost if self.found else math.inf
 
     @property
@@ -199,7 +210,7 @@ class PipelineSearch:
             [s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once
         ]
 
-    # The space
+    # The search space
 
     def _settings(self) -> Iterator[Setting]:
         space = self.space
@@ -220,8 +231,12 @@ class PipelineSearch:
                 yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
 
     def _micros(self, stages: int) -> list[int]:
-        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those
-        of the space. Where statistics are taken of the batch, one: a plan changes no number."""
+        """List the numbers of micro-batches to try: those of the space, or those that make sense.
+
+        The latter are at least as many as the stages, and grow by a factor of two or more. A model
+        that takes statistics of the batch gets one micro-batch, because a plan must not change
+        results.
+        """
         batch, wanted = self.batches.batch, self.space.micro_batches
         if wanted:
             return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
@@ -244,7 +259,7 @@ class PipelineSearch:
         return found
 
     def _runs(self, rows: int) -> bool:
-        """Whether the model makes the same calls on so many rows."""
+        """Return True if the model makes the same calls on ``rows`` rows."""
         out = self.log.get("left_out", {})
         if str(rows) not in out:
             try:
@@ -256,9 +271,11 @@ class PipelineSearch:
     def _bubble(
         self, stages: int, micros: int, by: Sequence[tuple[tuple[int, ...], str]] | None = None
     ) -> float:
-        """Seconds that a pipeline takes longer than its busiest lane works (`modelled`), by
-        whichever schedule (``by``: of these lanes and schedules): at least by what computing
-        takes."""
+        """Return a lower bound of the seconds that a pipeline takes beyond its busiest lane's work.
+
+        The bound is the minimum over schedules (`modelled`), or over the lanes and schedules
+        ``by``. It counts computing only.
+        """
         least = self._least(stages, micros)
         work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
         if stages > len(self.chain.segments):
@@ -269,9 +286,12 @@ class PipelineSearch:
         )
 
     def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
-        """The least seconds of computing a micro-batch of a segment of each kind, in both passes
-        and in the forward pass: if all ranks of a stage share the work evenly and nothing moves.
-        Where calls were measured they may take less than the roofline has them read and write."""
+        """Return the minimum seconds of computing a micro-batch of each kind of segment.
+
+        Each entry is (both passes, forward pass). All ranks of a stage share the work evenly, and
+        nothing communicates. In a cluster with measured calls memory traffic is not counted,
+        because measured calls may take less than the roofline of their bytes.
+        """
         key = stages, micros
         if key not in self._ideals:
             calls, share = self.batches.at(self.batches.batch // micros), stages / self.devices
@@ -336,7 +356,7 @@ class PipelineSearch:
         self.settled[mesh] = ground.active
         scores = free.first.of(runs(free.kinds, [False] * len(free.kinds))).score.min((1, 2))
         evenly, hub = float(scores.min()) / stages, int(scores.argmin())
-        # The first schedule has the whole bubble; what others could save is looked at later.
+        # The first schedule has the whole bubble. Others that could save some are tried later.
         lanes, schedule = next(self._lanes(stages))
         if (evenly if schedule in _FILLED else self.bounds[setting[1:]]) < self.least * 1.02:
             self._divide(ground, setting, schedule, lanes, hub)
@@ -365,8 +385,10 @@ class PipelineSearch:
         )
 
     def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
-        """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without
-        the part of the bubble that it saves."""
+        """Return the best time that a schedule can reach for stages that take ``evenly`` by 1f1b.
+
+        It is that time without the part of the bubble that the schedule saves.
+        """
         _, stages, micros, _ = setting
         bubble = evenly * (stages - 1) / (micros + stages - 1)
         short = max(0.0, 1 - micros / (2 * stages - 1))
@@ -397,7 +419,7 @@ class PipelineSearch:
     def _divide(
         self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int
     ) -> None:
-        """Add the best plan of a setting by a schedule to those found."""
+        """Add the best plan of a setting with this schedule to the candidates."""
         dual = self._dual(ground, setting, schedule, lanes)
         while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
             pass
@@ -449,7 +471,10 @@ class PipelineSearch:
     def _flights(
         self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]
     ) -> tuple[float, ...]:
-        """How many micro-batches each lane holds of all its layers at most."""
+        """Return the maximum number of micro-batches in flight in each lane.
+
+        A micro-batch counts as one if the lane holds it for all of its layers.
+        """
         most = (
             max_activations(schedule, lanes, micros)
             if stages > 1 and self.batches.whole.training
@@ -460,7 +485,7 @@ class PipelineSearch:
     def _dual(
         self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...]
     ) -> Dual:
-        """The bound of a setting by a schedule, within the memory."""
+        """Return the lower bound of a setting with this schedule, within the memory limit."""
         _, stages, micros, _ = setting
         key = *setting[1:], schedule
         if key not in self.duals:
@@ -481,7 +506,7 @@ class PipelineSearch:
         return self.duals[key]
 
     def _reschedule(self, until: float) -> None:
-        """Other schedules, for the pipelines that would be best without their bubble."""
+        """Try other schedules for the pipelines that would be best without their bubble."""
         for evenly, setting, ground, hub in self._later:
             for lanes, schedule in list(self._lanes(setting.stages))[1:]:
                 if (
@@ -509,10 +534,10 @@ class PipelineSearch:
                 return
             self._raise(setting, min(dual.value for dual in duals))
 
-    # The end
+    # The result
 
     def best(self) -> tuple[Candidate, Simulation]:
-        """The quickest of the best few, by simulation, with its run."""
+        """Simulate the best few candidates and return the fastest with its simulation."""
         tried: list[tuple[float, float, int, Candidate, Simulation]] = []
         for candidate in self.found:
             run = step(

@@ -1,14 +1,20 @@
-"""What a segment costs on a mesh, for each layout that it may take its activation in and give its
-result in: the best inside, found exactly.
+"""The exact minimum cost of a segment on a mesh, for each pair of boundary layouts.
 
-Costs are kept apart by what they are, so that one segment serves any number of micro-batches,
-stages and schedules, and a price for memory:
-F, B   seconds of the forward and of the backward pass of a micro-batch, with what they communicate;
-G      seconds of gathering parameters (and scattering gradients) that are kept in shares, each micro-batch; it may hide behind computing;
-R, O   seconds a step: summing gradients, which may hide behind the backward pass; the optimizer's step, with gathering what it has updated in shares;
-P, A   bytes: of parameters, their gradients and the optimizer's state; of what is kept for backward, for each micro-batch in flight;
-X      bytes that are needed only now and then: the most of any call, not the sum.
-"""  # noqa: E501
+`range_cost` and `stage_dp` call it for every kind of segment. A boundary layout is the layout of
+the activation that the segment takes as input, or of the one that it returns.
+
+Costs are stored separately by quantity. So one segment serves any number of micro-batches, stages
+and schedules, and any price of memory:
+
+F, B   seconds of the forward and of the backward pass of a micro-batch, with their communication
+G      seconds a micro-batch of gathering parameters that are sharded, and of scattering their
+       gradients; this traffic may hide behind computing
+R      seconds a step of summing gradients; this traffic may hide behind the backward pass
+O      seconds a step of the optimizer, with gathering the shards that it has updated
+P      bytes of parameters, their gradients and the optimizer's state
+A      bytes saved for backward, for each micro-batch in flight
+X      bytes that are needed only temporarily: the maximum over calls, not the sum
+"""
 
 from __future__ import annotations
 
@@ -44,15 +50,19 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 Costs = dict[str, Array]
 QUANTITIES: Final = "FBGROPAX"
-#: Seconds of what cannot be done: finite, so that it may be multiplied by nothing.
+#: Seconds of what is impossible. It is finite, so that a product with a weight of 0 is 0.
 NEVER: Final = 1e15
-_WIDEST: Final = 1 << 21  # entries of a table
-SMALL: Final = 1 / 64  # of the bytes of the largest value
+_WIDEST: Final = 1 << 21  # the maximum number of entries of a table
+SMALL: Final = 1 / 64  # a value is small below this fraction of the bytes of the largest value
 
 
 class ParameterStorage(NamedTuple):
-    """How a parameter is kept: as calls of its stage see it, the stage of ZeRO (0 to 2; kept in
-    shares altogether is a layout of its own), and as the optimizer sees it."""
+    """The way a parameter is stored.
+
+    ``layout`` is its layout for the calls of its stage, ``shares`` its layout for the optimizer.
+    ``zero`` is the stage of ZeRO, 0 to 2. A fully sharded parameter (stage 3) is a ``layout`` of
+    its own.
+    """
 
     layout: Layout
     zero: int
@@ -60,13 +70,15 @@ class ParameterStorage(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a second of a micro-batch and of a step count, and what bytes cost. ``gathers``: what
-    part of gathering parameters counts.
+    """The weights of a second of a micro-batch, a second of a step, and a byte.
 
-    Of two things at the same time, a and b, max(a, b) + seen * min(a, b) shows, which no linear
-    cost says: (1 - h x) a + (1 - h (1 - x)) b with h = 1 - seen is no more, for any x in [0, 1],
-    and for some x as much. ``gathering`` is the x of computing (a) and gathering, ``summing`` that
-    of the last backward pass and summing gradients: 0 where computing is longer.
+    ``gathers`` is the fraction of the time for gathering parameters that counts.
+
+    Two durations a and b that overlap take max(a, b) + seen * min(a, b), which no linear cost
+    expresses. A linear lower bound is (1 - h x) a + (1 - h (1 - x)) b with h = 1 - seen. It holds
+    for any x in [0, 1], and is exact for some x. ``gathering`` is this x for computing (a) and
+    gathering (b). ``summing`` is this x for the last backward pass (a) and summing gradients (b).
+    Each is 0 where computing takes longer.
     """
 
     time: float
@@ -80,8 +92,12 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """For each combination of hubs' layouts, of the layout taken and of that given: the weighted
-    cost, and what it is made of (first axis: `QUANTITIES`)."""
+    """The minimum costs of a segment.
+
+    ``score`` has the weighted cost for each combination of layouts of the shared values (hubs),
+    layout of the input and layout of the output. ``parts`` has its quantities (first axis:
+    `QUANTITIES`).
+    """
 
     score: Array
     parts: Array
@@ -89,8 +105,7 @@ class SegmentCosts:
 
 
 class MeshContext:
-    """A mesh of a cluster, with a batch of so many rows: what all segments of a graph share
-    there."""
+    """A mesh of a cluster with a batch of ``rows`` rows: the data that all segments share there."""
 
     def __init__(
         self,
@@ -109,13 +124,13 @@ class MeshContext:
         self.seen = 1.0 - hidden(cluster, options)
         self.whole: Layout = (broadcast,) * len(mesh.shape)
         self.hubs = {h: self._hub(self.calls.values[h]) for h in chain.hubs}
-        #: Of each hub the options, by number, that are searched together with all else.
+        #: The options of each hub, by number, that are searched together with everything else.
         self.active = {h: list(range(len(options))) for h, options in self.hubs.items()}
         self._changes: dict[Any, tuple[Array, Array]] = {}
         self._parts: dict[int, SegmentProblem] = {}
 
     def part(self, kind: int) -> SegmentProblem:
-        """The segments of a kind."""
+        """Return the problem of the segments of a kind."""
         found = self._parts.get(kind)
         if found is None:
             found = self._parts[kind] = SegmentProblem(
@@ -124,7 +139,7 @@ class MeshContext:
         return found
 
     def faces(self, number: int) -> list[Layout]:
-        """How a value may lie that crosses between segments: never partial."""
+        """List the boundary layouts that a value may have between segments. None is partial."""
         return self.menu.states(self.calls.values[number], True) if number >= 0 else [self.whole]
 
     def _hub(self, value: Value) -> list[Any]:
@@ -133,8 +148,11 @@ class MeshContext:
         return self.menu.states(value, True)
 
     def starts(self) -> list[dict[int, list[int]]]:
-        """Ways for all hubs to lie: what has the batch in dim 0 split along the first axes, more
-        and more of them, the rest whole."""
+        """List initial layouts for all shared values (hubs).
+
+        The k-th entry shards dim 0 of the values that carry the batch along the first k axes of the
+        mesh, and replicates all else.
+        """
         found = []
         for many in range(len(self.mesh.shape) + 1):
             found.append({h: [self._nearest(h, options, many)] for h, options in self.hubs.items()})
@@ -163,7 +181,7 @@ class MeshContext:
         return np.array([known[x] for x in layouts])
 
     def given(self, value: Value) -> list[ParameterStorage] | list[Layout]:
-        """How something given may be kept."""
+        """List the ways in which a parameter, buffer or input may be stored."""
         layouts = self.menu.states(value, value.state != "buffer")
         fixed = self.options.fixed.get(value.path or value.name)
         layouts = list(fixed) if fixed else layouts
@@ -180,7 +198,7 @@ class MeshContext:
         return found
 
     def _shares(self, value: Value, layout: Layout) -> Layout | None:
-        """The layout that shares a parameter out over all axes that have it alike."""
+        """Return the layout that shards a parameter over all axes on which it is replicated."""
         alike = [a for a, e in enumerate(layout) if e.is_broadcast and self.mesh.shape[a] > 1]
         if not alike:
             return None
@@ -196,7 +214,10 @@ class MeshContext:
     def change(
         self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]
     ) -> tuple[Array, Array]:
-        """Seconds from each of ``src`` to each of ``dst``, and of the gradient's way back."""
+        """Return seconds to move a value from each of ``src`` to each of ``dst``.
+
+        The second table has the seconds to move its gradient back.
+        """
         back = bool(self.calls.training and value.grad)
         key = value.shape, value.dtype, back, tuple(src), tuple(dst)
         found = self._changes.get(key)
@@ -223,7 +244,7 @@ class MeshContext:
     def fetch(
         self, value: Value, kept: Sequence[ParameterStorage], wanted: Sequence[Layout]
     ) -> Costs:
-        """What it costs calls that want a parameter in some layout, by how it is kept."""
+        """Price the traffic of calls that take a parameter, by stored layout and wanted layout."""
         layouts = [s.layout for s in kept]
         there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
         held = np.where(there > 0, self.bytes(value, wanted)[None, :], 0.0)
@@ -233,8 +254,8 @@ class MeshContext:
             self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in kept]).T,
             NEVER,
         )
-        # Kept in shares: gathered anew in backward, and its gradient scattered each time. Else
-        # gradients are summed once a step.
+        # A sharded parameter is gathered again in backward, and its gradient is scattered for each
+        # micro-batch. Otherwise gradients are summed once a step.
         each = (there > 0) | np.array([s.zero == 2 for s in kept])[:, None]
         return {
             "G": 2 * there + np.where(each, sums, 0.0),
@@ -243,7 +264,7 @@ class MeshContext:
         }
 
     def keeping(self, value: Value, kept: Sequence[Any]) -> Costs:
-        """What it costs to keep something given, in memory and each step."""
+        """Price the storage of a parameter, buffer or input: bytes, and seconds each step."""
         if value.state != "parameter":
             return {"P": self.bytes(value, kept)}
         whole = self.bytes(value, [s.layout for s in kept])
@@ -263,23 +284,25 @@ class MeshContext:
 
 @dataclass
 class SegmentProblem:
-    """One kind of segment on a ground: nodes and edges with their costs, ready to be weighted and
-    minimised."""
+    """A kind of segment on a mesh as a problem: nodes and edges with their costs.
+
+    The costs are ready to be weighted and minimised.
+    """
 
     ground: MeshContext
     segment: Segment
     sizes: dict[int, int] = field(default_factory=dict)
     costs: list[Costs] = field(default_factory=list)
     edges: list[tuple[int, int, Costs]] = field(default_factory=list)
-    options: list[Any] = field(default_factory=list)  # what the strategies of a node are
+    options: list[Any] = field(default_factory=list)  # the strategies of each node
     node_of: dict[tuple[str, int], int] = field(
         default_factory=dict
     )  # ("call" | "value" | "face", number) -> node
-    exact: bool = True  # whether all options have been considered, where hubs lie as elsewhere
-    sound: bool = True  # whether nothing can be better than what is found for this segment alone
+    exact: bool = True  # all options were considered, with the hubs' layouts common to all segments
+    sound: bool = True  # the result for this segment alone is a lower bound
     pairs: dict[int, Pairs] = field(default_factory=dict)
-    #: How often there were too many options: where hubs lie as suits this segment (True), and where
-    #: they lie as elsewhere.
+    #: How often there were too many options, with layouts of hubs that suit this segment alone
+    #: (True) and with those common to all segments (False).
     fewer: dict[bool, int] = field(default_factory=dict)
     _solved: dict[Any, SegmentCosts] = field(default_factory=dict)
 
@@ -315,7 +338,7 @@ class SegmentProblem:
         for v in self.takers:
             self._taken(values[v])
 
-    # Building
+    # Build the problem
 
     def _node(self, what: str, number: int, options: Sequence[Any], costs: Costs) -> int:
         node = len(self.costs)
@@ -355,12 +378,14 @@ class SegmentProblem:
         self._node("call", number, range(len(found)), costs)
 
     def _single(self, v: int) -> bool:
-        """Whether one call of all takes it, so that what is kept for backward is what that call has
-        taken."""
+        """Return True if a single call takes the value.
+
+        Then the layout saved for backward is the one in which that call takes the value.
+        """
         return v not in self.ground.chain.hubs and len(set(self.ground.calls.values[v].takers)) == 1
 
     def _made(self, value: Value) -> None:
-        """From the call that makes a value to whatever stands for it."""
+        """Add an edge from the call that makes a value to the node that represents the value."""
         g, s = self.ground, self.segment
         call = g.calls.calls[value.maker]
         made = self.found[call.number].outs[call.outs.index(value.number)]
@@ -382,8 +407,11 @@ class SegmentProblem:
         self._edge(i, j, {"F": there, "B": back})
 
     def _held(self, value: Value, before: int, made: Sequence[Layout]) -> None:
-        """A node for a value that several calls take: how it is made, and how it is kept as well,
-        so that they may share a change of layout."""
+        """Add a node for a value that several calls take.
+
+        Its options are pairs of layouts. The first is the one in which the value is made. The
+        second is one in which it is saved as well, so that calls can share a change of layout.
+        """
         g = self.ground
         several: list[Layout] = []
         if g.options.collect and len(g.mesh.shape) < 3:
@@ -425,7 +453,7 @@ class SegmentProblem:
         return self.found[taker].ins[call.operands.index(v)]
 
     def _taken(self, value: Value) -> None:
-        """From whatever stands for a value to the calls that take it."""
+        """Add edges from the node that represents a value to the calls that take the value."""
         g, s, v = self.ground, self.segment, value.number
         takers = self.takers[v]
         if v == s.takes and v != s.gives and len(takers) > 1 and len(g.mesh.shape) < 3:
@@ -472,14 +500,17 @@ class SegmentProblem:
         better = seconds + home < there + back
         return {"F": np.where(better, seconds, there), "B": np.where(better, home, back)}
 
-    # Solving
+    # Solve it
 
     def solve(
         self, weights: Weights, recomputed: bool = False, loose: bool = False
     ) -> SegmentCosts:
-        """The best inside for each combination of layouts of hubs, of those that are active, and at
-        its ends. ``recomputed``: its forward runs again in backward, and only what it takes is
-        kept. ``loose``: hubs may lie here as suits this segment alone."""
+        """Minimise the cost of the segment for each combination of layouts of hubs and ends.
+
+        Only the active options of hubs count. ``recomputed``: the forward pass runs again in
+        backward, so only the segment's input is saved. ``loose``: hubs may have the layouts here
+        that suit this segment alone.
+        """
         if loose and not self.hubs:
             found = self.solve(weights, recomputed)
             if self.exact:
@@ -500,7 +531,8 @@ class SegmentProblem:
     ) -> SegmentCosts:
         time, step, kept, activations, gathers, x, y = weights
         hides = 1.0 - self.ground.seen
-        # All passes run beside gathering; the last backward pass of a step beside summing as well.
+        # All passes overlap with gathering. The last backward pass of a step overlaps with summing
+        # gradients as well.
         forward = time * (1 - hides * x)
         backward, gathering = (
             forward - step * hides * (y - x),
@@ -529,9 +561,8 @@ class SegmentProblem:
             where = tuple(choice[n] for n in nodes)
             for q, amounts in costs.items():
                 if active is None:
-                    amounts = np.where(
-                        amounts < NEVER / 10, amounts, 0.0
-                    )  # where values lie in several ways at once
+                    # a value may have several layouts at once here
+                    amounts = np.where(amounts < NEVER / 10, amounts, 0.0)
                 if q == "X":
                     np.maximum(parts[at[q]], amounts[where], out=parts[at[q]])
                 else:
@@ -555,14 +586,17 @@ class SegmentProblem:
     def _least(
         self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None
     ) -> tuple[Eliminated, dict[int, Sequence[int]]]:
-        """Eliminate all but the ends, and the hubs that are active (None: this segment is alone);
-        with the options, by number, that nodes have been kept to. Raises TooWide where hubs could
-        have fewer instead.
+        """Eliminate all nodes except the ends and the active hubs.
 
-        Where tables would be too wide, nodes have fewer and fewer options: those that are cheapest
-        by themselves, and the first. A segment alone is to give a bound: there each call first
-        finds small values as suits it, and pays an even part of second layouts, whatever those of
-        others; only then options go.
+        Return the result, and the options left for each restricted node, by number. ``active=None``
+        means that this segment is solved alone. Raises TooWide where hubs could have fewer options
+        instead.
+
+        Where tables would be too wide, nodes get fewer and fewer options: those that are cheapest
+        regardless of the neighbours, and the first. The solution of a segment alone has to give a
+        bound. There each call first takes small values in the layout that suits it, and pays an
+        even share of second layouts, independent of other calls. Only after that are options
+        removed.
         """
         alone, active = active is None, active or {}
         ends = [*active, self.taken, self.gave]
@@ -602,8 +636,10 @@ class SegmentProblem:
     def strategies(
         self, weights: Weights, recomputed: bool, ends: tuple[int, ...]
     ) -> dict[tuple[str, int], int]:
-        """("call" | "value", number) -> its strategy in the best inside for these layouts of hubs
-        and ends."""
+        """Map ("call" | "value", number) to its strategy in the minimum for these ``ends``.
+
+        The ends are the layouts of the hubs, of the input and of the output, by number.
+        """
         choice = self.solve(weights, recomputed).choice
         return {name: int(choice[node][ends]) for name, node in self.node_of.items()}
 

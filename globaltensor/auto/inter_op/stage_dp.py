@@ -1,11 +1,12 @@
-"""A chain of segments cut into stages of a pipeline: dynamic programming over cuts and the layouts
-that cross them.
+"""Dynamic programming that cuts a chain of segments into pipeline stages.
 
-The time of a step, with m micro-batches of which stage i takes t_i, and u_i once a step, is
-modelled as sum_i t_i + max_i ((m - 1) t_i + u_i) + transfers (PipeDream, Alpa: the first
-micro-batch goes through all stages, the others follow at the pace of the slowest). For each limit
-of the maximum, which can only be that of some stage, the least sum is found; the limit rises until
-no larger one can pay.
+`inter_op.search` calls it. It chooses the cuts and the layouts that cross them.
+
+Let there be m micro-batches. Stage i takes t_i seconds for each of them, and u_i seconds once a
+step. The modelled time of a step is sum_i t_i + max_i ((m - 1) t_i + u_i) + transfers (PipeDream,
+Alpa). The first micro-batch goes through all stages; the others follow at the pace of the slowest
+stage. The maximum can only be that of some stage. For each such limit the minimum sum is found. The
+limit rises until no larger one can pay.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ _SIDES: Final = (0.5,)
 
 
 class Weighting(NamedTuple):
-    """What layouts are searched for: a price of memory, as seconds of the whole step for as much as
-    the limit, or what is longer of what runs at the same time (`Weights`)."""
+    """A weighting to search layouts for.
+
+    ``price`` is the price of memory: seconds of the whole step for as much memory as the limit.
+    ``gathering`` and ``summing`` state which of two overlapping durations is longer (`Weights`).
+    """
 
     price: float = 0.0
     gathering: float = 0.0
@@ -47,8 +51,11 @@ class Weighting(NamedTuple):
 
 
 class StageVariant(NamedTuple):
-    """How a stage runs: which of the weights its layouts were found with, and how many of its
-    segments recompute their forward."""
+    """A way to run a stage.
+
+    ``weights`` is the number of the weights that its layouts were found with, ``recomputed`` is how
+    many of its segments recompute their forward pass.
+    """
 
     weights: int
     recomputed: int
@@ -56,8 +63,11 @@ class StageVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Of one stage, for each pair of layouts at its ends: seconds of a micro-batch and of a step,
-    bytes, and the way (by number) that gives them; inf where nothing fits."""
+    """The options of one stage, for each pair of layouts at its ends.
+
+    ``time`` is seconds of a micro-batch, ``step`` seconds of a step, ``memory`` bytes, and ``way``
+    the number of the variant in ``ways``. Times are inf where nothing fits.
+    """
 
     time: Array
     step: Array
@@ -67,11 +77,11 @@ class StageOptions:
 
 
 class StageCosts:
-    """Stages on one ground with a number of micro-batches: what each range of segments costs there,
-    within a memory limit.
+    """The costs of each range of segments as a stage, on one mesh and within a memory limit.
 
-    ``prices``: of memory, as seconds of the whole step for as much as the limit; layouts are
-    searched for each. ``recompute``: whether that is allowed.
+    ``micros`` is the number of micro-batches. ``prices`` are prices of memory, in seconds of the
+    whole step for as much memory as the limit; layouts are searched for each price. ``recompute``
+    allows recomputation.
     """
 
     def __init__(
@@ -104,8 +114,11 @@ class StageCosts:
 
     @property
     def looks(self) -> list[Weighting]:
-        """As if memory cost nothing, and computing hid all else that can be hidden; with that not
-        so, where it is not; then with prices on memory."""
+        """The weightings to try.
+
+        The first takes memory as free and all communication that can hide as hidden. The next ones
+        hide less, where the first hides more than is possible. The last ones put prices on memory.
+        """
         if not self._looks:
             self._looks = [
                 Weighting(),
@@ -115,8 +128,10 @@ class StageCosts:
         return self._looks
 
     def _sides(self, found: Table) -> list[Weighting]:
-        """More looks, where what is the best otherwise gathers or sums for longer than it
-        computes."""
+        """List weightings for chains that gather or sum for longer than they compute.
+
+        The list is empty if the best chain of ``found`` does neither.
+        """
         where = np.unravel_index(int(found.score.argmin()), found.score.shape)
         f, b, g, r = found.parts[(slice(4), *where)].tolist()
         if self.ground.seen >= 1.0 or not math.isfinite(float(found.score.min())):
@@ -126,7 +141,7 @@ class StageCosts:
         return [Weighting(0.0, 0.0, x) for x in _SIDES] if g / 2 + r > b > 0 else []
 
     def weights(self, k: int) -> Weights:
-        """Those of the k-th look."""
+        """Return the `Weights` of the k-th entry of `looks`."""
         return self._weights(self.looks[k]) if k else self._weights(Weighting())
 
     def _weights(self, look: Weighting) -> Weights:
@@ -146,7 +161,10 @@ class StageCosts:
         return self._ranges[k]
 
     def of(self, a: int, b: int, flight: float) -> StageOptions:
-        """Segments a to b as one stage that holds ``flight`` micro-batches at most."""
+        """Return the options of segments a to b as one stage.
+
+        The stage has at most ``flight`` micro-batches in flight.
+        """
         key = runs(self.kinds[a:b], [False] * (b - a)), flight
         found = self._known.get(key)
         if found is None:
@@ -162,7 +180,7 @@ class StageCosts:
         ways: list[StageVariant] = []
         for k, look in enumerate(self.looks):
             if look.price and score is not None and np.isfinite(score).all():
-                break  # nothing to gain from memory
+                break  # everything fits already, so a price on memory gains nothing
             for way in self._ways(kinds, k, flight):
                 found = self.table(kinds, way)
                 parts = found.parts[:, self.hub]
@@ -200,7 +218,11 @@ class StageCosts:
         )
 
     def _ways(self, kinds: Sequence[int], k: int, flight: float) -> list[StageVariant]:
-        """Recomputing nothing, and as little as makes it fit, and everything where nothing does."""
+        """List the amounts of recomputation to try.
+
+        They are nothing, and the fewest segments that make the stage fit. If nothing makes it fit,
+        the only entry recomputes everything.
+        """
         plain = StageVariant(k, 0)
         if self.limit is None or not self.recompute or self._fits(kinds, plain, flight):
             return [plain]
@@ -223,9 +245,12 @@ class StageCosts:
         return bool(memory[best] <= (self.limit or math.inf))
 
     def evenly(self, gathers: float = 1.0, sides: bool = False) -> float:
-        """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what
-        part of gathering parameters counts. ``sides``: where that is longer than computing, it is
-        looked at whether all could do better at once."""
+        """Return a lower bound in seconds: all stages take equally long, with hubs and memory free.
+
+        ``gathers`` is the fraction of the time for gathering parameters that counts. ``sides``:
+        where gathering or summing takes longer than computing, try other weightings too and return
+        the largest bound.
+        """
         found = self._chain(self._loose(Weighting(), gathers))
         others = self._sides(found) if sides else []
         least = max(
@@ -239,9 +264,11 @@ class StageCosts:
         )
 
     def at_least(self, ideals: Sequence[float], enough: float) -> float:
-        """A bound of `evenly`, kind of segments by kind, those first of which there are many for
-        their size, until it is ``enough``. ``ideals``: the least seconds of a micro-batch of each
-        kind, for those that have not been looked at."""
+        """Return a lower bound of `evenly`. It rises kind by kind until it reaches ``enough``.
+
+        Kinds with many segments for their size come first. ``ideals`` has the minimum seconds of a
+        micro-batch of each kind; it counts for kinds that have not been solved yet.
+        """
         time, counts = self.micros + self.stages - 1, Counter(self.kinds)
         ranges, segments = self._loose(Weighting(), 1.0), self.ground.chain
         total = time * sum(n * ideals[kind] for kind, n in counts.items())
@@ -259,9 +286,11 @@ class StageCosts:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
 
     def settle(self, k: int = 0) -> None:
-        """Choose how hubs lie, by the k-th look (the first one first; another after that): the best
-        of a few ways for all, then each that is not small in turn. Afterwards each has one
-        option."""
+        """Choose the layouts of the hubs by the k-th weighting; afterwards each hub has one option.
+
+        The best of a few common layouts for all hubs comes first. Then each hub that is not small
+        is improved in turn. Call it with the first weighting before any other.
+        """
         ground = self.ground
         if not ground.hubs or (not k and all(len(those) == 1 for those in ground.active.values())):
             return
@@ -291,21 +320,25 @@ class StageCosts:
 
 
 def held(parts: Array, flight: float) -> Array:
-    """Bytes with so many micro-batches in flight."""
+    """Return bytes of a rank with ``flight`` micro-batches in flight."""
     return np.asarray(parts[_AT["P"]] + flight * parts[_AT["A"]] + parts[_AT["X"]])
 
 
 def taken(parts: Array, seen: float) -> Array:
-    """Seconds of a micro-batch; what is gathered goes beside computing, half of it for each
-    pass."""
+    """Return seconds of a micro-batch.
+
+    Gathering overlaps with computing, half of it with each pass.
+    """
     f, b, g = (parts[_AT[q]] for q in "FBG")
     ahead = np.where(b > 0, g / 2, g)
     return _beside(f, ahead, seen) + _beside(b, g - ahead, seen)
 
 
 def once(parts: Array, seen: float) -> Array:
-    """Seconds a step: the optimizer's, and what summing gradients adds to the last backward
-    pass."""
+    """Return seconds a step.
+
+    They are those of the optimizer, and what summing gradients adds to the last backward pass.
+    """
     b, g, r = (parts[_AT[q]] for q in "BGR")
     behind = np.where(b > 0, g / 2, 0.0)
     return np.asarray(parts[_AT["O"]] + _beside(b, behind + r, seen) - _beside(b, behind, seen))
@@ -318,7 +351,7 @@ def _beside(computing: Array, moving: Array, seen: float) -> Array:
 def total(
     times: Sequence[float], steps: Sequence[float], transfers: Sequence[float], micros: int
 ) -> float:
-    """The modelled time of a step.
+    """Return the modelled time of a step.
 
     >>> total([1.0, 2.0], [0.5, 0.0], [0.25], micros=3)
     7.25
@@ -331,8 +364,11 @@ def total(
 
 
 def least_memory(cutting: StageCosts, stages: int, flights: Sequence[float]) -> float:
-    """The least limit under which a stage that has its part of the chain would fit, recomputing
-    all, at the highest price of memory."""
+    """Return the minimum limit under which every even share of the chain would fit as a stage.
+
+    Layouts are those of the highest price of memory. A stage recomputes everything or nothing,
+    whichever needs less memory.
+    """
     k = len(cutting.looks) - 1
     size = -(-len(cutting.kinds) // stages)
     worst = 0.0
@@ -353,8 +389,11 @@ def least_memory(cutting: StageCosts, stages: int, flights: Sequence[float]) -> 
 
 
 class StageDivision(NamedTuple):
-    """Where to cut (0 and the number of segments included), the layouts there by number, and the
-    modelled time."""
+    """A division of the chain into stages.
+
+    ``cuts`` includes 0 and the number of segments. ``faces`` has the layouts at the cuts, by
+    number. ``cost`` is the modelled time.
+    """
 
     cuts: tuple[int, ...]
     faces: tuple[int, ...]
@@ -367,12 +406,13 @@ def divide_into_stages(
     loads: Sequence[float] | None = None, slack: float = 1.15,
     faces: Callable[[int], Sequence[int]] | None = None,
 ) -> StageDivision | None:  # fmt: skip
-    """The best cut of ``segments`` in a row into ``stages``; None where none fits.
+    """Find the best cut of ``segments`` consecutive segments into ``stages``; None where none fits.
 
-    ``stage(i, a, b)`` tells of segments a to b as stage i; ``transfer(i, b)`` seconds for what
-    crosses from stage i at cut b, by its layout. ``loads``: what each segment takes, about; stages
-    with more than ``slack`` of an even part, and a segment more, are not considered. None: all are.
-    ``faces(b)``: the layouts considered at cut b; None: all.
+    ``stage(i, a, b)`` returns the options of segments a to b as stage i. ``transfer(i, b)`` returns
+    seconds of the transfer from stage i at cut b, for each layout. ``loads`` is about how long each
+    segment takes. Stages with more than ``slack`` times an even share, and a segment more, are not
+    considered. With ``loads=None`` all stages are considered. ``faces(b)`` lists the layouts
+    considered at cut b; None: all.
     """
     pairs = _pairs(segments, stages, loads, slack)
     tables: dict[tuple[int, int, int], tuple[Array, Array]] = {}
@@ -428,11 +468,11 @@ def divide_into_stages(
 def _pairs(
     segments: int, stages: int, loads: Sequence[float] | None, slack: float
 ) -> list[tuple[int, int, int]]:
-    """(stage, start, end) of what a stage may hold."""
+    """List (stage, start, end) of the ranges that a stage may have."""
     upto = [0.0]
     for x in loads if loads is not None else [0.0] * segments:
         upto.append(upto[-1] + x)
-    # As much as an even part with its slack, and always one segment more than an even part.
+    # An even share with its slack, and always one segment more than an even share.
     most = slack * upto[-1] / stages + (max(loads) if loads else 0.0)
     found = []
     for i in range(stages):
@@ -455,7 +495,7 @@ def _pace(
     segments: int,
     stages: int,
 ) -> float:
-    """The least that the slowest stage can take."""
+    """Return the minimum over all divisions of the slowest stage's pace."""
     best: dict[tuple[int, int], Array] = {}
     for (i, a, b), (time, pace) in tables.items():
         if i and (i, a) not in best:
@@ -475,8 +515,10 @@ def _least(
     stages: int,
     limit: float,
 ) -> tuple[float, tuple[int, ...], tuple[int, ...]] | None:
-    """(least sum of times and transfers, cuts, layouts at the cuts) with no stage slower than
-    ``limit``."""
+    """Return (minimum sum of times and transfers, cuts, layouts at the cuts).
+
+    No stage may be slower than ``limit``. Return None where there is no such division.
+    """
     best: dict[tuple[int, int], Array] = {}
     back: dict[tuple[int, int], list[tuple[int, Array]]] = {}
     for (i, a, b), (time, pace) in tables.items():

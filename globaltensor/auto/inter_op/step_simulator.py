@@ -1,16 +1,21 @@
-"""A step on a clock: how long it takes and what memory it needs, by the schedule of its pipeline,
-with what moves beside what computes.
+"""A simulator of a training step: its time and its memory, by the schedule of its pipeline.
 
-Modelled are, for each stage: its forward and backward passes, one micro-batch after the other in
-the order of the schedule; changes of layout within them, one after the other with computing;
-parameters kept in shares, gathered beside the pass that wants them; gradients, summed beside the
-last micro-batch's backward pass; what crosses between stages, beside computing, one message at a
-time on each edge and direction; the optimizer's step at the end. What goes on beside something else
-slows it by the cluster's ``overlap``. Memory is parameters with gradients and states, activations
-of the micro-batches in flight, and the most that a single call needs besides.
+`inter_op.search` and `predict` call it. It models for each stage:
 
-Not modelled: jitter and stragglers, the allocator, contention between stages on one node's links,
-and anything the host does.
+- the forward and backward passes, one micro-batch after the other in the order of the schedule;
+- changes of layout within the passes, which do not overlap with computing;
+- gathering sharded parameters, which overlaps with the pass that needs them;
+- summing gradients, which overlaps with the last micro-batch's backward pass;
+- transfers between stages, which overlap with computing, one message at a time on each edge and
+  direction;
+- the optimizer's step at the end.
+
+Operations that overlap slow each other by the cluster's ``overlap``. Memory is parameters with
+gradients and states, activations of the micro-batches in flight, and the most that a single call
+needs temporarily.
+
+Not modelled are jitter and stragglers, the allocator, contention between stages on one node's
+links, and anything the host does.
 """
 
 from __future__ import annotations
@@ -27,10 +32,14 @@ __all__ = ["Simulation", "Stage", "step"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of a micro-batch: ``forward``, ``backward`` (of which ``again``: forward passes run
-    again), ``gathers`` of both passes; of a step: ``sums`` of gradients, ``updates``. Bytes of each
-    rank: ``kept`` always, ``activations`` of a micro-batch in flight, ``passing`` now and then,
-    ``sent`` to the next stage. ``first``: its first rank, ``ranks``: how many."""
+    """The costs of a pipeline stage.
+
+    Seconds of a micro-batch are ``forward``, ``backward`` (of which ``again`` recomputes forward
+    passes), and ``gathers`` of both passes. Seconds of a step are ``sums`` of gradients, and
+    ``updates``. Bytes of each rank are ``kept`` permanently, ``activations`` of a micro-batch in
+    flight, ``passing`` temporarily, and ``sent`` to the next stage. ``first`` is the first rank of
+    the stage, ``ranks`` the number of its ranks.
+    """
 
     forward: float
     backward: float
@@ -48,8 +57,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Simulation:
-    """``seconds`` of a step; ``memory``: bytes of a rank, of each lane of stages; ``timeline``:
-    what each lane does when."""
+    """The result of a simulated step.
+
+    ``seconds`` is the time of the step. ``memory`` has the bytes of a rank for each lane of stages.
+    ``timeline`` has the operations of each lane over time.
+    """
 
     seconds: float
     memory: tuple[int, ...]
@@ -57,12 +69,11 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The part of all lanes' time that is idle."""
+        """The fraction of all lanes' time that is idle."""
         return self.timeline.bubble
 
     def trace(self) -> dict[str, Any]:
-        """A Chrome trace, in the form of a run's (`save_trace`), a thread for each lane of
-        ranks."""
+        """Return a Chrome trace with a thread for each lane, as `save_trace` writes for a run."""
         return trace(simulated=self.timeline)
 
     def __str__(self) -> str:
@@ -75,20 +86,19 @@ class Simulation:
 def step(
     stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, cluster: Cluster
 ) -> Simulation:
-    """Run one step by the schedule of this name. ``lanes[k]``: the lane of stage k."""
+    """Simulate one step by the schedule ``name``. ``lanes[k]`` is the lane of stage k."""
     trains = any(s.backward for s in stages)
     made = schedule(name if trains else "forward", lanes, micros)
     costs: dict[Any, float] = {}
     for k, s in enumerate(stages):
-        # What is gathered is gathered for both passes alike.
+        # Both passes gather equally much.
         ahead, behind = (s.gathers / 2, s.gathers / 2) if trains else (s.gathers, 0.0)
         costs["F", k] = cluster.beside(s.forward, ahead)
         inputs = s.again + (s.backward - s.again) / 2
         backward = cluster.beside(s.backward, behind)
         costs["B", k], costs["I", k] = backward, inputs + backward - s.backward
         costs["W", k] = s.backward - inputs
-    # Sums of gradients run beside the last backward of their stage; what does not fit there comes
-    # after it.
+    # Summing gradients overlaps with the last backward pass of its stage. The rest comes after it.
     last = [0.0] * (max(lanes) + 1)
     for k, lane in enumerate(lanes):
         s = stages[k]

@@ -1,1 +1,1 @@
-"""Search on one mesh (Alpa's intra-operator parallelism)."""
+"""The search on one mesh (Alpa's intra-operator parallelism)."""

@@ -1,15 +1,14 @@
-"""What other ways would cost: each other strategy of one call, or of one thing given, the rest of
-the plan as it is.
+"""The costs of alternatives: other strategies of one call or given tensor, the plan unchanged.
 
-The tensors beside a call follow it: each takes the layout that suits the new strategy best, as far
-as its other takers, which stay, let it. A call and the tensors around it are a star, so that is
-exact: the tensors do not touch one another.
+The neighbouring tensors of a call follow it. Each takes the layout that suits the new strategy
+best, as far as its other calls, which do not change, allow. A call and the tensors around it form a
+star, so this is exact: the tensors have no edges among themselves. `read_solution.py` calls it.
 
-Where the traffic of gradients hides behind the backward pass, the cost of a plan is the larger one
-of two sums (search.py), and another way may be where the other sum is the larger one. So both
-count: what a way costs is the larger sum with it, less the larger sum without. By one of the sums
-alone, a way that makes that one smaller and the other larger looked better than a plan that is the
-best.
+Where gradient traffic hides behind the backward pass, the cost of a plan is the larger of two sums
+(search.py). An alternative may make the other sum the larger one, so both sums count. The extra
+cost of an alternative is the larger sum with it minus the larger sum without it. By one of the sums
+alone, an alternative that lowers that sum and raises the other would look better than an optimal
+plan.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ from .layout_changes import Changes, Kind, short
 __all__ = ["Responses", "least_larger", "moved"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Way = tuple[
-    float, dict[int, int]
-]  # seconds more than the plan, and the strategies of the nodes that change
+# Extra seconds compared with the plan, and the strategies of the nodes that change.
+Way = tuple[float, dict[int, int]]
 _LISTED = 3
 _NOTHING = 1e-12  # seconds
-_MOST = 1 << 14  # pairs of sums that are looked into at a time
+_MOST = 1 << 14  # the maximum number of pairs of sums that are compared at a time
 
 
 class Star(NamedTuple):
-    """Costs of a call's strategies, and, of each value beside it, by the call's strategies (rows)
-    and its own."""
+    """The costs of a call's strategies and of its neighbouring values.
+
+    `own` are the costs of the call's strategies. `leaves` has a table for each neighbouring value:
+    the call's strategies (rows) by the value's own.
+    """
 
     own: Array
     leaves: dict[int, Array]
 
     def least(self) -> tuple[Array, dict[int, Array]]:
-        """(cost of each strategy of the call, what each value beside it takes then) where all that
-        follows is at its best."""
+        """Return the minimum cost with each strategy of the call, and the neighbours' picks."""
         best = {leaf: matrix.argmin(1) for leaf, matrix in self.leaves.items()}
         total = self.own.copy()
         for leaf, picks in best.items():
@@ -57,24 +57,22 @@ class Star(NamedTuple):
         return total, best
 
     def at(self, k: int, picks: Mapping[int, int]) -> float:
-        """The cost where the call takes strategy ``k`` and the values beside it ``picks``."""
+        """Return the cost where the call has strategy ``k`` and the neighbours have ``picks``."""
         return float(self.own[k]) + sum(
             float(matrix[k, picks[leaf]]) for leaf, matrix in self.leaves.items()
         )
 
 
 class Sums:
-    """One of the two sums that a plan's cost is the larger one of, around a choice."""
+    """One of the two sums whose maximum is a plan's cost, around a choice."""
 
     def __init__(self, f: Formulation, choice: list[int]) -> None:
         self.f, self.choice = f, choice
         self.values = set(f.node_of_value.values())
-        self.beside: dict[
-            int, dict[int, Array]
-        ] = {}  # node -> neighbour -> table, its own strategies along the rows
-        self.marks: dict[
-            int, dict[int, tuple[int, ...]]
-        ] = {}  # the same for each table: equal marks, equal tables
+        # node -> neighbour -> table, with the node's own strategies as rows
+        self.beside: dict[int, dict[int, Array]] = {}
+        # node -> neighbour -> marks of its tables: equal marks mean equal tables
+        self.marks: dict[int, dict[int, tuple[int, ...]]] = {}
         for (i, j), table in zip(f.problem.edges, f.problem.tables, strict=True):
             for a, b, t, way in ((i, j, table, 0), (j, i, table.T, 1)):
                 there, marks = self.beside.setdefault(a, {}), self.marks.setdefault(a, {})
@@ -82,8 +80,10 @@ class Sums:
                 marks[b] = *marks.get(b, ()), id(table), way
 
     def alone(self, node: int, without: Iterable[int] = ()) -> Array:
-        """Cost of each strategy of a node with its edges to all neighbours but ``without``, as
-        these have chosen."""
+        """Return the cost of each strategy of a node, edges included.
+
+        Neighbours keep their current strategies. Edges to the neighbours ``without`` are left out.
+        """
         cost = self.f.problem.costs[node].astype(float)
         for other, table in self.beside.get(node, {}).items():
             if other not in without:
@@ -91,7 +91,7 @@ class Sums:
         return cost
 
     def star(self, node: int) -> Star:
-        """A call's node with the values beside it."""
+        """Return the star of a call's node and its neighbouring values."""
         beside = self.beside.get(node, {})
         leaves = {
             leaf: table + self.alone(leaf, (node,))[None, :]
@@ -102,8 +102,11 @@ class Sums:
 
 
 class _Place(NamedTuple):
-    """Where other ways are looked at: the nodes that may change, the values whose changes of layout
-    do, and the calls that run otherwise."""
+    """A place in the plan where alternatives are priced.
+
+    It has the nodes that may change, the values whose changes of layout may change, and the calls
+    that run differently.
+    """
 
     nodes: list[int]
     values: list[int]
@@ -111,8 +114,11 @@ class _Place(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """An `OtherChoice` without names. ``changed``: (place among the nodes, strategy); ``kind``: the
-    change of layout that makes the difference, if one does, of the value at that place."""
+    """An `OtherChoice` without names.
+
+    ``changed`` is a list of (index among the place's nodes, strategy). ``kind`` is the change of
+    layout that causes the difference, if one does; ``value`` is the index of its value.
+    """
 
     takes: tuple[tuple[str, ...], ...]
     gives: tuple[tuple[str, ...], ...]
@@ -124,8 +130,11 @@ class _Told(NamedTuple):
 
 
 class Responses:
-    """Other ways around one choice. ``cost``: of the plan. ``behind``: seconds by which the sum
-    that is not ``f``'s is less than that."""
+    """The alternatives around one choice.
+
+    ``cost`` is the plan's cost. ``behind`` is the seconds by which the other formulation's sum is
+    smaller than ``f``'s.
+    """
 
     def __init__(
         self, f: Formulation, choice: Sequence[int], changes: Changes, cost: float, behind: float
@@ -133,9 +142,8 @@ class Responses:
         self.f, self.choice, self.changes, self.behind = f, list(choice), changes, behind
         self.sums = Sums(f, self.choice)
         self.hides = hidden(f.prices.cluster, f.options) if f.calls.training else 0.0
-        self.nothing = max(
-            _NOTHING, EXACT * cost
-        )  # so little is within what is known of the plan's own cost
+        # Differences this small are within the uncertainty of the plan's own cost.
+        self.nothing = max(_NOTHING, EXACT * cost)
         self.value_at = {node: f.calls.values[v] for v, node in f.node_of_value.items()}
         self._known: dict[Hashable, list[_Told]] = {}
         self.level, self.start = self._levels()
@@ -143,12 +151,11 @@ class Responses:
 
     @cached_property
     def other(self) -> Sums:
-        """The sum that is not ``f``'s. Mostly it is so far behind that nobody asks for it."""
+        """The other sum, computed lazily: mostly it is so far behind that it is not needed."""
         return Sums(self.f.turned(), self.choice)
 
     def of_call(self, number: int) -> tuple[OtherChoice, ...]:
-        """Other ways to run a call, the cheapest first, of each way its results may lie no more
-        than one."""
+        """Return the cheapest alternatives for a call, at most one per layout of its results."""
         f, call, node = self.f, self.f.calls.calls[number], self.f.node_of_call[number]
         found = f.candidates[number]
         place = _Place(
@@ -178,8 +185,10 @@ class Responses:
         )
 
     def of_value(self, value: Value) -> tuple[OtherChoice, ...]:
-        """Other ways for something given to lie, the cheapest first. Where one call takes it, that
-        call follows."""
+        """Return the cheapest alternative layouts of a given tensor.
+
+        Where exactly one call uses the tensor, that call follows.
+        """
         f, node = self.f, self.f.node_of_value[value.number]
         takers = list(self.sums.beside.get(node, ()))
         pairs, call = f.layouts[node], f.calls.calls[value.takers[0]]
@@ -210,16 +219,16 @@ class Responses:
 
         return self._others(key, make, place)
 
-    # Calls that are alike
+    # Cache keys of equal places
 
     def _star_of(self, node: int) -> Hashable:
-        """Equal for calls around which all costs and choices are."""
+        """Return a key that is equal for calls whose surrounding costs and choices are equal."""
         costs, marks = self.f.problem.costs, self.sums.marks.get(node, {})
         beside = [self._leaf(b, node) if b in self.value_at else self.choice[b] for b in marks]
         return id(costs[node]), self.choice[node], tuple(marks.values()), tuple(beside)
 
     def _leaf(self, node: int, without: int) -> Hashable:
-        """The same of a value, but for the call that it is looked at from."""
+        """Return such a key for a value, ignoring its edge to the call ``without``."""
         marks = self.sums.marks.get(node, {})
         others = tuple((mark, self.choice[b]) for b, mark in marks.items() if b != without)
         return (
@@ -233,8 +242,10 @@ class Responses:
     def _others(
         self, key: Hashable, make: Callable[[], Iterator[_Told]], place: _Place
     ) -> tuple[OtherChoice, ...]:
-        """The first few of what ``make`` tells, with the names of this place. Of places that are
-        alike (``key``) the first is asked."""
+        """Return the first few alternatives from ``make``, with the names of this place.
+
+        Places with an equal ``key`` share the result of the first one.
+        """
         key = key, tuple(self.changes.situation(self.f.calls.values[v]) for v in place.values)
         if key not in self._known:
             self._known[key] = list(itertools.islice(make(), _LISTED))
@@ -252,8 +263,10 @@ class Responses:
     # Costs
 
     def _by_itself(self, node: int) -> tuple[Array, Callable[[int], Way]]:
-        """Of a node that changes alone: what its strategies cost more at least, and each in
-        full."""
+        """Return lower bounds of the extra costs for a node that changes alone, and a function.
+
+        The function returns the exact alternative with one strategy.
+        """
         cost, k = self.sums.alone(node), self.choice[node]
 
         def way(s: int) -> Way:
@@ -266,19 +279,19 @@ class Responses:
         return cost - cost[k], way
 
     def stays_behind(self, before: float, after: float) -> bool:
-        """Return True if the sum that is not ``f``'s surely stays less than ``f``'s where ``after``
-        takes the place of ``before`` in this.
+        """Return True if the other sum surely stays smaller than ``f``'s.
 
-        The sums weigh the traffic of gradients and the backward pass by 1 in the one and by 1 -
-        ``hides`` in the other. So of what is new they differ by at most hides / (1 - hides) times
-        its cost, and of what goes by at most hides times that.
+        In ``f``'s sum, terms of cost ``after`` replace terms of cost ``before``. One sum weighs the
+        gradient traffic and the backward pass by 1, the other by 1 - ``hides``. The new terms
+        therefore differ between the sums by at most hides / (1 - hides) times their cost. The old
+        terms differ by at most hides times their cost.
         """
         return self.behind >= self.hides * (after / (1.0 - self.hides) + before)
 
     # Memory
 
     def _levels(self) -> tuple[Array, int]:
-        """Bytes at each moment, and the first moment."""
+        """Return the bytes at each moment, and the first moment."""
         spans = [
             (u.start, u.end)
             for uses in self.f.problem.usages
@@ -297,7 +310,7 @@ class Responses:
             steps[-1 if end is None else end - first] -= sign * amounts[k]
 
     def _growth(self, changed: dict[int, int]) -> int:
-        """Bytes that the peak grows."""
+        """Return the bytes by which the memory peak grows."""
         steps = np.zeros(len(self.level) + 1)
         for node, k in changed.items():
             if k != self.choice[node]:
@@ -305,7 +318,7 @@ class Responses:
                 self._add(steps, self.start, node, self.choice[node], -1.0)
         return round(float((self.level + steps[:-1].cumsum()).max()) - self.peak)
 
-    # Words
+    # Explanations
 
     def _told(
         self,
@@ -349,7 +362,7 @@ class Responses:
         )
 
     def _computing(self, number: int, kept: dict[int, int]) -> list[tuple[float, str]]:
-        """What the call itself adds under the present choice, against the one it had."""
+        """Return what the call's new strategy adds in computing and in its own communication."""
         found, node = self.f.candidates[number], self.f.node_of_call[number]
         new, old = self.choice[node], kept.get(node, self.choice[node])
         weight = self.f.options.computation
@@ -367,8 +380,10 @@ class Responses:
 
 
 class _Around:
-    """A call that takes another strategy, and the values beside it, which follow. ``lower``: what
-    each strategy costs more at least."""
+    """A call with a changed strategy, and its neighbouring values, which follow.
+
+    ``lower`` is a lower bound of the extra cost of each strategy.
+    """
 
     def __init__(self, responses: Responses, node: int) -> None:
         self.responses, self.node = responses, node
@@ -381,7 +396,7 @@ class _Around:
         self.total, self.best = self.star.least()
         self.now = self.star.at(responses.choice[node], self.picks)
         self.lower = self.total - self.now
-        # Where no strategy can bring the other sum to the fore, it is not looked at.
+        # Where no strategy can make the other sum the larger one, that sum is not computed.
         self.both = not responses.stays_behind(self.now, float(self.total.min()))
         if self.both:
             self.lower = np.maximum(self.lower, self.other.least()[0] - self.ahead)
@@ -392,13 +407,14 @@ class _Around:
 
     @cached_property
     def ahead(self) -> float:
-        """Return what the star costs in the other sum, and what that is behind: where it costs as
-        much, both sums are as large as the plan's cost."""
+        """The star's cost in the other sum at which that sum equals the plan's cost."""
         return self.other.at(self.responses.choice[self.node], self.picks) + self.responses.behind
 
     def way(self, k: int, held: Mapping[int, int] | None = None) -> Way:
-        """Strategy ``k`` of the call, in full. ``held``: strategies of values that do not
-        follow."""
+        """Return the exact alternative with strategy ``k`` of the call.
+
+        ``held`` has the strategies of neighbouring values that do not follow.
+        """
         held = held or {}
         picks = {leaf: held.get(leaf, int(best[k])) for leaf, best in self.best.items()}
         cost = self.star.at(k, picks)
@@ -425,8 +441,11 @@ class _Around:
         return extra, {node: s for node, s in changed.items() if s != self.responses.choice[node]}
 
     def led_by(self, leaf: int) -> tuple[Array, Callable[[int], Way]]:
-        """Of a value beside the call, which the call follows: what its strategies cost more at
-        least, and each in full."""
+        """Return lower bounds of a neighbouring value's extra costs, and a function.
+
+        The call follows the value here. The function returns the exact alternative with one
+        strategy of the value.
+        """
 
         def least(star: Star) -> Array:
             total, best = star.least()
@@ -442,8 +461,10 @@ class _Around:
 
 
 def _cheapest(lower: Array, way: Callable[[int], Way]) -> Iterator[tuple[int, Way]]:
-    """Strategies and what they cost more, the cheapest first. Only those are asked for in full
-    (``way``) that by what they cost at least may be next."""
+    """Yield strategies with their exact alternatives, the cheapest first.
+
+    ``way`` is only called for strategies that by their lower bound may be next.
+    """
     order = [k for k in np.argsort(lower, kind="stable").tolist() if np.isfinite(lower[k])]
     waiting: list[tuple[float, int, dict[int, int]]] = []
     for place, k in enumerate(order):
@@ -458,11 +479,11 @@ def _cheapest(lower: Array, way: Callable[[int], Way]) -> Iterator[tuple[int, Wa
 def least_larger(
     first: float, second: float, rows: Sequence[tuple[Array, Array]]
 ) -> tuple[float, list[int]]:
-    """The least larger one of two sums, which begin with these numbers and have an entry of each
-    row, of the same place in both; and the places.
+    """Return the minimum of the larger of two sums, and the index chosen in each row.
 
-    What is larger than others in both sums is left out row by row. Of more than some thousand pairs
-    of sums that are left evenly many are.
+    The sums start with these two numbers. Each adds one entry of every row, at the same index in
+    both. Pairs of sums that are dominated in both sums are dropped row by row. If more than `_MOST`
+    pairs are left, an evenly spaced subset is kept.
 
     >>> least_larger(0.0, 1.0, [(np.array([0.0, 3.0]), np.array([4.0, 0.0])), (np.array([1.0, 2.0]), np.array([1.0, 0.0]))])
     (4.0, [1, 0])
@@ -486,7 +507,7 @@ def least_larger(
 
 
 def _front(a: Array, b: Array) -> Array:
-    """The places of pairs of which no other is less in both, by the first."""
+    """Return the indices of the pairs that no other pair dominates, ordered by the first entry."""
     order = np.lexsort((b, a))
     order = order[np.isfinite(a[order])]
     least = np.minimum.accumulate(b[order])
@@ -494,7 +515,7 @@ def _front(a: Array, b: Array) -> Array:
 
 
 def _moving(before: Sequence[Kind], after: Sequence[Kind]) -> tuple[float, Kind | None]:
-    """(seconds more, the dearest of the new ones) of a value's changes of layout."""
+    """Return (extra seconds of a value's changes of layout, the most expensive new one)."""
     known = {(k.change.src, k.change.dst) for k in before}
     new = [k for k in after if (k.change.src, k.change.dst) not in known]
     more = sum(k.seconds for k in after) - sum(k.seconds for k in before)
@@ -502,7 +523,7 @@ def _moving(before: Sequence[Kind], after: Sequence[Kind]) -> tuple[float, Kind 
 
 
 def moved(change: LayoutChange) -> str:
-    """What a change of layout moves, in words.
+    """Describe the collectives and bytes of a change of layout in words.
 
     >>> moved(LayoutChange("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))
     'all_gather of x, reduce_scatter of its gradient (16.0 MiB, S(0) -> B)'

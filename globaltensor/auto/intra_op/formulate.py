@@ -1,15 +1,19 @@
-"""The search as a problem for the solver: nodes for what is given, for calls and for tensors that
-several calls take; costs and memory folded in.
+"""The formulation of the intra-operator search as a problem for the solver.
 
-One node stands for a call's forward and backward together: by duality the layout of a gradient
-follows from that of the value (DESIGN section 3), so an edge prices a change of layout with its way
-back. The gradient of a value with several takers is brought back from each of them to what its
-maker needs.
+Its nodes are given tensors (parameters, buffers, inputs), calls, and tensors that several calls
+use. Costs and memory are folded into nodes and edges. `search.py`, `separate_backward.py`,
+`auto/api.py` and `auto/calibrate` call `formulate`.
 
-A tensor that several calls take has a node of its own, whose strategies are pairs: the layout it is
-made in, and one more that it is kept in as well, so that a change of layout that several takers
-want is paid once (what OneFlow calls an sbp collector). So has a parameter of which calls may take
-more than a rank keeps: what is gathered is a copy, and takes memory.
+One node represents a call's forward and backward together. By duality the layout of a gradient
+follows from that of the value (DESIGN section 3). An edge therefore prices a change of layout
+together with the gradient's change in backward. The gradient of a value that several calls use is
+boxed from each of them to the layout that its maker needs.
+
+A tensor that several calls use has a node of its own, whose strategies are pairs. A pair is the
+layout the tensor is made in, and one more layout that it is also stored in. A change of layout that
+several calls need is then paid once (OneFlow calls this an sbp collector). A parameter also has
+such a node where calls may use more of it than a rank stores: the gathered tensor is a copy, and
+uses memory.
 """
 
 from __future__ import annotations
@@ -36,17 +40,20 @@ from ..solver import Problem, solve
 __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Use = tuple[
-    tuple[int, int] | None, Array
-]  # from when to when (None: always), and bytes by strategy
+# (start, end) or None for always, and bytes by strategy.
+Use = tuple[tuple[int, int] | None, Array]
 _T = TypeVar("_T")
-Pair = tuple[Layout, Layout | None]  # how a value is made, or given, and how it is kept as well
-_PATIENCE = 120.0  # seconds for finding out how little memory would do
+# the layout a value is made or given in, and the one it is also stored in
+Pair = tuple[Layout, Layout | None]
+_PATIENCE = 120.0  # seconds for the search for the minimum memory
 
 
 class _Ends(NamedTuple):
-    """Of pairs: the two layouts of each; those that there are of either, once; and which of these
-    the pairs have (-1: none)."""
+    """The layouts of a list of pairs.
+
+    `first` and `second` are the two layouts of each pair. `made` and `kept` are the distinct ones
+    of either. `of_made` and `of_kept` are the pairs' indices into these (-1: none).
+    """
 
     first: list[Layout]
     second: list[Layout | None]
@@ -58,15 +65,22 @@ class _Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What else a search may be told. ``computation``: weight of computing against moving.
-    ``wait``: seconds that each change of layout costs besides what the cluster says. ``collect``:
-    whether several takers may share one change of layout. ``states``: bytes of optimizer state for
-    each byte of a parameter. ``fixed``: path of something given -> the layouts it may have.
-    ``hidden``: the part of the gradients' traffic that hides behind computing (None: as the cluster
-    says). ``summing``: which hides, that traffic behind the backward pass (0, where this is longer)
-    or the backward pass behind it (1); what lies between is a bound of both (`parts.Weights`).
-    ``freed``: whether gathered parameters are let go of after each use and gathered again in
-    backward (`sharded.freed`); without, autograd keeps them."""
+    """The options of a search.
+
+    - ``computation``: the weight of computing relative to communication.
+    - ``wait``: seconds that each change of layout costs in addition to the cluster's estimate.
+    - ``collect``: whether several calls may share one change of layout.
+    - ``states``: bytes of optimizer state for each byte of a parameter.
+    - ``memory``: the limit in bytes a rank; None means no limit.
+    - ``fixed``: path of a given tensor -> the layouts it may have.
+    - ``hidden``: the fraction of the gradients' traffic that hides behind computing (None: the
+      cluster's own value).
+    - ``summing``: 0 where the gradients' traffic hides behind the backward pass, which is longer;
+      1 where the backward pass hides behind the traffic. Values in between give a lower bound of
+      both (`inter_op.segment_cost.Weights`).
+    - ``freed``: whether gathered parameters are freed after each use and gathered again in backward
+      (`parameter_gather`). Otherwise autograd saves them.
+    """
 
     computation: float = 1.0
     wait: float = 0.0
@@ -80,8 +94,11 @@ class Options:
 
 
 class FormulationCache:
-    """What formulations of the same calls on the same mesh share: candidates of calls, and tables
-    of prices, with the lists that they are of."""
+    """A cache that formulations of the same calls on the same mesh share.
+
+    It has the candidates of calls, and tables of prices together with the lists they were made
+    from.
+    """
 
     def __init__(
         self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0, gathered: int = 0
@@ -93,24 +110,23 @@ class FormulationCache:
 
 @dataclass
 class Formulation:
-    """A problem and what its nodes mean."""
+    """A problem and the meaning of its nodes."""
 
     calls: Calls
     mesh: Placement
     options: Options
     prices: ReshardCosts
     problem: Problem
-    candidates: dict[int, StrategyTable]  # of each call that has a node
+    candidates: dict[int, StrategyTable]  # by number of each call that has a node
     node_of_call: dict[int, int]
     node_of_value: dict[int, int]
     layouts: dict[int, list[Pair]]  # node of a value -> its strategies
-    copies: dict[
-        int, Array
-    ]  # node of a parameter -> bytes that autograd keeps of what was gathered, by its strategies
+    # Node of a parameter -> bytes of gathered copies that autograd saves, by strategy.
+    copies: dict[int, Array]
     known: FormulationCache
 
     def made(self, value: Value, choice: Sequence[int]) -> Layout:
-        """How a value lies where it is made, or given."""
+        """Return the layout that a value is made or given in."""
         if value.number in self.node_of_value:
             node = self.node_of_value[value.number]
             return self.layouts[node][choice[node]][0]
@@ -119,11 +135,11 @@ class Formulation:
         return found.outs[call.outs.index(value.number)][choice[self.node_of_call[call.number]]]
 
     def wanted(self, call: int, operand: int, choice: Sequence[int]) -> Layout:
-        """How a call takes an operand."""
+        """Return the layout in which a call uses an operand."""
         return self.candidates[call].ins[operand][choice[self.node_of_call[call]]]
 
     def optimizing(self, choice: Sequence[int]) -> float:
-        """Seconds of the optimizer's step."""
+        """Return the seconds of the optimizer's step."""
         trained = [
             v
             for v in self.calls.parameters
@@ -138,14 +154,16 @@ class Formulation:
         )
 
     def least_memory(self, seconds: float | None = None) -> int | None:
-        """The least bytes a rank that some plan would do with; None where ``seconds`` (by default
-        120) have not been enough to find one."""
+        """Return the minimum bytes a rank that some plan needs.
+
+        The result is None where ``seconds`` (by default 120) are not enough to find one.
+        """
         least = dataclasses.replace(self.under(freed=self.calls.training).problem, usage_limit=0)
         found = solve(least, seconds=_PATIENCE if seconds is None else seconds).least_usage
         return None if found is None else math.ceil(found[0])
 
     def under(self, **changed: Any) -> Formulation:
-        """The problem under other options, that of the weight of computing as it is."""
+        """Return the formulation under other options; the weight of computing must not change."""
         return formulate(
             self.calls,
             self.prices.cluster,
@@ -155,15 +173,17 @@ class Formulation:
         )
 
     def turned(self) -> Formulation:
-        """The same problem with the other sum as its cost: the traffic of gradients hides behind
-        the backward pass in the one, the backward pass behind that traffic in the other. What a
-        choice costs is the larger of the two."""
+        """Return the same problem with the other sum as its cost.
+
+        In one sum the gradient traffic hides behind the backward pass, in the other the backward
+        pass hides behind that traffic. The true cost of a choice is the larger of the two.
+        """
         found = self.under(summing=1.0 - self.options.summing)
         found.problem.usage_limit = self.problem.usage_limit
         return found
 
     def twice(self, value: Value, src: Layout, dst: Layout) -> bool:
-        """Whether a change of a parameter's layout is made again in backward."""
+        """Return True if a change of a parameter's layout is made again in backward."""
         return _twice(self.calls, self.options, value, src, dst)
 
 
@@ -172,18 +192,23 @@ def _twice(calls: Calls, options: Options, value: Value, src: Layout, dst: Layou
 
 
 def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> float:
-    """Seconds of an optimizer's step on so many bytes of a parameter: it reads and writes them and
-    its state, and reads the gradient."""
+    """Return the seconds of an optimizer's step on `nbytes` bytes of a parameter.
+
+    The step reads and writes the parameter and its state, and reads the gradient.
+    """
     return cluster.updating * cluster.compute(0.0, int(nbytes * (3 + 2 * options.states)), dtype)
 
 
 def hidden(cluster: Cluster, options: Options) -> float:
-    """The part of the traffic of parameters' gradients that hides behind computing."""
+    """Return the fraction of the parameter gradients' traffic that hides behind computing."""
     return max(0.0, min(0.9, 2.0 - cluster.overlap)) if options.hidden is None else options.hidden
 
 
 def bucket_of(calls: Calls) -> int:
-    """Bytes of gradients that go together: all of them, up to the reducer's limit."""
+    """Return the bytes of gradients that are reduced together.
+
+    These are all gradients, up to the reducer's limit, and 0 without training.
+    """
     return (
         min(BUCKET_BYTES, sum(v.nbytes for v in calls.parameters if v.grad))
         if calls.training
@@ -192,7 +217,7 @@ def bucket_of(calls: Calls) -> int:
 
 
 def gathered_of(calls: Calls) -> int:
-    """Bytes of parameters that are gathered together, likewise."""
+    """Return the bytes of parameters that are gathered together, up to the gather's limit."""
     return min(GATHERED_BYTES, sum(v.nbytes for v in calls.parameters))
 
 
@@ -203,8 +228,10 @@ def formulate(
     options: Options,
     known: FormulationCache | None = None,
 ) -> Formulation:
-    """The problem of one mesh. ``known``: of another formulation with the same computation weight
-    and calls."""
+    """Return the formulation of the problem on one mesh.
+
+    ``known`` is the cache of another formulation with the same computation weight and calls.
+    """
     return _Builder(
         calls,
         mesh,
@@ -228,7 +255,8 @@ class _Builder:
         self.node_of_value: dict[int, int] = {}
         self.layouts: dict[int, list[Pair]] = {}
         self.copies: dict[int, Array] = {}
-        self.apart: dict[int, tuple[bool, ...]] = {}  # of parameters
+        # by node of a parameter: does each call have its own copy, by strategy?
+        self.apart: dict[int, tuple[bool, ...]] = {}
         self.end = len(calls.calls)
 
     def build(self) -> Formulation:
@@ -356,24 +384,29 @@ class _Builder:
     # Memory
 
     def _kept(self, number: int) -> tuple[int, int]:
-        """From a call to its backward."""
+        """Return the interval from a call to its backward."""
         return number, 2 * self.end - number
 
     def _last(self, value: Value) -> int:
         return max(value.takers, default=value.maker)
 
     def _single(self, value: Value) -> bool:
-        """Whether one call takes it, so that what is kept for backward is what that call has
-        taken."""
+        """Return True if exactly one call uses the value.
+
+        Backward then uses the tensor in the layout in which that call used it.
+        """
         return not value.state and len(set(value.takers)) == 1 and value.maker in self.candidates
 
     def _alias(self, value: Value) -> bool:
-        """Whether it shares the memory of the operand it was made of."""
+        """Return True if the value shares the memory of the operand it was made from."""
         return self.calls.calls[value.maker].inplace or self.candidates[value.maker].free
 
     def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[Use]:
-        """What a computed value takes: until its last use; kept for backward; and its gradient
-        there."""
+        """Return the memory usage of a computed value.
+
+        The value is live until its last use, or until backward where it is saved. Its gradient is
+        live in backward.
+        """
         size = self._bytes(value, layouts)
         start, end = value.maker, self._last(value) + 1
         if not self.calls.training:
@@ -386,7 +419,7 @@ class _Builder:
         return found
 
     def _bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
-        """Bytes of the largest part in each of these layouts; None is nothing."""
+        """Return the bytes of the largest local tensor in each of these layouts; None counts 0."""
         return self._once(
             ("bytes", value.shape, value.dtype.itemsize),
             (layouts,),
@@ -402,11 +435,13 @@ class _Builder:
             dtype=float,
         )
 
-    # What is gathered of parameters
+    # Gathered parameters
 
     def _more(self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]) -> Array:
-        """Whether ``dst`` is more than a rank has in ``src``: it is a copy then, of which memory is
-        kept account."""
+        """Return where ``dst`` needs more memory than a rank has in ``src``.
+
+        The result in ``dst`` is then a copy whose memory is counted.
+        """
         whole = np.array([not any(e.is_partial for e in y) for y in dst], dtype=bool)
         return np.asarray(
             (self._sized(value, dst)[None, :] > self._sized(value, src)[:, None]) & whole[None, :]
@@ -415,8 +450,11 @@ class _Builder:
     def _grown(
         self, value: Value, made: Sequence[Layout], pairs: list[Pair], takers: Sequence[int]
     ) -> tuple[list[Pair], tuple[bool, ...]]:
-        """The strategies of a parameter: those of ``pairs``, each copy that a call may want, and,
-        where several calls may, that each has its own; with whether that is so."""
+        """Return the strategies of a parameter, and for each whether every call has its own copy.
+
+        The strategies are those of ``pairs`` and one per copy that a call may need. Where several
+        calls may need copies, one more strategy has a copy for each call.
+        """
         wanted = [self._wanted(value, t) for t in takers]
 
         def make() -> tuple[list[Pair], tuple[bool, ...]]:
@@ -449,9 +487,11 @@ class _Builder:
     def _copied(
         self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]
     ) -> tuple[list[Use], Array]:
-        """What copies of a parameter take, and how much of it autograd keeps: from the first use to
-        its backward, or about each use. Where calls have their own copies, as much as these are at
-        most."""
+        """Return the memory usage of a parameter's copies, and the bytes that autograd saves.
+
+        A copy is live from the first use to its backward, or only around each use. Where calls have
+        their own copies, the usage is the sum of the largest copy of each call.
+        """
         wanted = [self._wanted(value, t) for t in takers]
         key = "copies", value.shape, value.dtype.itemsize, value.saved, self.options.freed
         size, noted = self._once(
@@ -465,8 +505,8 @@ class _Builder:
 
         def make() -> tuple[Array, Array, Array]:
             kept = np.where(noted | (not value.saved), 0.0, size)
-            # In backward it is there again, if it is let go of, and its gradient is until it has
-            # been scattered.
+            # In backward a freed copy is gathered again. Its gradient is live until it has been
+            # reduce-scattered.
             return kept, size - kept, (size - kept) * value.saved + size * value.grad
 
         kept, passing, again = self._once(("amounts", value.saved, value.grad), (size, noted), make)
@@ -488,7 +528,7 @@ class _Builder:
         apart: Sequence[bool],
         wanted: Sequence[Sequence[Layout]],
     ) -> tuple[Array, Array]:
-        """(bytes of copies, whether autograd keeps but a note of them) by strategy."""
+        """Return by strategy (bytes of copies, True where autograd saves no copy)."""
         ends, most, grown = (
             self._ends(pairs),
             np.zeros(len(pairs)),
@@ -511,9 +551,11 @@ class _Builder:
         return np.where(apart, most, grown * self._bytes(value, ends.second)), noted
 
     def _once(self, key: Any, lists: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-        """What other values and formulations have needed too, of these very lists: calls that are
-        alike share theirs, so that nobody looks into them. They are kept, for an identity must not
-        pass on to another."""
+        """Return the result of `make`, cached by `key` and the identity of these lists.
+
+        Equal calls share their lists, so the lists are not compared element by element. The cache
+        keeps the lists alive, because their ids must not be reused by other objects.
+        """
         key = key, *map(id, lists)
         found = self.tables.get(key)
         if found is None:
@@ -532,8 +574,11 @@ class _Builder:
         return self.candidates[taker].ins[call.operands.index(value.number)]
 
     def _pairs(self, value: Value, made: Sequence[Layout], takers: Sequence[int]) -> list[Pair]:
-        """The strategies of a value with a node of its own: how it is made, and how it is kept as
-        well."""
+        """Return the strategies of a value with its own node.
+
+        A strategy is a pair: the layout that the value is made in, and one that it is also stored
+        in.
+        """
         wanted = [self._wanted(value, t) for t in takers] if self.options.collect else []
 
         def make() -> list[Pair]:
@@ -568,7 +613,10 @@ class _Builder:
         return self._once("ends", (pairs,), make)
 
     def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
-        """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
+        """Return the seconds from each of ``layouts`` to each of ``wanted``.
+
+        The gradient's change in backward is included.
+        """
         freed = self.options.freed and value.saved
         key = (
             "change",
@@ -596,8 +644,8 @@ class _Builder:
                         for x in layouts
                     ]
                 )
-            # A leaf keeps its gradient as it lies itself. What brings it there runs beside
-            # computing, and what brings the leaf to a call does not.
+            # The gradient of a leaf has the leaf's layout. Its reduction overlaps with computing,
+            # the gathering of the leaf for a call does not.
             back = (
                 self.seen * self.prices.gradients(value.shape, value.dtype, wanted, layouts).T
                 if graded
@@ -646,9 +694,12 @@ class _Builder:
     def _taken(
         self, value: Value, pairs: Sequence[Pair], wanted: Sequence[Layout], apart: tuple[bool, ...]
     ) -> Array:
-        """``apart``: of a parameter's pairs, whether calls have their own copies; else what is more
-        than is kept is the second layout. Programs make no other from it: who wants another has it
-        from the first."""
+        """Return the seconds from each pair of a value to each wanted layout.
+
+        ``apart`` says for a parameter's pairs whether calls have their own copies. Where they do
+        not, only the pair's second layout may need more memory than the stored one. Programs box a
+        parameter only from its first layout, so a call uses the second one as it is or not at all.
+        """
 
         def make() -> Array:
             ends = self._ends(pairs)
@@ -658,8 +709,8 @@ class _Builder:
                     self._more(value, ends.first, wanted) & ~np.array(apart)[:, None], np.inf, first
                 )
             if ends.kept:
-                # What becomes of its gradient on the way to the second layout is paid where the two
-                # meet.
+                # The change of the gradient on the way to the second layout is paid in the cost of
+                # the pair.
                 if value.state == "parameter":
                     second = np.array(
                         [[0.0 if x == y else np.inf for x in wanted] for y in ends.kept]

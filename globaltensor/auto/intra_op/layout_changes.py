@@ -1,5 +1,8 @@
-"""The changes of layout that a choice means for a value: between where it is made, where it is kept
-as well, and each call that takes it."""
+"""The changes of layout that a choice implies for a value.
+
+They are between the layout it is made in, the one it is also stored in, and the one of each call
+that uses it. The other modules of `intra_op` use them, and `inter_op/build_plan.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _LOCAL: Final = ("slice", "pad", "mask")
 
 
 class Kind(NamedTuple):
-    """A change but for its names. ``takers``: positions among the calls that take the value."""
+    """A change of layout without names.
+
+    ``takers`` are indices among the calls that use the value.
+    """
 
     change: LayoutChange
     takers: tuple[int, ...]
@@ -31,24 +37,22 @@ class Kind(NamedTuple):
 
 
 class Changes:
-    """Changes of one formulation; those of values in the same situation are worked out once."""
+    """The changes of layout of one formulation, cached for values in equal situations."""
 
     def __init__(self, f: Formulation) -> None:
         self.f = f
         self._found: dict[Hashable, tuple[Kind, ...]] = {}
-        self._situations: dict[int, int] = {}  # of each value, by its number
+        self._situations: dict[int, int] = {}  # by number of the value
         self._numbers: dict[Hashable, int] = {}
         self._tables: dict[Hashable, Routes] = {}
-        self._ends: dict[
-            int, tuple[list[Layout], list[Layout]]
-        ] = {}  # of the pairs of a value with a node of its own
+        # By id of the pairs of a value with a node of its own.
+        self._ends: dict[int, tuple[list[Layout], list[Layout]]] = {}
         self._outputs = frozenset(f.calls.outputs)
-        self._takers: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # of a value: each call that takes it, as which operand
+        # By number of the value: (call that uses it, index of the operand).
+        self._takers: dict[int, list[tuple[int, int]]] = {}
 
     def of(self, value: Value, choice: Sequence[int]) -> list[LayoutChange]:
-        """With names."""
+        """Return the changes of a value with names."""
         return [self.named(kind, value) for kind in self.kinds(value, choice)]
 
     def named(self, kind: Kind, value: Value) -> LayoutChange:
@@ -72,8 +76,11 @@ class Changes:
         return found
 
     def kinds(self, value: Value, choice: Sequence[int]) -> tuple[Kind, ...]:
-        """Without names. A second layout that several calls share is listed once; whoever gets a
-        result takes its sum."""
+        """Return the changes of a value without names.
+
+        A second layout that several calls share is listed once. For a result of the model, the
+        reduction of its partial sums is listed too.
+        """
         f, takers, result = self.f, self.takers(value), value.number in self._outputs
         if not (takers or result) or (value.maker >= 0 and value.maker not in f.candidates):
             return ()
@@ -91,8 +98,11 @@ class Changes:
         return found
 
     def situation(self, value: Value) -> int:
-        """The same for values whose changes cost the same where they lie alike and are taken alike:
-        what they are, and what could be chosen instead."""
+        """Return a number that is equal for values with equal possible changes and costs.
+
+        It depends on the value's properties, and on the layouts that its maker and its calls could
+        choose.
+        """
         found = self._situations.get(value.number)
         if found is None:
             f, node = self.f, self.f.node_of_value.get(value.number)
@@ -134,9 +144,9 @@ class Changes:
                 self._kind(value, made, dst, [i], self._routes(value, sources, asked[i]))
                 for i in those
             ]
-            if (
-                kept is not None and value.state != "parameter"
-            ):  # from there it may be nearer; it goes on as a value that is computed
+            # The second layout may be the cheaper source. From there the change is that of a
+            # computed value.
+            if kept is not None and value.state != "parameter":
                 onwards = [
                     self._kind(
                         value, kept, dst, [i], self._routes(value, copies, asked[i]), leaf=False
@@ -150,7 +160,7 @@ class Changes:
         return [kind for kind in out if kind.change.src != kind.change.dst or kind.seconds]
 
     def _sources(self, value: Value) -> tuple[Sequence[Layout], Sequence[Layout]]:
-        """The layouts that a value may be made in, and those that it may be kept in as well."""
+        """Return the layouts a value may be made in, and those it may also be stored in."""
         node = self.f.node_of_value.get(value.number)
         if node is None:
             return self._outs(value), ()
@@ -164,14 +174,17 @@ class Changes:
         return found
 
     def _outs(self, value: Value) -> Sequence[Layout]:
-        """The layouts that the call which makes a value may give it."""
+        """Return the layouts in which the value's maker may return it."""
         return self.f.candidates[value.maker].outs[
             self.f.calls.calls[value.maker].outs.index(value.number)
         ]
 
     def _routes(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Routes:
-        """The table that the problem prices changes by from one of these layouts to another. The
-        lists are the formulation's, or this object's, and live on."""
+        """Return the problem's price table of changes between these layouts.
+
+        It is cached by the identity of the lists. The lists belong to the formulation or to this
+        object, so they stay alive.
+        """
         key = value.shape, value.dtype, id(sources), id(targets)
         found = self._tables.get(key)
         if found is None:
@@ -224,8 +237,8 @@ class Changes:
                 prices.fetched(value.shape, value.dtype, [src], [dst], routes)[0, 0]
             ) * (1 + self.f.twice(value, src, dst))
         if self.f.calls.training and value.grad:
-            # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back
-            # takes it.
+            # The gradient of a leaf ends in the leaf's layout. The gradient of another value ends
+            # in the layout that its maker's backward uses.
             if own:
                 backward = float(
                     prices.gradients(value.shape, value.dtype, [dst], [src], routes)[0, 0]
@@ -258,8 +271,10 @@ class Changes:
 
 
 def collectives(src: Layout, dst: Layout) -> str:
-    """What a change of layout is on each axis, as ``all_gather + all_to_all``; what needs no
-    traffic is named where there is nothing else."""
+    """Return the collectives of a change of layout, such as ``all_gather + all_to_all``.
+
+    Moves without traffic are only named where there is no other move.
+    """
     kinds = list(
         dict.fromkeys(
             MOVES[a.kind, b.kind]
@@ -271,7 +286,10 @@ def collectives(src: Layout, dst: Layout) -> str:
 
 
 def name_of(value: Value) -> str:
-    """A parameter's path, the name of another given tensor, or of the call that makes it."""
+    """Return the value's path if it has one, else its name.
+
+    Parameters have a path. The name of a computed value is that of the call that makes it.
+    """
     return value.path or value.name
 
 

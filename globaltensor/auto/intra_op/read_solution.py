@@ -1,5 +1,8 @@
-"""A plan read out of a solution: what a choice of strategies means for calls, for what is given and
-for what moves, and what other choices would cost."""
+"""The plan that a solution of the search represents.
+
+It has the strategies of calls, the layouts of given tensors, the changes of layout, and the costs
+of alternatives. `search.py`, `calibrate/steps.py` and `inter_op/predict.py` call `read_plan`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["read_plan"]
 
 
 def read_plan(formulation: Formulation, solution: Solution) -> Plan:
-    """The plan that a choice of strategies is."""
+    """Return the plan that a solution's choice of strategies represents."""
     f, choice, calls = formulation, solution.choice, formulation.calls
     problem, listed, total = f.problem, Changes(f), float(solution.cost)
     changes = [change for value in calls.values for change in listed.of(value, choice)]
@@ -66,8 +69,10 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
 
 
 class _Sides(NamedTuple):
-    """Seconds of what goes on at the same time: the traffic of parameters' gradients, and the
-    backward pass."""
+    """The seconds of two activities that overlap.
+
+    `aside` is the traffic of parameters' gradients, and `behind` is the backward pass.
+    """
 
     aside: float
     behind: float
@@ -92,8 +97,11 @@ def _spent(
     changes: Sequence[LayoutChange],
     sides: _Sides,
 ) -> dict[str, float]:
-    """What the cost is made of, in seconds: computing and moving with what of it is hidden, which
-    is taken off, and the optimizer's step."""
+    """Return the components of the cost, in seconds.
+
+    They are computing, communication ("moving"), the hidden part of it, which is subtracted, and
+    the optimizer's step.
+    """
     spent = {
         "computing": f.options.computation * sum(c.forward + c.backward for c in planned),
         "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
@@ -108,7 +116,7 @@ def _spent(
 
 
 def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
-    """Whether backward gathers a parameter again."""
+    """Return True if backward gathers a parameter again."""
     node = f.node_of_value.get(value.number)
     made, copy = (None, None) if node is None else f.layouts[node][choice[node]]
     return made is not None and copy is not None and f.twice(value, made, copy)
@@ -117,8 +125,10 @@ def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
 def _held(
     f: Formulation, choice: Sequence[int], given: Sequence[PlacedTensor], peak: int
 ) -> dict[str, int]:
-    """What the memory at its peak is made of, in bytes a rank. What is gathered for the moment
-    counts as activations do."""
+    """Return the components of the memory peak, in bytes a rank.
+
+    Parameters that are gathered for a short time count as activations.
+    """
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     gradients = sum(g.bytes for g in given if g.name in trained)
@@ -136,7 +146,7 @@ def _held(
 
 
 def _local(f: Formulation, value: Value, layout: Layout) -> int:
-    """Bytes that one rank holds."""
+    """Return the bytes that one rank holds of a value."""
     return value.dtype.itemsize * f.prices.local(value.shape, layout)
 
 

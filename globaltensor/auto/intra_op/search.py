@@ -1,4 +1,7 @@
-"""The search on one mesh: formulate, solve, read the plan out of the solution."""
+"""The intra-operator search on one mesh: formulate, solve, and read the plan from the solution.
+
+`auto/api.py`, `auto/apply` and `auto/calibrate` call `search`. `glance` returns a quick bound.
+"""
 
 from __future__ import annotations
 
@@ -33,35 +36,42 @@ __all__ = [
 
 
 class SearchResult(NamedTuple):
-    """A plan, the problem it solves, and the choice that it is."""
+    """A plan, the formulation it solves, and its choice."""
 
     plan: Plan
     formulation: Formulation
     choice: Sequence[int]
 
 
-Answer = tuple[Solution, Formulation]  # and the problem by which the solution costs what it does
-_LONGEST = 60.0  # seconds that the solver may take where nothing is said
-_COMPARED = 5.0  # seconds for each way that is but compared, likewise
-_LARGE = 1000  # nodes
+Answer = tuple[Solution, Formulation]  # the formulation is the one that gives the solution's cost
+_LONGEST = 60.0  # default time limit of the solver, in seconds
+_COMPARED = 5.0  # default time limit for each compared alternative, in seconds
+_LARGE = 1000  # nodes above which a problem counts as large
+# The maximum number of further solutions where gradient traffic takes longer than the backward pass
+# it hides behind.
 _TURNS, _TURNS_OF_LARGE = (
     400,
     5,
-)  # further solutions at most where gradients take longer than what they hide behind
+)
+# Compared alternatives get such further solutions up to _FEW nodes. _ROUGH is a gap of their cost
+# that is not worth reporting.
 _FEW, _TURNS_OF_COMPARED, _ROUGH = (
     200,
     40,
     0.01,
-)  # nodes up to which what is compared has such turns; a gap of its cost that is not worth a word
+)
+# The maximum sum of nodes over these solutions, without a memory limit and with one, where each
+# takes longer.
 _WORK, _WORK_WITHIN = (
     40_000,
     6_000,
-)  # nodes of all of these together, without a limit of memory and with one, where each takes longer
-_CLOSE = 1e-5  # a gap between cost and bound at which it may stop
+)
+_CLOSE = 1e-5  # the relative gap at which the solver may stop
+# The same gap for compared alternatives, and for the weights of a large problem.
 _NEAR, _NEAR_OF_LARGE = (
     1e-3,
     2e-3,
-)  # the same for what is but compared; and for a large problem's weights
+)
 
 
 @gc_paused()
@@ -76,12 +86,18 @@ def search(
     compared: bool = True,
     turns: int | None = None,
 ) -> SearchResult:
-    """The best plan on this mesh. ``seconds``: stop after so long with the best so far, what is
-    priced beside it included. ``recipes``: name -> {path: layouts} of other ways to price; with
-    ``compared=False`` none are, nor data parallelism. ``turns``: how often at most to solve again
-    where gradients take longer than what they hide behind. ``agreed``: of what each rank has found,
-    what all take: where time runs out they may differ. Raises PlanError where no plan fits into the
-    memory, naming the least that would do, and where none was found in the time."""
+    """Return the best plan on this mesh.
+
+    ``seconds`` limits the time, pricing of alternatives included; the result is then the best plan
+    so far. ``recipes`` maps names to {path: layouts} of alternatives to price. With
+    ``compared=False`` no alternative is priced, not even data parallelism. ``turns`` limits how
+    often the problem is solved again where gradients take longer than what they hide behind.
+    ``agreed`` maps each rank's solution to the one that all ranks adopt, because solutions may
+    differ where time runs out.
+
+    Raises PlanError where no plan fits into the memory, with the minimum memory that would do, and
+    where no plan was found in time.
+    """
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
@@ -111,8 +127,10 @@ def search(
 def glance(
     calls: Calls, cluster: Cluster, mesh: Placement, options: Options, seconds: float | None = None
 ) -> float:
-    """Return what no plan on this mesh costs less than, by few solutions. inf: none fits into the
-    memory."""
+    """Return a lower bound of the cost of all plans on this mesh, in seconds, from few solutions.
+
+    The result is inf where no plan fits into the memory.
+    """
     solution, _ = _within(
         formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0
     )
@@ -125,9 +143,11 @@ def _within(
     agreed: Callable[[Solution], Solution] = lambda solution: solution,
     turns: int = _TURNS,
 ) -> Answer:
-    """The best choice within the limit of memory, if there is one. First what is best whatever
-    memory it takes: mostly there is enough. Where there is not, gathered parameters may be kept for
-    backward or gathered again, all of them: the better of the two.
+    """Return the best choice within the memory limit, if there is one.
+
+    The problem is first solved without the limit: mostly there is enough memory. Where there is
+    not, gathered parameters may all be saved for backward, or all be gathered again. The result is
+    the better of the two.
     """
     end, limit = time.perf_counter() + seconds, formulation.problem.usage_limit
     if limit is None:
@@ -171,7 +191,7 @@ def _within(
 
 
 def _least(solution: Solution) -> float:
-    """What an answer that does not fit says of the memory that would do; inf: nothing."""
+    """Return the memory that would be feasible by an infeasible answer, or inf if it is unknown."""
     return math.inf if solution.least_usage is None else float(solution.least_usage[0])
 
 
@@ -180,18 +200,20 @@ def _solved(
     agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS,
     within: float | None = None, below: float = math.inf, near: float | None = None,
 ) -> Answer:  # fmt: skip
-    """The best choice, and the formulation by which it costs what it does, where the traffic of
-    gradients may take longer than the backward pass that it hides behind. ``within``: memory, of a
-    choice that takes more nothing needs to be proven. ``below``: only what costs less is looked
-    for. ``near``: a gap that is small enough (None: as small as it can be).
+    """Return the best choice, and the formulation that gives its true cost.
 
-    With b and r for the two, what shows is max(b, r) and the part of the other that does not hide.
-    The problem has r hide behind b; where that isn't so, the least larger one of its cost and that
-    of the problem solved the other way round is looked for (`solver.Larger`; `parts.Weights` of
-    what lies between).
+    ``within`` is a memory limit; nothing needs to be proven for a choice that exceeds it. With
+    ``below``, only choices that cost less are searched for. ``near`` is a gap that is small enough
+    (None: as small as possible).
+
+    Let b be the backward pass and r the gradient traffic that may hide behind it, in seconds. The
+    exposed time is max(b, r) plus the part of the other one that does not hide. The problem hides r
+    behind b. Where r is longer, the solver minimises the larger of this problem's cost and the
+    turned problem's cost (`solver.MinimaxSolver`). `inter_op.segment_cost.Weights` describes the
+    weights in between.
     """
     end = time.perf_counter() + seconds
-    # Without turns it is a glance: nobody asks what memory would do.
+    # Without turns this is a glance, which needs no feasible memory limit.
     first = agreed(
         solve(
             formulation.problem,
@@ -242,16 +264,17 @@ def _solved(
 
 
 def binding_formulation(formulation: Formulation, choice: Sequence[int]) -> Formulation:
-    """The formulation by which a choice costs what it does: whichever has it cost more, gradients
-    hidden behind the backward pass or this behind them."""
+    """Return the formulation that gives the true cost of `choice`.
+
+    The true cost is the larger of "gradient traffic hides behind backward" and the reverse.
+    """
     if not hidden(formulation.prices.cluster, formulation.options):
         return formulation
     return max(formulation, formulation.turned(), key=lambda f: float(f.problem.evaluate(choice)))
 
 
 def gradient_traffic_exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
-    """Whether the traffic of gradients takes longer than all of the backward pass, of which some
-    would hide it."""
+    """Return True if the gradient traffic takes longer than the whole backward pass."""
     f = formulation
     if not f.calls.training or not hidden(f.prices.cluster, f.options):
         return False
@@ -269,7 +292,7 @@ def gradient_traffic_exposed(formulation: Formulation, choice: Sequence[int]) ->
 
 
 def data_parallel(calls: Calls, mesh: Placement) -> dict[str, tuple[Layout, ...]]:
-    """Every rank has all parameters and a part of each input."""
+    """Return the data-parallel layouts: all parameters on every rank, inputs split in dim 0."""
     axes = len(mesh.shape)
     whole, parted = (broadcast,) * axes, (split(0),) * axes
     return {
@@ -283,8 +306,11 @@ def compare(
     ways: Mapping[str, Mapping[str, tuple[Layout, ...]]],
     seconds: float | None = None,
 ) -> dict[str, Alternative]:
-    """What each of some ways to lay given tensors costs at best. ``seconds``: of all together,
-    shared evenly by those that are left; None: a few for each."""
+    """Return the minimum cost of each of several layouts of the given tensors.
+
+    ``seconds`` limits the total time, shared evenly by the remaining ones. None means a few seconds
+    for each.
+    """
     started, found = time.perf_counter(), {}
     for k, (name, fixed) in enumerate(ways.items()):
         left = (
@@ -299,10 +325,12 @@ def compare(
 def price_layouts(
     formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED
 ) -> Alternative:
-    """Return what it costs at best where given tensors lie so, as far as that is found in so many
-    ``seconds``. Of a problem that is not small, where gradients take longer than the backward pass
-    what shows of them is added to the best if they did not; it is said then that this is at most
-    what it costs."""
+    """Return the minimum cost with given tensors in these layouts, as found within ``seconds``.
+
+    In a large problem, gradients may take longer than the backward pass. The exposed part of them
+    is then added to the optimum that ignores it. The result then says that its cost is an upper
+    bound.
+    """
     calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
     for v in calls.states():
         if v.state == "input" and any(
@@ -323,7 +351,7 @@ def price_layouts(
         and solution.feasible
         and by.problem.peak(solution.choice) > options.memory
     ):
-        # Where parameters are gathered again in backward it may fit, at its price.
+        # The plan may fit if parameters are gathered again in backward, at the price of that.
         again, their = _solved(
             found.under(memory=options.memory, freed=True),
             max(0.0, end - time.perf_counter()),

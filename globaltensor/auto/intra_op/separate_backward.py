@@ -1,13 +1,15 @@
-"""What folding costs: the same search with a backward pass that chooses for itself, each gradient
-computed and kept as is best for it alone.
+"""The cost of folding: the same search with a backward pass whose layouts are chosen freely.
 
-The search has one node for a call's forward and backward together (auto/intra_op/formulate.py): a
-gradient lies as duality says. Here every operand's gradient is a call of its own, with the ways
-that the rules allow it whatever its forward does; gradients lie, are added up and are brought to
-their takers as they please; and what backward needs of the forward is brought to it from where it
-was made or from how its forward took it. Every plan of the folded search is one of these plans, at
-the same cost, so the best one here is a lower bound, and the distance is what duality gives up.
-Memory is left out: it knows no moment in which a backward that is free would run.
+The main search has one node for a call's forward and backward together
+(auto/intra_op/formulate.py), and a gradient has the layout that duality gives. Here every operand's
+gradient is a call of its own. It may use every strategy that the rules allow, independently of its
+forward. Gradients may have any layout, be added up in any layout and be boxed for their calls in
+any way. Values that backward needs from the forward are boxed from where they were made, or from
+the layout in which the forward used them.
+
+Every plan of the folded search is also a plan here, at the same cost. The optimum here is therefore
+a lower bound, and the distance is the price of duality. Memory is left out, because there is no
+defined time at which a free backward would run. `benchmarks/auto_unfolded.py` uses it.
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ Pair = tuple[Layout, Layout | None]
 
 @dataclasses.dataclass
 class _Backward:
-    """A node for the gradient of one operand of a call. ``rows``: for each strategy how the
-    results' gradients come, how what it needs of the forward comes (by value), and how the gradient
-    lies."""
+    """A node for the gradient of one operand of a call.
+
+    Each entry of ``rows`` is a strategy with three items. They are the layouts of the results'
+    gradients, the layouts of the forward values that it needs, and the layout of the gradient it
+    returns.
+    """
 
     node: int
     rows: list[tuple[tuple[Layout, ...], tuple[Layout, ...], Layout]]
-    results: tuple[int, ...]  # values whose gradients it takes
-    needs: tuple[int, ...]  # values of the forward that it takes
-    value: int  # whose gradient it gives
+    results: tuple[int, ...]  # the values whose gradients it uses
+    needs: tuple[int, ...]  # the forward values that it uses
+    value: int  # the value whose gradient it returns
     call: int
     operand: int
 
@@ -49,9 +54,12 @@ class _Backward:
 def _whole(
     row: tuple[tuple[Layout, ...], tuple[Layout, ...], Layout],
 ) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...], Layout]]:
-    """The same work on whole gradients. Any gradient is linear in those it is computed from, so
-    what takes partial sums and gives one does so as well with the sums taken: axis by axis, each
-    way that duality has only for calls that are linear themselves."""
+    """Return the variants of a row in which some partial gradients are reduced.
+
+    Any gradient is linear in the gradients it is computed from. A row that accepts partial sums and
+    returns one is therefore also valid with the sums reduced, for any subset of such axes. Duality
+    has these variants only for calls that are linear themselves.
+    """
     come, needs, gives = row
     axes = [
         a
@@ -69,8 +77,10 @@ def _whole(
 
 
 class Unfolded:
-    """The problem of ``folded``, unfolded. ``problem`` begins with the nodes of the folded one, in
-    their order."""
+    """The unfolded problem of the formulation ``folded``.
+
+    ``problem`` starts with the nodes of the folded problem, in their order.
+    """
 
     def __init__(self, folded: Formulation) -> None:
         if folded.options.wait or folded.options.memory is not None or not folded.calls.training:
@@ -104,7 +114,7 @@ class Unfolded:
             )
 
     def lifted(self, choice: Sequence[int]) -> list[int]:
-        """The choice here that is this choice of the folded problem. It costs the same."""
+        """Return the choice here that corresponds to this folded choice, at the same cost."""
         return [lift(choice) for lift in self._lifts]
 
     def _node(self, costs: Sequence[float] | Array, lift: Callable[[Sequence[int]], int]) -> int:
@@ -112,15 +122,19 @@ class Unfolded:
         return self.problem.node(costs)
 
     def _same_costs(self) -> None:
-        """What forward nodes cost besides: the optimizer's step, and the way back of what
-        compositions move themselves."""
+        """Add the forward nodes' other costs.
+
+        These are the optimizer's step, and the backward share of what composite calls communicate
+        themselves.
+        """
         for number, node in self.forward.node_of_call.items():
             more = self.folded.candidates[number].moving - self.forward.candidates[number].moving
             self.problem.costs[node] = np.asarray(self.problem.costs[node] + more)
         for value in self.folded.calls.parameters:
             at = self.folded.node_of_value.get(value.number)
             if at is not None:
-                # Of the folded node's cost all but the way to the second layout is the step.
+                # The folded node's cost is the optimizer's step, plus the change to the second
+                # layout if there is one.
                 pairs = self.folded.layouts[at]
                 alone = {
                     pair[0]: cost
@@ -180,7 +194,7 @@ class Unfolded:
         return made
 
     def _needs(self, call: Call, k: int) -> tuple[int, ...]:
-        """What of the forward the gradient of operand ``k`` is computed from."""
+        """Return the forward values from which the gradient of operand ``k`` is computed."""
         found, own = self.folded.candidates[call.number], call.operands[k]
         linear = any(
             e.is_partial and f.is_partial
@@ -188,7 +202,7 @@ class Unfolded:
             for e, f in zip(i, o, strict=True)
         )
         if linear and own not in call.keeps:
-            return ()  # as an addend's
+            return ()  # such as the gradient of an addend
         return tuple(
             v for v in call.keeps if v in (*call.operands, *call.outs) and not (linear and v == own)
         )
@@ -202,8 +216,11 @@ class Unfolded:
         )
 
     def _keep(self, call: Call, number: int, takers: list[_Backward]) -> None:
-        """A value of the forward as backward takes it: brought from where it was made (strategies
-        before the middle), or as the call's forward has it."""
+        """Add a node for a forward value as backward uses it.
+
+        In the first half of its strategies the value is boxed from where it was made. In the second
+        half it has the layout in which the call's forward used it.
+        """
         value = self.folded.calls.values[number]
         wanted = list(
             dict.fromkeys(b_row[1][b.needs.index(number)] for b in takers for b_row in b.rows)
@@ -212,8 +229,8 @@ class Unfolded:
         has = [
             self._taken(call, number, r) for r in range(len(self.folded.candidates[call.number]))
         ]
-        # Taken as the forward takes it; where two gradients of a folded plan want it, they want it
-        # so.
+        # Lifted as in the forward. Where two gradients of a folded plan use the value, both use
+        # this layout.
         kept = self._node(np.zeros(2 * n), lambda choice: n + wanted.index(has[choice[here]]))
         none = np.zeros((len(has), n))
         self.problem.edge(here, kept, np.hstack([none, self._there(value, has, wanted)]))
@@ -238,7 +255,7 @@ class Unfolded:
                 kept,
                 np.hstack([self._there(value, made, wanted), np.zeros((len(made), n))]),
             )
-        else:  # nowhere else
+        else:  # the value is available nowhere else
             self.problem.costs[kept] = np.concatenate([np.full(n, np.inf), np.zeros(n)])
         for b in takers:
             index = b.needs.index(number)
@@ -261,17 +278,20 @@ class Unfolded:
         )
 
     def _home(self, value: Value, layouts: Sequence[Layout], leaves: Sequence[Layout]) -> Array:
-        """Seconds of a parameter's gradient to the parameter: summed with others, or, as one that
-        is whole need not be, by itself."""
+        """Return the seconds to bring a parameter's gradient to the parameter.
+
+        The gradient is reduced in a bucket with others or, where it needs no reduction, boxed
+        alone.
+        """
         together = self.prices.gradients(
             value.shape, value.dtype, [duals(x) for x in layouts], leaves
         )
         return self.seen * np.minimum(together, self._moved(value, layouts, leaves))
 
-    # Gradients between them
+    # Edges between gradients
 
     def _gradient(self, value: Value, makers: list[_Backward], takers: list[_Backward]) -> None:
-        """From the calls that give shares of a value's gradient to those that take it."""
+        """Add the edges from calls that return a value's gradient to calls that use it."""
         if not makers or not value.grad:
             return
         shares = [[row[2] for row in b.rows] for b in makers]
@@ -357,13 +377,13 @@ class Unfolded:
         firsts: Sequence[Layout],
         seconds: Sequence[Layout],
     ) -> Array:
-        """What the second layouts cost; ``between``: from or to each of them."""
+        """Return the costs of the second layouts; ``between`` has the cost per pair of layouts."""
         return np.array(
             [0.0 if y is None else between[firsts.index(x), seconds.index(y)] for x, y in pairs]
         )
 
     def _either(self, pairs: Sequence[Pair], table: Array, layouts: Sequence[Layout]) -> Array:
-        """From whichever of the two is nearer."""
+        """Return the cost from the cheaper one of each pair's two layouts."""
         first = table[[layouts.index(x) for x, _ in pairs]]
         second = np.array(
             [[np.inf] * table.shape[1] if y is None else table[layouts.index(y)] for _, y in pairs]
@@ -371,8 +391,12 @@ class Unfolded:
         return np.minimum(first, second)
 
     def _lift_of(self, value: Value, pairs: list[Pair]) -> Callable[[Sequence[int]], int]:
-        """A folded plan adds a value's gradient up as the value is made and, where it is, kept as
-        well."""
+        """Return the function that finds the pair of a folded choice.
+
+        A folded plan adds up a computed value's gradient in the dual of the value's layout, and a
+        parameter's in the parameter's own layout. Where the value has a second layout, its dual is
+        used too.
+        """
         at = self.folded.node_of_value.get(value.number)
 
         def lift(choice: Sequence[int]) -> int:
@@ -387,8 +411,11 @@ class Unfolded:
     def _spread_of(
         self, value: Value, pairs: list[Pair], alone: _Backward | None
     ) -> Callable[[Sequence[int]], int]:
-        """It is then as the value is made. ``alone``: what gives all of it, in the dual of what its
-        forward takes."""
+        """Return the function that finds the pair of a summed gradient in a folded choice.
+
+        The gradient then has the dual of the layout that the value is made in. ``alone`` is the
+        only call that returns the gradient, in the dual of the layout that its forward used.
+        """
 
         def lift(choice: Sequence[int]) -> int:
             wanted = duals(self.folded.made(value, choice))

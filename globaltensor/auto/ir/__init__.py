@@ -1,1 +1,1 @@
-"""What is planned: the calls of a model, in segments, with their work."""
+"""The representation that planning works on: calls of a model, in segments, with their work."""

@@ -1,5 +1,7 @@
-"""How much work a call is: floating-point operations and bytes, of the whole and of one rank's
-part."""
+"""The work of a call: floating-point operations, and whether it is a view.
+
+`cost/strategies.py` calls `work_of` for a global call and for one rank's local tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ _CONVOLUTIONS = frozenset((F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.con
 
 
 class Work(NamedTuple):
-    """Of a whole call, forward: floating-point operations, whether it only looks at its operand
-    otherwise, and operations of backward over those of forward."""
+    """The work of a global call.
+
+    `flops` are the floating-point operations of forward. `view` is True if the call only returns
+    another view of its operand. `backward` is the ratio of backward's operations to forward's.
+    """
 
     flops: float
     view: bool
@@ -41,9 +46,12 @@ class Work(NamedTuple):
 def work_of(
     call: Call, values: Sequence[Value] | Mapping[int, Value], losses: RuleFailures | None = None
 ) -> Work:
-    """The work of a call by its index notation: of a contraction two operations for each
-    combination of its indices; of the rest what it reads and writes. ``losses``: takes note of an
-    error of its rule, by which it counts as no contraction."""
+    """Return the work of a call by its index notation.
+
+    A contraction has two operations for each combination of its indices. Other calls have 0, and
+    are priced by the bytes they read and write. ``losses`` records an error of the call's rule; the
+    call then counts as no contraction.
+    """
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     name = getattr(call.func, "__name__", "")
     owner = getattr(getattr(call.func, "__self__", None), "__name__", "")
@@ -72,9 +80,11 @@ def work_of(
 def _contraction(
     call: Call, operands: Sequence[Value], losses: RuleFailures
 ) -> tuple[float, Sequence[int]]:
-    """(operations, the operands that are multiplied) of an op that sums products over some of its
-    indices: two for each combination of the indices of a product of two, of more from the left to
-    the right, as torch goes. 0 operations for others."""
+    """Return (operations, indices of the multiplied operands) of an op that sums products.
+
+    A product of two operands has two operations for each combination of its indices. More operands
+    are multiplied from left to right, as in torch. Other ops have 0 operations.
+    """
     rule = RULES.get(call.func)
     if rule is None or len(operands) < 2:
         return 0.0, ()

@@ -1,5 +1,8 @@
-"""A captured graph as the search sees it: calls of torch functions on values, whatever the
-cluster."""
+"""The captured graph in the form the search uses: calls of torch functions on values.
+
+It is independent of the cluster. `trace.py` calls `read`, and `intra_op` and `inter_op` work on
+`Calls`.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,21 @@ __all__ = ["Call", "Calls", "Value", "read"]
 
 @dataclass
 class Value:
-    """A tensor: where it comes from, who takes it, and what of it is kept for backward."""
+    """A tensor: its maker, the calls that use it, and whether backward needs it."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool  # whether a gradient flows back to it
-    maker: int  # number of the call that gives it; -1 for what the graph is given
+    grad: bool  # True if a gradient flows back to it
+    maker: int  # number of the call that returns it; -1 for inputs of the graph
     name: str
-    path: str = ""  # of a parameter or buffer
-    state: str = ""  # "parameter", "buffer", "input", or "" for what is computed
-    takers: list[int] = field(
-        default_factory=list
-    )  # numbers of calls, in order, one for each operand
-    saved: bool = False  # whether backward needs it
-    plain: bool = False  # no global tensor: whole on every rank
-    layout: Any = ()  # how something given lies, where that is said
+    path: str = ""  # path of a parameter or buffer
+    state: str = ""  # "parameter", "buffer", "input", or "" for a computed value
+    # Numbers of the calls that use it, in order, one for each operand.
+    takers: list[int] = field(default_factory=list)
+    saved: bool = False  # True if backward needs it
+    plain: bool = False  # True if it is no global tensor: every rank has all of it
+    layout: Any = ()  # the layout of a given tensor, where one is set
 
     @property
     def nbytes(self) -> int:
@@ -46,8 +48,11 @@ class Value:
 
 @dataclass
 class Call:
-    """One call. ``operands`` and ``outs`` are numbers of values; ``args`` and ``kwargs`` hold
-    values' numbers boxed as `Ref`s where tensors stand."""
+    """One call of a torch function.
+
+    ``operands`` and ``outs`` are numbers of values. ``args`` and ``kwargs`` have a `Ref` with the
+    number of the value in place of each tensor.
+    """
 
     number: int
     name: str
@@ -59,15 +64,15 @@ class Call:
     module: str
     where: str
     inplace: bool
-    key: Hashable = None  # equal for calls that admit and cost the same
-    extra: int = 0  # bytes that backward needs and that are none of the values
+    key: Hashable = None  # equal for calls with the same signatures and costs
+    extra: int = 0  # bytes that backward needs in tensors that are none of the values
     keeps: tuple[int, ...] = ()  # the values that its backward needs
     fixed: Any = None  # the sbp that an explicit to_global asks for
-    wild: bool = False  # whether it takes part in no search: it says nothing of layouts
+    wild: bool = False  # True if it is not searched, because it implies nothing for layouts
 
 
 class Ref(torch.Tensor):
-    """Stands for a value among the arguments of a call."""
+    """A placeholder for a value among the arguments of a call."""
 
     number: int
 
@@ -86,7 +91,7 @@ class Calls:
     values: list[Value]
     outputs: tuple[int, ...] = ()
     training: bool = True
-    #: name of the call in the captured graph -> number, for those with operands
+    #: Name of the call in the captured graph -> number, for calls with operands.
     numbers: dict[str, int] = field(default_factory=dict)
 
     def states(self) -> Iterable[Value]:
@@ -102,10 +107,13 @@ def read(
     paths: Mapping[str, str] | None = None,
     stands: Mapping[int, torch.Tensor] | None = None,
 ) -> Calls:  # fmt: skip
-    """The calls of a logical graph. ``constants``: what its get_attr nodes name. ``saved``: what
-    backward keeps of each of the user's calls, by its number, as `trace.saving` tells it.
-    ``paths``: name of an input's placeholder -> path of the parameter that it is. ``stands``: id of
-    a tensor with memory -> what stood for it while the graph was captured."""
+    """Return the calls of a logical graph.
+
+    - ``constants``: the objects that its get_attr nodes name.
+    - ``saved``: number of the user's call -> tensors that backward saves, from `trace.saving`.
+    - ``paths``: name of an input's placeholder -> path of the parameter that it represents.
+    - ``stands``: id of a tensor with memory -> the fake tensor used during capture.
+    """
     reader = _Reader(constants, saved, paths or {}, stands or {})
     for node in graph.nodes:
         reader.node(node)
@@ -124,10 +132,9 @@ class _Reader:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.at: dict[tuple[fx.Node, int], int] = {}
-        self.storages: dict[
-            int, int
-        ] = {}  # storage of a local stand-in -> the value whose memory it is
-        self.storage_of: list[int] = []  # of each value
+        # Storage of a local fake tensor -> the value whose memory it is.
+        self.storages: dict[int, int] = {}
+        self.storage_of: list[int] = []  # by number of the value
         self.numbers: dict[str, int] = {}
         self.outputs: tuple[int, ...] = ()
         self.backward = False
@@ -147,7 +154,7 @@ class _Reader:
         return number
 
     def of(self, node: fx.Node) -> int | None:
-        """The value that a node is."""
+        """Return the number of the value that a node represents, or None."""
         found = self.at.get((node, 0))
         if found is not None:
             return found
@@ -196,9 +203,8 @@ class _Reader:
             return Ref.of(v)
 
         name = getattr(node.meta["func"], "__name__", "")
-        given = (
-            (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)
-        )  # its name is written beside
+        # A property's name is stored separately.
+        given = (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)
         args, kwargs = fx.node.map_arg(given, taken)
         outs = tensors_in(node.meta["val"], [])
         writes = (
@@ -232,9 +238,12 @@ class _Reader:
         self.numbers[node.name] = number
 
     def _keeps(self, call: Call, node: fx.Node) -> None:
-        """What backward keeps of a call. Of a parameter that was brought here from another layout
-        it is told by its size; what is none of the values counts as much on each rank as results
-        do."""
+        """Record the tensors that backward saves of a call.
+
+        A parameter that was boxed to the call from another layout is recognised by its size.
+        Tensors that are none of the values are scaled by the ratio of global to local size of the
+        call's results.
+        """
         seen: set[int] = set()
         outs = [t for t in tensors_in(node.meta["val"], []) if isinstance(t, GlobalTensor)]
         here, all_ = sum(t._local.numel() for t in outs), sum(t.numel() for t in outs)
@@ -283,26 +292,27 @@ def _storage(t: torch.Tensor) -> int:
 
 
 def _asked(node: fx.Node) -> Any:
-    """The entries that an explicit to_global asks for, as the result shows them; None where it
-    names none."""
+    """Return the layout that an explicit to_global sets, as its result has it.
+
+    The result is None where the call names no sbp.
+    """
     out = node.meta["val"]
     named = node.kwargs.get("sbp", node.args[2] if len(node.args) > 2 else None)
     return tuple(out._spec.layout) if isinstance(out, GlobalTensor) and named is not None else None
 
 
 def _key(call: Call, values: list[Value]) -> Hashable:
-    """What a call's signatures and costs depend on."""
+    """Return a key of everything that a call's signatures and costs depend on."""
     shapes = tuple(
         (values[v].shape, values[v].dtype, values[v].grad, bool(values[v].state), values[v].plain)
         for v in call.operands
     )
-    alike = tuple(
-        map(call.operands.index, call.operands)
-    )  # an operand that stands twice comes in one layout
+    # An operand that appears twice has one layout.
+    alike = tuple(map(call.operands.index, call.operands))
     numbers: Callable[[], int] = itertools.count().__next__
     flat = repr(replaced((call.args, call.kwargs), iter([_Mark(numbers()) for _ in call.operands])))
-    # Functions and modules among the arguments differ from layer to layer by where they are, which
-    # costs nothing.
+    # Functions and modules among the arguments differ between layers by their addresses only, which
+    # does not affect costs.
     return (call.func, shapes, alike, _ADDRESS.sub("", flat), call.inplace, call.extra, call.fixed)
 
 

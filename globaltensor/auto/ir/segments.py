@@ -1,8 +1,9 @@
-"""Where a graph of calls may be cut: into segments that hand on a single activation, those that are
-alike told apart from those that are not.
+"""The cutting of a graph of calls into segments that pass on a single activation.
 
-What crosses many cuts and is no such activation (tables of positions, masks, an encoder's output,
-tied parameters) is a hub: it has one layout for all.
+Equal segments get the same kind. `inter_op` calls `cut`.
+
+A value that crosses many cuts without being such an activation is a shared value (hub). It has one
+layout everywhere. Examples are position tables, masks, an encoder's output and tied parameters.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from .op_graph import Calls, Value
 
 __all__ = ["Chain", "Segment", "cut"]
 
+# _LEAST is the minimum number of calls of a segment. A block of more than _LONG calls is itself
+# cut. A segment of more than _MOST calls is cut at any place.
 _LEAST, _LONG, _MOST = (
     6,
     40,
     100,
-)  # calls of a segment, of a block that is cut itself, of a segment that is cut somewhere
+)
 _HUBS = 10
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive calls. ``takes`` and ``gives``: the values (by number) that cross its two ends,
-    -1 for none; ``given``: the parameters, buffers and inputs that only it takes; ``hubs``: those
-    hubs that it makes or takes. Segments of one ``kind`` differ only in the numbers of calls and
-    values."""
+    """A segment of consecutive calls.
+
+    ``takes`` and ``gives`` are the values (by number) that cross its two ends, or -1. ``given`` are
+    the parameters, buffers and inputs that only this segment uses. ``hubs`` are the shared values
+    that it makes or uses. Segments of one ``kind`` differ only in the numbers of calls and values.
+    """
 
     calls: tuple[int, ...]
     takes: int
@@ -42,8 +47,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chain:
-    """All calls that take part, in order. ``hubs``: values that cross cuts beside the activations.
-    ``first``: number of the first segment of each kind."""
+    """The chain of all segments, with every searched call in order.
+
+    ``hubs`` are the values that cross cuts in addition to the activations. ``first`` is the number
+    of the first segment of each kind.
+    """
 
     segments: tuple[Segment, ...]
     hubs: tuple[int, ...]
@@ -51,13 +59,15 @@ class Chain:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """Of each segment."""
+        """The kind of each segment."""
         return tuple(s.kind for s in self.segments)
 
 
 def cut(calls: Calls, fixed: Mapping[str, Any] | None = None) -> Chain:
-    """The segments of a graph. ``fixed``: layouts asked for, by path, which tell calls apart that
-    are alike otherwise."""
+    """Return the segments of a graph.
+
+    ``fixed`` has layouts set by the user, by path. They distinguish calls that are otherwise equal.
+    """
     order = [c.number for c in calls.calls if not c.wild]
     where = {number: k for k, number in enumerate(order)}
     lives = _lives(calls, where)
@@ -70,8 +80,10 @@ def cut(calls: Calls, fixed: Mapping[str, Any] | None = None) -> Chain:
 
 
 class _Blocks:
-    """The positions in the order of calls where another block begins: a numbered module, or within
-    a long one the numbered modules of that."""
+    """The positions in the order of calls where a new block begins.
+
+    A block is a numbered module. Within a long block, its own numbered modules are blocks.
+    """
 
     def __init__(self, calls: Calls, order: Sequence[int]) -> None:
         outer = [_block(calls.calls[c].module) for c in order]
@@ -89,8 +101,10 @@ class _Blocks:
 
 
 def _hubs(lives: Mapping[int, tuple[int, int]], blocks: _Blocks) -> set[int]:
-    """Values that stand in the way of a cut between blocks and live across several such places;
-    those that live longest first."""
+    """Return the values that prevent a cut between blocks and are live across several such places.
+
+    Values that are live the longest are chosen first.
+    """
     hubs: set[int] = set()
 
     def crossed(v: int) -> int:
@@ -106,8 +120,10 @@ def _hubs(lives: Mapping[int, tuple[int, int]], blocks: _Blocks) -> set[int]:
 
 
 def _lives(calls: Calls, where: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """Value -> positions of its maker and its last taker, of those that a cut between them would
-    sever. What is plain is on every rank anyhow."""
+    """Return for each value that a cut would sever the positions of its maker and its last user.
+
+    Plain values are left out, because every rank has all of them.
+    """
     found = {}
     for v in calls.values:
         takers = [where[t] for t in v.takers if t in where]
@@ -117,8 +133,10 @@ def _lives(calls: Calls, where: Mapping[int, int]) -> dict[int, tuple[int, int]]
 
 
 def _cuts(lives: Mapping[int, tuple[int, int]], blocks: _Blocks, hubs: set[int]) -> list[int]:
-    """Positions before which to cut: one value crosses there and another block begins, or the
-    segment would be too long."""
+    """Return the positions before which to cut.
+
+    Exactly one value crosses there, and another block begins or the segment would be too long.
+    """
     crossing = [0] * (blocks.size + 1)
     for v, (a, b) in lives.items():
         if v not in hubs:
@@ -139,8 +157,10 @@ def _cuts(lives: Mapping[int, tuple[int, int]], blocks: _Blocks, hubs: set[int])
 
 
 def _block(module: str, depth: int = 1) -> str:
-    """The path of the numbered block that a module belongs to (``depth`` 2: of the numbered module
-    in that), or its own first name."""
+    """Return the path of the numbered block that a module belongs to, or its own first name.
+
+    With ``depth`` 2 it is the path of the numbered module inside that block.
+    """
     parts, seen = module.split("."), 0
     last = 1
     for k, part in enumerate(parts):
@@ -204,8 +224,10 @@ def _key(
     hubs: Sequence[int],
     fixed: Mapping[str, Any],
 ) -> Hashable:
-    """What a segment's costs depend on: its calls, how they hang together, and what becomes of
-    their results."""
+    """Return a key of everything that a segment's costs depend on.
+
+    It has the segment's calls, their connections, and the use of their results.
+    """
     names: dict[int, Hashable] = {h: ("hub", k) for k, h in enumerate(hubs)}
 
     def named(v: Value) -> Hashable:
@@ -217,9 +239,8 @@ def _key(
         return names[v.number]
 
     def about(v: Value) -> Hashable:
-        saved = (
-            v.saved and v.number != gives
-        )  # what a segment hands on is kept by the one that takes it
+        # The segment that receives the passed value saves it.
+        saved = v.saved and v.number != gives
         return (
             named(v),
             v.shape,

@@ -1,5 +1,8 @@
-"""What a model or a graph computes, as `Calls`: run once on tensors without memory, on one imagined
-rank, so that nothing of a layout shows."""
+"""Capture of the calls of a model or a graph as `Calls`.
+
+The model runs once on tensors without memory, on one imagined rank, so that no layout affects the
+result. `auto/api.py` and `auto/apply` call `calls_of_model` and `captured_calls`.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,14 @@ __all__ = ["calls_of_model", "captured_calls", "saving"]
 def saving(
     hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], device: str, recorder: Any
 ) -> Iterator[None]:
-    """While build() runs, note what autograd keeps for backward on such a device: the number of the
-    user's call -> its tensors."""
+    """Record the tensors that autograd saves for backward while build() runs.
+
+    `kept` maps the number of the user's call to its saved tensors, as on a device of type `device`.
+    """
     if device == "cuda":
         recorder.local.as_run = _fused
-    # autograd keeps `pack` for as long as results of build() are there, and these the recorder has:
-    # no collector sees that ring
+    # Autograd holds `pack` as long as results of build() exist, and the recorder holds these
+    # results. The garbage collector does not see this cycle, so it is broken by `running.clear()`.
     running = [recorder]
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -54,9 +59,13 @@ def saving(
 
 
 class _Fused(TorchFunctionMode):
-    """What GPUs' kernels keep for backward: of attention no more with dropout than without, as they
-    drop out inside, of dropout a byte for each element. The CPU's, which all is captured with, keep
-    the scores and what was dropped of them, and numbers as wide as what is dropped of."""
+    """A mode that saves for backward what GPU kernels save.
+
+    GPU attention saves no more with dropout than without, because dropout happens inside the
+    kernel. GPU dropout saves one byte per element. The capture runs on the CPU. Its attention
+    kernel saves the scores and the dropped scores, and its dropout saves a mask in the dtype of the
+    input.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,9 +102,11 @@ def calls_of_model(
     kwargs: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> Calls:
-    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their
-    shapes: no memory is taken, nothing is computed. ``device``: what it is to run on, "cpu" or
-    "cuda", which keep different things for backward.
+    """Return the calls of one forward pass of a model.
+
+    Only the shapes of parameters and inputs are used: no memory is allocated, and nothing is
+    computed. ``device`` is the target device type, "cpu" or "cuda". Their kernels save different
+    tensors for backward.
 
     Raises GraphError where the model's code depends on values.
     """
@@ -123,8 +134,10 @@ def calls_of_model(
 
 @contextlib.contextmanager
 def _dispatched(model: torch.nn.Module) -> Iterator[None]:
-    """Modules of experts run by `experts`, whose layouts do not depend on which tokens go where;
-    afterwards they are as they were."""
+    """Run expert modules through `experts` within the context, and restore them afterwards.
+
+    The layouts of `experts` do not depend on which tokens are routed where.
+    """
     strange = [m for m in experts_in(model).values() if "forward" not in m.__dict__]
     for module in strange:
         dispatch_tokens(module)
@@ -138,8 +151,10 @@ def _dispatched(model: torch.nn.Module) -> Iterator[None]:
 def captured_calls(
     graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu"
 ) -> tuple[fx.Graph, Calls]:
-    """The captured graph of a graph's build() for these inputs, and its calls. ``device``: see
-    `calls_of_model`."""
+    """Return the captured graph of a graph's build() for these inputs, and its calls.
+
+    ``device`` has the same meaning as in `calls_of_model`.
+    """
     kept: dict[int, list[torch.Tensor]] = {}
     with torch.set_grad_enabled(graph.training):
         captured = graph._captured(
@@ -158,7 +173,7 @@ def captured_calls(
 
 
 def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
-    """A tensor of the same shape that is whole on one rank; it takes no memory."""
+    """Return a tensor of the same shape, replicated on one rank, without memory."""
     strides = (
         torch.empty(t.shape, device="meta").stride()
         if isinstance(t, GlobalTensor) or t.layout is not torch.strided

@@ -1,1 +1,1 @@
-"""The plan as data, and how it is shown."""
+"""The plan as data, and its presentations: report, explanation and HTML page."""

@@ -1,5 +1,8 @@
-"""What a plan chooses besides layouts, as text: stages, micro-batches, schedule, recomputation,
-shares of parameters."""
+"""The text of a plan's choices other than layouts.
+
+These are stages, micro-batches, schedule, recomputation and ZeRO. The report and the HTML page call
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ __all__ = ["besides", "lying", "stages", "told"]
 
 
 def stages(plan: Plan) -> list[tuple[str, ...]]:
-    """A row for each pipeline stage, below a row of titles; nothing where there are none."""
+    """List the rows of a table of the pipeline stages, below a row of titles.
+
+    The list is empty for a plan without stages.
+    """
     records = plan.choices.get("stages") or ()
     if not (len(records) > 1 and all(isinstance(s, Mapping) for s in records)):
         return []
@@ -43,7 +49,7 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def lying(plan: Plan) -> str:
-    """Return what the devices are arranged in.
+    """Return the arrangement of the devices in words.
 
     >>> lying(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'a mesh of 2 x 4'
@@ -67,14 +73,14 @@ def _times(mesh: Sequence[int]) -> str:
 
 
 def besides(plan: Plan) -> list[tuple[str, str]]:
-    """(what, the choice), but for stages."""
+    """List (name, choice) of all choices except stages."""
     choices = dict(plan.choices)
     if stages(plan):
         choices["stages"] = len(choices["stages"])
     rows = []
     for name, value in choices.items():
         if name == "mesh" or (name == "stages" and not isinstance(value, int)):
-            continue  # one stage is no choice; the mesh stands in the headline
+            continue  # one stage is no choice, and the headline has the mesh
         if name == "freed":
             rows.append(
                 ("gathered parameters", "let go of after each use, gathered again in backward")
@@ -93,7 +99,7 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _zero(shared: Mapping[str, Any]) -> str:
-    """Parameters kept in shares, those alike together."""
+    """Return the sharded parameters in words; those with the same sharding are grouped."""
     groups: dict[str, list[str]] = defaultdict(list)
     for path, how in shared.items():
         groups[told(how)].append(path)
@@ -101,18 +107,18 @@ def _zero(shared: Mapping[str, Any]) -> str:
 
 
 def _parts(names: Any) -> str:
-    """Names with layers that follow one another folded: ``token, blocks.{0-3}``."""
+    """Join names, with consecutive layers folded: ``token, blocks.{0-3}``."""
     if not isinstance(names, Sequence) or isinstance(names, str):
         return told(names)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in filter(None, dict.fromkeys(map(str, names))):
         groups[pattern(name)].append(name)
-    # With numbers, never a star: there are others elsewhere.
+    # Numbers and no star, because other stages have more of these names.
     return told([folded(alike, Counter()) for alike in groups.values()])
 
 
 def told(value: Any, between: str = ", ") -> str:
-    """A choice in a line.
+    """Return a choice as one line.
 
     >>> told({"stage": 3, "shares": ["S(0)", "B"]}), told(None), told(0.123456), told(range(20))
     ('stage 3, shares S(0), B', '', '0.1235', '0, 1, 2, 3, ... 19 (20)')

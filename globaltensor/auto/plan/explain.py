@@ -1,5 +1,7 @@
-"""Why a part of a plan is as it is: what belongs to it, what moves there, and what other ways would
-cost."""
+"""Explain a part of a plan: its calls and tensors, its traffic, and the cost of other choices.
+
+`Plan.explain` calls it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from .plan import Layout, LayoutChange, OtherChoice, PlacedTensor, Plan, PlanErr
 
 __all__ = ["explain", "why"]
 
-_WHOLE: Final = 3  # so many calls are told one by one, more are folded
+_WHOLE: Final = 3  # up to this many calls are listed one by one, more are grouped
 T = TypeVar("T")
 
 
 def explain(plan: Plan, path: str) -> str:
-    """See `Plan.explain`."""
+    """Explain the part of a plan at this path. See `Plan.explain`."""
     calls, given = _found(plan, path)
     if not calls and not given:
         raise PlanError(_unknown(plan, path))
@@ -55,11 +57,11 @@ def explain(plan: Plan, path: str) -> str:
     return "\n\n".join([head, *told])
 
 
-# ------------------------------------------------------------------------------------------ finding
+# ----------------------------------------------------------------------------------- find by a path
 
 
 def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
-    """Calls and given tensors of this exact name; else of this module; else of this pattern."""
+    """Find calls and given tensors by exact name, else by module, else by pattern."""
     exact = [c for c in plan.calls if c.name == path], [g for g in plan.given if g.name == path]
     if any(exact):
         calls, given = exact
@@ -104,7 +106,7 @@ def _unknown(plan: Plan, path: str) -> str:
 
 
 def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
-    """Things that are alike together, where there are many; else one by one."""
+    """Group equal things where there are many; otherwise return each alone."""
     if len(things) <= _WHOLE:
         return [[thing] for thing in things]
     groups: dict[Hashable, list[T]] = defaultdict(list)
@@ -113,7 +115,7 @@ def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T
     return groups.values()
 
 
-# ------------------------------------------------------------------------------------------ telling
+# ----------------------------------------------------------------------------- text of explanations
 
 
 def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
@@ -182,7 +184,7 @@ def _moves(changes: Sequence[LayoutChange]) -> Iterable[str]:
 
 
 def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
-    """What other ways would cost, a line each.
+    """List what other choices would cost, one line each.
 
     >>> plan = Plan("generic", (2,), 1.0, 1.0, 1.0, 900, 1000, True, (), (), ())
     >>> print("\\n".join(why(plan, [OtherChoice((), (("B",),), 2e-3, 0, "all_gather of x"), OtherChoice((), (("P",),), -1e-3, 200, "")], "S(0)")))

@@ -1,4 +1,7 @@
-"""Figures as people read them, and names that are alike folded into patterns."""
+"""Formatting of numbers, of names and of tables for people.
+
+The report, the explanation and the HTML page of a plan call it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["folded", "part", "pattern", "patterns", "seconds", "table"]
 
 
 def seconds(x: float) -> str:
-    """A time in the unit that suits it.
+    """Format a time in the unit that suits it.
 
     >>> seconds(0.0012345), seconds(3.2e-7), seconds(75), seconds(0)
     ('1.23 ms', '0.32 us', '75 s', '0 s')
@@ -32,7 +35,7 @@ def seconds(x: float) -> str:
 
 
 def _significant(x: float) -> str:
-    """Three digits, never with an exponent.
+    """Format a number with three digits, never with an exponent.
 
     >>> [_significant(v) for v in (1234.6, 12.345, 0.00123, -5.0)]
     ['1235', '12.3', '0.00123', '-5']
@@ -45,7 +48,7 @@ def _significant(x: float) -> str:
 
 
 def part(x: float) -> str:
-    """A fraction in percent.
+    """Format a fraction in percent.
 
     >>> part(0.104), part(0.99996), part(-0.5), part(1e-5)
     ('10.4 %', '100 %', '-50 %', 'under 0.1 %')
@@ -56,7 +59,7 @@ def part(x: float) -> str:
 
 
 def pattern(path: str) -> str:
-    """A path without its numbers, so that repeated layers are alike.
+    """Replace the numbers of a path by stars, so that repeated layers have the same pattern.
 
     >>> pattern("blocks.3.up.weight"), pattern("linear_12"), pattern("blocks.0 add")
     ('blocks.*.up.weight', 'linear_*', 'blocks.* add')
@@ -65,13 +68,15 @@ def pattern(path: str) -> str:
 
 
 def patterns(paths: Iterable[str]) -> Counter[str]:
-    """How many of these paths each pattern fits."""
+    """Count for each pattern how many of these paths it matches."""
     return Counter(map(pattern, set(paths)))
 
 
 def folded(paths: Sequence[str], among: Counter[str]) -> str:
-    """One name for several paths of the same pattern. ``among``: of all paths there are; a star
-    stands for all of these that fit, else numbers are written out.
+    """Fold several paths of the same pattern into one name.
+
+    ``among`` counts all existing paths by `patterns`. A star stands for all of the matching ones;
+    otherwise numbers are written out.
 
     >>> few, all_ = ["h.0.w", "h.1.w", "h.3.w"], patterns(f"h.{i}.w" for i in range(4))
     >>> folded(few, all_), folded(few, patterns(few))
@@ -103,7 +108,7 @@ def _ranges(parts: Sequence[str]) -> str:
 def table(
     rows: Sequence[Sequence[Any]], right: Iterable[int] = (), indent: str = "  "
 ) -> list[str]:
-    """Rows in columns, those in ``right`` flush right.
+    """Format rows as columns; those in ``right`` are flush right.
 
     >>> table([["a", 1], ["bcd", 22]], right=[1])
     ['  a     1', '  bcd  22']

@@ -1,4 +1,7 @@
-"""A plan as one page that needs nothing else: this writes data, the files in page/ draw it."""
+"""Write a plan as a single self-contained HTML page.
+
+`Plan.save_html` calls it. This module writes the data, and the files in page/ draw it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,17 @@ _SCRIPTS: Final = ("figures", "model", "tree", "about", "charts", "times", "tabl
 
 
 def page(plan: Plan, trace: Mapping[str, Any] | None = None) -> str:
-    """The page as text. ``trace``: a timeline in Chrome's form to show (`Timeline`s give it); by
-    default one call after the other, as the cost counts them."""
+    """Return the page as text.
+
+    ``trace`` is a timeline in Chrome's format to show (`Timeline` objects return it). By default
+    the page shows one call after the other, as the cost counts them.
+    """
     here = files(__package__) / "page"
     style = (here / "page.css").read_text(encoding="utf-8")
     script = "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     text = (here / "page.html").read_text(encoding="utf-8")
-    # In a script element only "</" and "<!--" mean anything to HTML; in JSON a "<" may be written
-    # so.
+    # In a script element only "</" and "<!--" have a meaning in HTML. JSON allows this escape for a
+    # "<".
     written = json.dumps(data(plan, trace), separators=(",", ":"), allow_nan=False).replace(
         "<", "\\u003c"
     )
@@ -41,7 +47,7 @@ def page(plan: Plan, trace: Mapping[str, Any] | None = None) -> str:
 
 
 def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the page draws."""
+    """Return the data that the page draws."""
     record, line = dataclasses.asdict(plan), trace or plan.timeline
     record |= {"optimal": plan.optimal, "gap": plan.gap}
     record["alternatives"] = [
@@ -75,8 +81,10 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    """Of each lane of stages, the bytes a rank holds over the time of the simulated step, in
-    microseconds: [(time, bytes from then on)]."""
+    """Return the memory of a rank over the simulated step, for each lane of stages.
+
+    ``steps`` are [(time in microseconds, bytes from then on)].
+    """
     records = plan.choices.get("stages") or ()
     if not plan.timeline or not all(isinstance(s, Mapping) and "costs" in s for s in records):
         return []
@@ -85,16 +93,15 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
         for e in plan.timeline["traceEvents"]
         if e["name"] == "thread_name"
     }
-    # Activations come with a micro-batch's forward pass and go with its backward pass, or with the
-    # later half of that where it is run in two.
+    # A micro-batch's forward pass allocates activations. Its backward pass frees them, or the later
+    # half of a backward pass that runs in two halves.
     spans = [e for e in plan.timeline["traceEvents"] if e["ph"] == "X" and "args" in e]
     last = KINDS["W"] if any(e["cat"] == KINDS["W"] for e in spans) else KINDS["B"]
     lanes = []
     for lane, name in sorted(names.items()):
         own = [s["costs"] for s in records if s["lane"] == lane]
-        kept = sum(c["kept"] for c in own) + max(
-            (c["passing"] for c in own), default=0.0
-        )  # with what one call may need besides, at any time
+        # the maximum temporary memory of a call may be needed at any time
+        kept = sum(c["kept"] for c in own) + max((c["passing"] for c in own), default=0.0)
         events = []
         for e in spans:
             held = records[e["args"]["stage"]]["costs"]["activations"] if e["tid"] == lane else 0
@@ -103,9 +110,8 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
             elif held and e["cat"] == last:
                 events.append((e["ts"] + e["dur"], -held))
         steps, level = [(0.0, kept)], kept
-        for moment, change in sorted(
-            (round(moment, 6), change) for moment, change in events
-        ):  # what goes at a moment goes before what comes then
+        # at the same moment memory is freed before it is allocated
+        for moment, change in sorted((round(moment, 6), change) for moment, change in events):
             level += change
             steps.append((moment, level))
         lanes.append({"name": name, "steps": steps})
@@ -113,7 +119,10 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    """One call after the other, forward and then backward, what moves before what takes it."""
+    """Yield trace events of one call after the other, forward and then backward.
+
+    A change of layout comes before the call that needs it.
+    """
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a rank"}}
     for lane, name in enumerate(("computing", "moving")):
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": name}}

@@ -1,5 +1,7 @@
-"""A plan: how each tensor of a model lies on a mesh and what each call takes, with its price, its
-proof and its memory. It is data."""
+"""A plan as data: layouts of tensors and calls on a mesh, price, proof and memory.
+
+The searches make plans. Users read, save and load them, and apply them to a model.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,22 @@ Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0
 
 
 class PlanError(GlobalTensorError):
-    """No plan can be made, or a file holds none."""
+    """The error that is raised where no plan can be made, or a file contains none."""
 
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """A change of layout between where a tensor is made and a call that takes it (``taker``;
-    several where they share it, joined by spaces; "output" for whoever gets a result). Seconds of
-    the forward pass and of the gradient's way back, and the collectives that each is; ``bytes`` of
-    the whole tensor. Where ``src`` is ``dst`` only the gradient moves: that of a parameter which
-    several ranks hold is summed. If a parameter is gathered again in backward, ``forward`` is of
-    both times."""
+    """A change of layout between the call that makes a tensor and a call that takes it.
+
+    ``taker`` is that call: several names joined by spaces where calls share the change, "output"
+    for a result of the model. ``forward`` is seconds of the forward pass, ``backward`` seconds of
+    moving the gradient back. ``there`` and ``back`` are the collectives of each. ``bytes`` is the
+    size of the global tensor.
+
+    Where ``src`` equals ``dst`` only the gradient moves: the gradient of a parameter that several
+    ranks hold is summed. If a parameter is gathered again in backward, ``forward`` includes both
+    times.
+    """
 
     value: str
     taker: str
@@ -59,16 +66,19 @@ class LayoutChange:
 
     @property
     def first(self) -> str:
-        """The first that takes it; nothing where it is only kept so."""
+        """The first call that takes the tensor; empty if the new layout is only for storage."""
         return self.taker.split()[0] if self.taker else ""
 
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """Another way to run a call, or for something given to lie, the rest of the plan as it is but
-    for the tensors beside it, which follow. ``extra``: seconds a step that it costs more (less than
-    0: the memory limit or a bound on the search's time is why it was not taken), ``memory``: bytes
-    a rank that the peak grows, ``because``: what makes the difference."""
+    """An alternative way to run a call, or an alternative layout of a given tensor.
+
+    The rest of the plan is unchanged, except for neighbouring tensors, which follow. ``extra`` is
+    the seconds a step that it costs more. A negative ``extra`` means that the memory limit or a
+    time limit of the search ruled the choice out. ``memory`` is the bytes a rank by which the peak
+    grows. ``because`` names the cause of the difference.
+    """
 
     takes: tuple[Layout, ...]
     gives: tuple[Layout, ...]
@@ -79,9 +89,12 @@ class OtherChoice:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call: how it takes its operands and gives its results, seconds of computing forward and
-    backward, and of what it communicates itself. ``share`` is the part of the work one rank
-    does."""
+    """A call of the plan with its layouts and its price.
+
+    ``wanted`` and ``results`` are the layouts of its operands and its results. ``forward`` and
+    ``backward`` are seconds of computing, ``moving`` seconds of the call's own communication.
+    ``share`` is the fraction of the work that one rank does.
+    """
 
     name: str
     function: str
@@ -96,16 +109,19 @@ class PlannedCall:
     moving: float
     share: float
     others: tuple[OtherChoice, ...] = ()
-    bytes: int = 0  # what one rank holds of the results
-    # the time at which it runs, in ``Plan.over_time``; its backward runs at ``Plan.moments`` less
-    # this
+    bytes: int = 0  # of the results on one rank
+    # the time at which the call runs, in ``Plan.over_time``; its backward runs at ``Plan.moments``
+    # minus this
     number: int = -1
-    again: bool = False  # whether it is recomputed in backward
+    again: bool = False  # the call is recomputed in backward
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A parameter, buffer or input: ``kind`` is which, ``bytes`` what one rank holds of it."""
+    """A parameter, buffer or input.
+
+    ``kind`` says which of them it is. ``bytes`` is the size of its local tensor.
+    """
 
     name: str
     kind: str
@@ -118,9 +134,12 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Lost:
-    """What an error in the rule of a function has kept from the search: so many ways for operands
-    to lie, of so many calls together. 0 ways: the work of the calls could not be counted, and they
-    are priced by what they read and write."""
+    """The part of the search space that was lost to an error in the rule of a function.
+
+    ``ways`` counts the layouts of operands, over all of the ``calls`` together. With ``ways=0`` the
+    work of the calls could not be counted, so they are priced by the bytes that they read and
+    write.
+    """
 
     function: str
     error: str
@@ -130,8 +149,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way that has been priced by the same model. ``cost`` is inf where it cannot be done;
-    ``why`` says so."""
+    """An alternative to the plan, priced by the same model.
+
+    ``cost`` is inf where the alternative is impossible; ``why`` gives the reason.
+    """
 
     cost: float
     memory: int
@@ -141,11 +162,12 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `flow.auto.plan` gives. Costs in seconds a step, memory in bytes a rank.
+    """A plan, as `flow.auto.plan` returns it.
 
-    ``cost`` is what the search has minimised, ``bound`` a lower bound of it over all plans in its
-    space: equal, the plan is optimal. ``seconds``: the step time that the simulator foretells,
-    where traffic may run beside computing.
+    Costs are in seconds a step, memory is in bytes a rank. ``cost`` is what the search has
+    minimised. ``bound`` is a lower bound of it over all plans in the search space; if both are
+    equal, the plan is optimal. ``seconds`` is the step time that the simulator predicts, where
+    communication may overlap with computing.
     """
 
     cluster: str
@@ -160,61 +182,67 @@ class Plan:
     calls: tuple[PlannedCall, ...]
     changes: tuple[LayoutChange, ...]
     alternatives: dict[str, Alternative] = field(default_factory=dict)
-    # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
+    # (time, bytes a rank from then on): forward calls run at 0, 1, ..., backward calls after those
     over_time: tuple[tuple[int, int], ...] = ()
-    #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered
-    #: parameters are let go of, and gathered again in backward.
+    #: The other choices: stages, micro-batches, recomputation, ZeRO. "freed": gathered parameters
+    #: are freed after each use, and gathered again in backward.
     choices: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(
-        default_factory=dict, compare=False
-    )  # how it was found, and how long it took
-    # what the cost is made of: seconds of "computing", "moving" and "updating", less what is
-    # "hidden"
+    # the log of the search, with its duration
+    search: dict[str, Any] = field(default_factory=dict, compare=False)
+    # the terms of the cost: seconds of "computing", "moving" and "updating", minus "hidden"
     spent: dict[str, float] = field(default_factory=dict)
-    timeline: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the simulated step, as a Chrome trace; nothing where none has been simulated
-    moments: int = 0  # how long the time of ``over_time`` is
-    held: dict[str, int] = field(
-        default_factory=dict
-    )  # what the memory at its peak is made of: bytes of "parameters", "gradients", ...
-    lost: tuple[Lost, ...] = ()  # what errors have kept from the search
-    source: str = ""  # where the cluster's figures come from (`Cluster.origin`)
+    # the simulated step as a Chrome trace; empty if no step was simulated
+    timeline: dict[str, Any] = field(default_factory=dict)
+    moments: int = 0  # the length of the time axis of ``over_time``
+    # the terms of the peak memory: bytes of "parameters", "gradients", ...
+    held: dict[str, int] = field(default_factory=dict)
+    lost: tuple[Lost, ...] = ()  # the parts of the search space that were lost to errors
+    source: str = ""  # the origin of the cluster's figures (`Cluster.origin`)
 
     @property
     def gap(self) -> float:
-        """How far from the bound the cost may be, as a part of the cost."""
+        """The largest possible distance of the cost from the optimum, as a fraction of the cost."""
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Return True if no plan in the space of the search costs less, as far as floats tell
-        (`solver.proven`), and errors have kept nothing from the search."""
+        """Return True if no plan in the search space costs less, within the precision of floats.
+
+        It is False if errors have kept anything from the search. See `solver.proven`.
+        """
         return not self.lost and proven(self.cost, self.bound)
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Path of each parameter -> how it lies."""
+        """The layout of each parameter, by its path."""
         return {g.name: g.layout for g in self.given if g.kind == "parameter"}
 
     def report(self) -> str:
-        """What it costs and why that is the least, what fills the memory, how parameters lie, what
-        moves, and what other ways would cost; for a terminal."""
+        """Return a report for a terminal.
+
+        It has the cost with its proof, the use of memory, the layouts of parameters, the changes of
+        layout, and the cost of other choices.
+        """
         from .report import report
 
         return report(self)
 
     def explain(self, path: str) -> str:
-        """Of a module, parameter, call or tensor (its path, the beginning of paths, or a pattern
-        such as ``blocks.*.up``): how it lies, what moves there at what price, and what other ways
-        would cost. Raises PlanError for a path that is not in the plan, naming some like it."""
+        """Explain the plan of a module, parameter, call or tensor.
+
+        ``path`` is its path, the beginning of paths, or a pattern such as ``blocks.*.up``. The text
+        has its layout, its changes of layout with their prices, and the cost of other choices.
+        Raises PlanError for a path that is not in the plan; the message names similar paths.
+        """
         from .explain import explain
 
         return explain(self, path)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as a page that needs nothing else: calls by module, changes of layout,
-        memory over time, timeline, alternatives."""
+        """Write the report as a single self-contained HTML page.
+
+        It shows calls by module, changes of layout, memory over time, timeline and alternatives.
+        """
         from .html import page
 
         write_text(path, page(self))
@@ -225,11 +253,11 @@ class Plan:
         return summary(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         write_text(path, self.to_json())
 
     def to_json(self) -> str:
-        """As JSON; what costs inf costs null there."""
+        """Return the plan as JSON text. A cost of inf becomes null."""
         told = {"version": VERSION, **dataclasses.asdict(self)}
         for a in told["alternatives"].values():
             a["cost"] = a["cost"] if math.isfinite(a["cost"]) else None
@@ -237,7 +265,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read what `save` has written. Raises PlanError for a file that is no plan."""
+        """Read a plan that `save` has written. Raises PlanError for a file that is no plan."""
         try:
             told = json.loads(Path(path).read_text())
             if told.pop("version") != VERSION:

@@ -1,5 +1,8 @@
-"""The report of a plan, for a terminal: price and proof, memory, layouts of parameters, what moves,
-what other ways would cost."""
+"""The report of a plan for a terminal.
+
+`Plan.report` calls it. The report has price and proof, memory, layouts of parameters, changes of
+layout, and the cost of other choices.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from .plan import Alternative, LayoutChange, PlacedTensor, Plan, PlannedCall
 
 __all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
 
-_LISTED: Final = 12  # rows of a table in a report
+_LISTED: Final = 12  # the maximum number of rows of a table in a report
 
 
 def summary(plan: Plan) -> str:
-    """The head of the report: what is planned, cost, bound, memory."""
+    """Return the head of the report: model and cluster, cost, bound, memory."""
     return "\n".join(_head(plan))
 
 
 def report(plan: Plan) -> str:
-    """See `Plan.report`."""
+    """Return the report of a plan. See `Plan.report`."""
     parts = [
         _head(plan),
         _alternatives(plan),
@@ -39,7 +42,7 @@ def report(plan: Plan) -> str:
 
 
 def proof(plan: Plan) -> str:
-    """What is proven of the cost.
+    """Return in words what is proven about the cost.
 
     >>> proof(Plan("generic", (2,), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'gap 25 %: no plan costs less than the bound, whether one costs less than this is open'
@@ -61,7 +64,7 @@ def proof(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """What is planned for what.
+    """Return the headline: the cluster, its mesh, and the number of calls of the plan.
 
     >>> headline(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'plan for 8 devices of generic, a mesh of 2 x 4, training, 0 calls'
@@ -107,7 +110,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def losses(plan: Plan) -> list[str]:
-    """Return what errors have kept from the search, a line for each.
+    """List the parts of the search space that were lost to errors, one line each.
 
     >>> from globaltensor.auto.plan.plan import Lost
     >>> lost = Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2)
@@ -127,7 +130,7 @@ def losses(plan: Plan) -> list[str]:
 
 
 def _spent(plan: Plan) -> str:
-    """What the cost is made of."""
+    """Return the terms of the cost in words."""
     parts = [f"{name} {seconds(x)}" for name, x in plan.spent.items() if x and name != "hidden"]
     if plan.spent.get("hidden"):
         parts.append(f"less {seconds(plan.spent['hidden'])} that hides behind computing")
@@ -171,7 +174,7 @@ def _alternatives(plan: Plan) -> list[str]:
 
 
 def against(plan: Plan, a: Alternative) -> str:
-    """How much dearer an alternative is."""
+    """Return in words how much more an alternative costs than the plan."""
     if not plan.cost or a.cost == float("inf"):
         return ""
     more = a.cost / plan.cost - 1
@@ -221,17 +224,19 @@ def _lying(given: Sequence[PlacedTensor]) -> list[str]:
     return table(rows, right=(1,))
 
 
-# -------------------------------------------------------------------------------------------- moves
+# --------------------------------------------------------------------- changes of layout, and calls
 
 
 def label(plan: Plan) -> Mapping[str, str]:
-    """Name of each call, and so of what it gives -> ``module function``, by which people know
-    it."""
+    """Map the name of each call, which is also that of its result, to ``module function``.
+
+    People know the call by this name.
+    """
     return {c.name: f"{c.module} {c.function}".strip() for c in plan.calls}
 
 
 def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
-    """(changes that are alike, what changes, what takes it), the dearest first."""
+    """List (equal changes, the value that changes, the call that takes it), costliest first."""
     names = label(plan)
     groups: dict[Hashable, list[LayoutChange]] = defaultdict(list)
     for c in plan.changes:
@@ -326,7 +331,7 @@ def _more(n: int) -> list[str]:
     return [f"  and {n - _LISTED} more kinds, cheaper ones"] if n > _LISTED else []
 
 
-# --------------------------------------------------------------------------------------------- rest
+# ------------------------------------------------------------------------ other choices, the search
 
 
 def _choices(plan: Plan) -> list[str]:

@@ -1,4 +1,7 @@
-"""Profiling: the cluster this job runs on, measured."""
+"""Profiling: measure the cluster that this job runs on.
+
+Users call `profile` by ``globaltensor profile``. Graphs that search for a plan call `cluster_here`.
+"""
 
 from .this_machine import cluster_here
 from .measure import profile

@@ -1,5 +1,8 @@
-"""Timing on all ranks at once: rounds over all cases in turn, each case begun together; of a round
-counts the slowest rank, of the rounds the median."""
+"""Timing on all ranks at once; the measurements in this folder call it.
+
+Rounds go over all cases in turn, and all ranks begin each case together. A case takes as long as
+its slowest rank in each round; the result is the median over rounds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ...distributed.world import World, world
 
 __all__ = ["Case", "Clock"]
 
-_BLOCK_SECONDS = 2e-3  # so long at least are calls repeated before the clock is read
+_BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
 _QUICK_SECONDS = 5e-3
 _MOST_CALLS = 200
 _MOST_ROUNDS = 50
@@ -25,21 +28,26 @@ _FEWEST_ROUNDS = 3
 
 @dataclass
 class Case:
-    """Something to time: ``call``, or nothing on ranks that it does not need. ``size`` orders the
-    cases of one ``name``: where one takes too long, larger ones are left out. ``prepare`` runs
-    before each call, untimed."""
+    """A case to time.
+
+    ``call`` is timed; it is None on ranks that the case does not need. ``size`` orders the cases of
+    one ``name``: where one takes too long, larger ones are left out. ``prepare`` runs before each
+    call, untimed.
+    """
 
     name: object
     size: float
     call: Callable[[], object] | None
     prepare: Callable[[], object] | None = None
-    count: int = 1  # how many of what is timed a call does
-    calls: int = 1  # in a block, chosen by the clock
+    count: int = 1  # operations in a call; the result is the time of one
+    calls: int = 1  # calls in a block, chosen by the clock
 
 
 class Clock:
-    """The clock of one rank; every rank must ask for the same cases in the same order. ``hurried``:
-    one round is enough."""
+    """The clock of one rank.
+
+    Every rank must ask for the same cases in the same order. ``hurried``: one round is enough.
+    """
 
     def __init__(self, device: torch.device, hurried: bool = False) -> None:
         keep_freed_memory()  # as a training step does
@@ -48,7 +56,7 @@ class Clock:
         self.everyone: Communicator = self.world.comm(tuple(range(self.world.size)))
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Elementwise maximum over the ranks."""
+        """Return the elementwise maximum over the ranks."""
         return [
             max(each) for each in zip(*self.everyone.all_gather_object(list(seconds)), strict=True)
         ]
@@ -56,11 +64,12 @@ class Clock:
     def time(
         self, cases: Sequence[Case], seconds: float, longest: float | None = None
     ) -> dict[int, float]:
-        """Median seconds of a call, by the case's number, in about ``seconds`` for all.
+        """Return median seconds of a call by the case's number, in about ``seconds`` in total.
 
-        With ``longest`` cases that take longer a call are left out, and larger ones of their name,
-        then the slowest for which there is no time, but never the first one of a name; without it
-        nothing is left out. What is not is timed three times at least.
+        With ``longest``, cases whose call takes longer are left out, and larger ones of the same
+        name. Then the slowest cases for which there is no time are left out, but never the first
+        one of a name. Without ``longest`` nothing is left out. Each remaining case is timed three
+        times at least.
         """
         began = self.world_time()
         took = self._pilot(cases, longest)
@@ -74,11 +83,12 @@ class Clock:
         quick = [i for i in kept if took[i] <= _QUICK_SECONDS]
         rounds = 0
         while rounds < _MOST_ROUNDS:
+            # quick cases are repeated: they cost little and vary most
             for each in (
                 kept,
                 quick,
                 [] if self.hurried else quick,
-            ):  # those cost little and vary most
+            ):
                 for i in each:
                     blocks[i].append(self._block(cases[i]))
             rounds += 1
@@ -98,7 +108,7 @@ class Clock:
     def _affordable(
         self, cases: Sequence[Case], took: dict[int, float], seconds: float
     ) -> list[int]:
-        """The cases that go into a round of so many seconds."""
+        """Select the cases that fit into a round of ``seconds``."""
         first = {}
         for i in sorted(took, reverse=True):
             first[cases[i].name] = i
@@ -109,13 +119,15 @@ class Clock:
         return kept
 
     def world_time(self) -> float:
-        """The time by rank 0's clock, so that all ranks decide alike."""
+        """Return the time of rank 0's clock, so that all ranks decide alike."""
         now: float = self.everyone.all_gather_object(time.perf_counter())[0]
         return now
 
     def _pilot(self, cases: Sequence[Case], longest: float | None) -> dict[int, float]:
-        """Warm all cases up and choose how often each is called in a block -> seconds of a call of
-        those that are quick enough."""
+        """Warm up all cases and choose how often a block calls each.
+
+        Return seconds of a call for the cases that are fast enough.
+        """
         found: dict[int, float] = {}
         late: set[object] = set()
         begun: set[object] = set()
@@ -139,7 +151,7 @@ class Clock:
         return found
 
     def _block(self, case: Case) -> float:
-        """Seconds a call of the case took this rank."""
+        """Time a block of calls on this rank. Return seconds of one call."""
         if case.prepare is not None:
             case.prepare()
         self.everyone.barrier()

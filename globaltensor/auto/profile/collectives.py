@@ -1,5 +1,7 @@
-"""What moves cost between the ranks of this job, by kind, size and group: all groups of a size at
-the same time, as a program's would be."""
+"""The cost of communication between the ranks of this job, by kind, size and group.
+
+`measure` calls it. All groups of a size communicate at the same time, as in a program.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,26 @@ __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measur
 
 SIZES: Final = tuple(1 << k for k in (10, 13, 16, 19, 22, 24, 25, 26))
 _FEW_SIZES: Final = tuple(1 << k for k in (10, 16, 20, 24))
+# other kinds are priced by these (`Cluster.seconds`)
 _FEW_KINDS: Final = (
     "all_gather",
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
-)  # others are priced by these (`Cluster.seconds`)
+)
 _LARGE: Final = 1 << 22
-_COMPUTED: Final = (
-    1 << 19
-)  # from this size on what moves is computed anew before it does; smaller ones stay in the caches
-_LONGEST: Final = 1.0  # seconds of one call
-_BESIDE_BYTES: Final = 1 << 23  # what is reduced beside a computation
+# from this size on the data is written before each move; smaller data stays in the caches anyway
+_COMPUTED: Final = 1 << 19
+_LONGEST: Final = 1.0  # the maximum seconds of one call
+_BESIDE_BYTES: Final = 1 << 23  # bytes that are reduced during a computation
 _BESIDE_SIDE: Final = 256
+# (side, number) of the matmuls between two moves
 _BETWEEN: Final = (
     (64, 8),
     (128, 8),
     (128, 24),
     (256, 8),
-)  # (side, number) of the matmuls between two moves
+)
 _SMALL_BYTES: Final = (1 << 12, 1 << 16, 1 << 18)
 _MOST_FAR_RANKS: Final = 512
 
@@ -47,8 +50,10 @@ Call = Callable[[], object]
 
 
 def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int, ...]]]]:
-    """(ranks, nodes, groups) that are measured in a world of ``size``: within nodes 2, 4, ... and
-    all ranks of one; across them one rank of each, and all.
+    """List (ranks, nodes, groups) to measure in a world of ``size`` ranks.
+
+    Within nodes the groups have 2, 4, ... and all ranks of one node. Across nodes they have one
+    rank of each node, and all ranks.
 
     >>> groups_of(4, 2)
     [(2, 1, [(0, 1), (2, 3)]), (2, 2, [(0, 2), (1, 3)]), (4, 2, [(0, 1, 2, 3)])]
@@ -101,7 +106,10 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
 def measure_moves(
     clock: Clock, seconds: float, node_size: int, hurried: bool = False
 ) -> tuple[Curve, ...]:
-    """Curves of all kinds of moves, for each size of group; ``hurried``: only of some."""
+    """Measure curves of all kinds of moves, for each size of group.
+
+    ``hurried``: measure some kinds, sizes and groups only.
+    """
     cases: list[Case] = []
     bench = _Bench(clock.world, clock.device)
     every = groups_of(clock.world.size, node_size)
@@ -131,7 +139,7 @@ def measure_moves(
 def _few(
     groups: list[tuple[int, int, list[tuple[int, ...]]]],
 ) -> list[tuple[int, int, list[tuple[int, ...]]]]:
-    """Within a node two ranks and all of one; across nodes as many as there are."""
+    """Select two ranks and all ranks within a node, and as many nodes as there are across nodes."""
     within, across = (
         [g for g in groups if g[1] == 1],
         [g for g in groups if g[1] == groups[-1][1] > 1],
@@ -140,14 +148,16 @@ def _few(
 
 
 def _sizes(kind: str, ranks: int) -> list[int]:
-    """Rising; of an exchange each peer gets an element at least."""
+    """List the sizes in rising order. In an exchange each peer gets at least one element."""
     least = 4 * (ranks - 1) if kind == "exchange" else 0
     return sorted({max(n, least) for n in SIZES})
 
 
 def constants(curves: Sequence[Curve]) -> dict[str, float]:
-    """Latencies and bandwidths, for groups and kinds that were not measured: those of the
-    all-gathers' ring formula."""
+    """Compute latencies and bandwidths for groups and kinds that were not measured.
+
+    They come from the ring formula of the all-gathers.
+    """
     near = {c.ranks: c.lawful().points for c in curves if c.kind == "all_gather" and c.nodes == 1}
     far = {
         c.ranks: c.lawful().points
@@ -159,7 +169,7 @@ def constants(curves: Sequence[Curve]) -> dict[str, float]:
         found["launch"], found["latency"] = _steps(near or far)
         found["bandwidth"] = _bandwidth(near or far)
     if far:
-        # No quicker than within a node, as the model has it.
+        # The model assumes that links between nodes are not faster than those within a node.
         found["node_latency"] = max(
             found["latency"], max(0.0, far[max(far)][0][1] - found["launch"]) / (max(far) - 1)
         )
@@ -168,7 +178,7 @@ def constants(curves: Sequence[Curve]) -> dict[str, float]:
 
 
 def _steps(by_ranks: dict[int, tuple[tuple[int, float], ...]]) -> tuple[float, float]:
-    """(before the first step, of a step), from the smallest sizes."""
+    """Return seconds (before the first step, of a step), from the smallest sizes."""
     few, many = min(by_ranks), max(by_ranks)
     first, last = by_ranks[few][0][1], by_ranks[many][0][1]
     step = first / few if few == many else max(0.0, last - first) / (many - few)
@@ -176,7 +186,10 @@ def _steps(by_ranks: dict[int, tuple[tuple[int, float], ...]]) -> tuple[float, f
 
 
 def _bandwidth(by_ranks: dict[int, tuple[tuple[int, float], ...]]) -> float:
-    """The best that large ones reach: the largest may be slowed by what else much memory costs."""
+    """Return the best bandwidth among large sizes.
+
+    The largest size may be slower, because much memory has other costs.
+    """
     p = max(by_ranks)
     first = by_ranks[p][0][1]
     large = [(n, took) for n, took in by_ranks[p] if n >= _LARGE] or [by_ranks[p][-1]]
@@ -184,7 +197,7 @@ def _bandwidth(by_ranks: dict[int, tuple[tuple[int, float], ...]]) -> float:
 
 
 def measure_overlap(clock: Clock, seconds: float) -> float:
-    """How much slower computing and reducing are while both go on, 1 to 2."""
+    """Measure the factor, 1 to 2, by which computing and reducing at the same time slow down."""
     comm, device = clock.everyone, clock.device
     data = torch.zeros(_BESIDE_BYTES // 4, device=device)
     a, b = (torch.ones(_BESIDE_SIDE, _BESIDE_SIDE, device=device) for _ in range(2))
@@ -195,7 +208,7 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
     reducing, one = clock.time(
         [Case("reduce", 0, reduce), Case("matmul", 0, lambda: a @ b)], seconds / 4
     ).values()
-    times = max(1, round(reducing / one))  # about as long
+    times = max(1, round(reducing / one))  # computing takes about as long as reducing
 
     def compute() -> None:
         for _ in range(times):
@@ -214,8 +227,10 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
 
 
 def measure_skew(clock: Clock, seconds: float, hurried: bool = False) -> float:
-    """Seconds by which a small all-reduce takes longer between computations than in a row: ranks do
-    not come to it at the same time, and wake up late."""
+    """Measure how many seconds longer a small all-reduce takes between computations than in a row.
+
+    Ranks do not reach it at the same time, and wake up late.
+    """
     comm, device = clock.everyone, clock.device
     cases: list[Case] = []
     for side, times in _BETWEEN[:2] if hurried else _BETWEEN:
@@ -250,25 +265,26 @@ def measure_skew(clock: Clock, seconds: float, hurried: bool = False) -> float:
     return max(0.0, statistics.median(found))
 
 
-# ---------------------------------------------------------------------------- one call of each kind
+# -------------------------------------------------------------------- the timed call, for each kind
 
 
 class _Bench:
-    """What calls are made of: this rank, and memory that they all share. Results are new tensors,
-    as in programs."""
+    """The data of the timed calls: this rank, and memory that all calls share.
+
+    Results are new tensors, as in programs.
+    """
 
     def __init__(self, here: World, device: torch.device) -> None:
         self.here, self.device = here, device
-        self._some = torch.ones(
-            SIZES[-1] // 4, device=device
-        )  # of zeros the system has one page for all, which is always in the caches
+        # ones, because the system maps all zeros to one page, which is always in the caches
+        self._some = torch.ones(SIZES[-1] // 4, device=device)
 
     def data(self, nbytes: int) -> Tensor:
-        """So many bytes."""
+        """Return a tensor of ``nbytes`` bytes."""
         return self._some[: nbytes // 4]
 
     def compute(self, nbytes: int) -> None:
-        """What moves in a program has just been computed."""
+        """Write the data anew, because data that a program moves has just been computed."""
         self.data(nbytes).fill_(1.0)
 
 
@@ -328,7 +344,7 @@ def _exchange(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
 
 
 def _send(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    """There and back, which counts as two."""
+    """Send forth and back, which counts as two sends."""
     there, back = (
         bench.here.channel(source, target, bench.device) for source, target in (ranks, ranks[::-1])
     )

@@ -1,5 +1,8 @@
-"""How fast a rank computes while all ranks do: matmuls by dtype and size, copies by size, and what
-a kernel costs at least."""
+"""The speed of kernels on a rank while all ranks compute.
+
+`measure` calls it. It measures matmuls by dtype and size, copies by size, and the minimum cost of a
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,16 @@ _SIDES: Final = {
 _FEW_SIDES: Final = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
 _COPIES: Final = tuple(1 << k for k in (12, 15, 18, 21, 24, 25, 26, 27))
 _FEW_COPIES: Final = tuple(1 << k for k in (12, 18, 22, 25))
-_UNCACHED: Final = 1 << 24  # bytes of which caches hold little
+_UNCACHED: Final = 1 << 24  # bytes that are too many for caches
 _TINY: Final = 8
-_LONGEST: Final = 0.25  # seconds of one call
+_LONGEST: Final = 0.25  # the maximum seconds of one call
 
 
 def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict[str, Any]:
-    """The fields of a Cluster that say what kernels cost, and the curve of copies. ``hurried``: by
-    fewer sizes."""
+    """Measure the fields of a Cluster that give the costs of kernels, and the curve of copies.
+
+    ``hurried``: measure fewer sizes.
+    """
     device = clock.device
     small, other = (torch.ones(_TINY, device=device) for _ in range(2))
     cases = [Case("kernel", 0, lambda: torch.add(small, other))]
@@ -62,7 +67,10 @@ def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict
 
 
 def _copy(n: int, device: torch.device) -> Case:
-    """``n`` bytes, half of them read and half of them written, into new memory as kernels do."""
+    """Make the case that copies into new memory, as kernels do.
+
+    ``n`` is the bytes moved: half of them are read and half are written.
+    """
     some = torch.ones(n // 2, dtype=torch.uint8, device=device)
     return Case("copy", n, some.clone)
 
@@ -73,8 +81,10 @@ def _matmul(dtype: str, side: int, device: torch.device) -> Case:
 
 
 def fitted(points: Sequence[tuple[float, float]], kernel: float) -> tuple[float, float]:
-    """(rate r, saturation s) of matmuls from (operations f, seconds t), by t = kernel + f / r + (s
-    f^2)^(1/3) / r with the least relative squares.
+    """Fit (rate r, saturation s) of matmuls to pairs of (operations f, seconds t).
+
+    The model is t = kernel + f / r + (s f^2)^(1/3) / r. The fit minimises the squares of the
+    relative errors.
 
     >>> r, s = fitted([(f, 1e-6 + f / 1e9 * (1 + (1e6 / f) ** (1 / 3))) for f in (1e5, 1e6, 1e8, 1e9)], 1e-6)
     >>> round(r / 1e9, 6), round(s / 1e6, 6)
@@ -95,9 +105,8 @@ def fitted(points: Sequence[tuple[float, float]], kernel: float) -> tuple[float,
     if len(points) < 2 or determinant <= 1e-12 * aa * bb:
         return best, 0.0
     slope, side = (ay * bb - by * ab) / determinant, (aa * by - ab * ay) / determinant
-    if (
-        side <= 0 or slope <= 0 or 1 / slope > 2 * best
-    ):  # it doesn't saturate, or the largest is far from doing so
+    # the rate does not saturate, or the largest size is far from saturation
+    if side <= 0 or slope <= 0 or 1 / slope > 2 * best:
         slope, side = ay / aa, 0.0
         return max(best, 1 / slope), 0.0
     return 1 / slope, (side / slope) ** 3

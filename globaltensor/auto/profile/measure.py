@@ -1,5 +1,8 @@
-"""``profile``: a cluster measured, in bounded time. Every rank of the job calls it and gets the
-same Cluster."""
+"""``profile``: measure a cluster in bounded time.
+
+Users call it directly or by ``globaltensor profile``. Every rank of the job calls it and gets the
+same Cluster.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from .kernels import measure_kernels
 
 __all__ = ["measured", "profile"]
 
-_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of the time there is
+_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of ``seconds``
 
 
 def profile(
@@ -31,15 +34,18 @@ def profile(
     backend: str = "auto",
     name: str = "profiled",
 ) -> Cluster:
-    """Measure kernels, moves and both at once in about ``seconds`` -> a Cluster of this world, the
-    same on every rank.
+    """Measure kernels, communication and both at once in about ``seconds``.
 
-    In a job of several ranks all of them must call it. A process that is alone starts ``nproc``
-    ranks of its own on this machine (0: one for each GPU, or two) with ``backend`` as for ``run``.
-    ``device``: "cpu" or "cuda"; "auto" takes GPUs where each rank has one. Ranks of a node must be
-    numbered one after the other. Matmuls run with the threads that ranks have; of each time the
-    slowest rank counts, and the median of interleaved rounds. Raises ClusterError where the ranks
-    or the options allow no measurement; WorldError as ``run`` does.
+    Return a Cluster of this world, the same on every rank. In a job of several ranks all of them
+    must call it. A process without a job starts ``nproc`` ranks of its own on this machine (0: one
+    for each GPU, or two), with ``backend`` as for ``run``.
+
+    ``device`` is "cpu" or "cuda"; "auto" uses GPUs where each rank has one. Ranks of a node must be
+    numbered one after the other. Matmuls run with the threads that ranks have. A measurement takes
+    as long as its slowest rank; the result is the median over interleaved rounds.
+
+    Raises ClusterError where the ranks or the options allow no measurement, and WorldError as
+    ``run`` does.
     """
     if not seconds > 0:
         raise ClusterError(f"seconds={seconds}: a positive number of seconds")
@@ -68,8 +74,11 @@ def profile(
 
 
 def measured(seconds: float, device: str, name: str, hurried: bool = False) -> Cluster:
-    """Measure the ranks of this world -> a Cluster, the same on every rank. All of them must call
-    it. ``hurried``: in a second or two, by fewer sizes, kinds of moves and groups."""
+    """Measure the ranks of this world. Return a Cluster, the same on every rank.
+
+    All ranks must call it. ``hurried``: take a second or two, with fewer sizes, kinds of moves and
+    groups.
+    """
     here = world()
     type_ = _device(here, device)
     clock = Clock(here.device(type_), hurried)
@@ -100,7 +109,7 @@ def measured(seconds: float, device: str, name: str, hurried: bool = False) -> C
 
 
 def _source(seconds: float, here: World) -> str:
-    """Where the figures come from, in words."""
+    """Describe the origin of the figures in words."""
     threads, backend = (
         torch.get_num_threads(),
         here.backend if isinstance(here, ProcessWorld) else "",
@@ -125,8 +134,10 @@ def _device(here: World, device: str) -> str:
 
 
 def _node_size(here: World) -> int:
-    """Ranks of a node; 0 where there is one node. ``node_size`` of a world is the number of
-    nodes."""
+    """Return the number of ranks of a node; 0 where there is one node.
+
+    The attribute ``node_size`` of a world is the number of nodes.
+    """
     nodes = here.node_size
     if nodes <= 1:
         return 0
@@ -141,17 +152,17 @@ def _node_size(here: World) -> int:
 
 
 def _memory(device: torch.device, local: int) -> int:
-    """Bytes of a device: of a GPU its own, of a CPU rank its share of the machine's."""
+    """Return bytes of a device: a GPU's own memory, or a CPU rank's share of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    except (AttributeError, ValueError, OSError):  # not told on this system
+    except (AttributeError, ValueError, OSError):  # this system does not report it
         return 0
 
 
 def _borrowed(device: str) -> dict[str, Any]:
-    """Links for a world of one, which has none to measure: those of a preset."""
+    """Return the links of a preset, for a world of one rank, which has no links to measure."""
     other = Cluster.preset("cpu" if device == "cpu" else "pcie-gen5")
     return {
         name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap", "skew")

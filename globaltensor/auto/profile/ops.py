@@ -1,5 +1,8 @@
-"""``measure_ops``: forward and backward of real ops, timed on every rank at once, so that ranks
-that share cores or memory hinder each other as in a step."""
+"""``measure_ops``: time the forward and backward passes of real ops on every rank at once.
+
+`flow.auto.calibrate` and users call it. Ranks that share cores or memory slow each other down, as
+in a training step.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +20,35 @@ from .clock import Case, Clock
 
 __all__ = ["measure_ops"]
 
-#: -> a function, its arguments, and those tensors among them that are parameters, if that is to
-#: count
+#: Makes a function, its arguments, and optionally the tensors among them that are parameters.
 Make = Callable[
     [],
     tuple[Callable[..., Any], Sequence[Any]]
     | tuple[Callable[..., Any], Sequence[Any], Sequence[Tensor]],
 ]
-_CACHES = 1 << 26  # bytes: what has touched so many has emptied them
+_CACHES = 1 << 26  # bytes; touching this many evicts everything else from the caches
 _TURNS = 16
 
 
 def measure_ops(
     cluster: Cluster, ops: Iterable[tuple[str, Make, bool]], seconds: float = 30.0, between: int = 0
 ) -> Cluster:
-    """``cluster`` with the times of these ops beside those it has, the same on every rank; all
-    ranks must call it with the same ops in the same order.
+    """Return ``cluster`` with the times of these ops added, the same on every rank.
 
-    Each op is (key, make, needs_grad): ``make()`` gives a function and its arguments, ordinary
-    tensors on the rank's device. With needs_grad the forward runs as autograd records it, and the
-    gradients of all leaves among arguments that require grad are timed as backward; else backward
-    is 0. About ``seconds`` in all, but three rounds of every op at least. Ops take turns, so the
-    arguments of all are there at once: give as many in a call as fit into memory.
+    All ranks must call it with the same ops in the same order. It takes about ``seconds`` in total,
+    but at least three rounds of every op.
 
-    ``between``: bytes that the rest of a step touches from one use of a parameter to the next; with
-    them (64 MiB at most) parameters come from another place of so many bytes each time, as cold as
-    they are in a step. 0: always the same, from warm caches. Raises ClusterError, on every rank,
-    where keys or needs_grad differ between ranks.
+    Each op is (key, make, needs_grad). ``make()`` returns a function and its arguments, ordinary
+    tensors on the rank's device; a third item lists the tensors that are parameters. With
+    needs_grad the forward runs with autograd. Then the gradients of all leaves among the arguments
+    that require grad are timed as backward. Without needs_grad backward is 0. Ops take turns, so
+    the arguments of all exist at once: pass as many ops in a call as fit into memory.
+
+    ``between`` is the number of bytes that the rest of a step touches from one use of a parameter
+    to the next. Parameters then come from a different place in a buffer of that size (64 MiB at
+    most) each time. So they are as cold as in a step. 0: parameters stay in place, in warm caches.
+
+    Raises ClusterError, on every rank, where keys or needs_grad differ between ranks.
     """
     ops = list(ops)
     clock = Clock(_device_of(cluster))
@@ -67,8 +72,10 @@ def measure_ops(
 
 
 def _check_same(clock: Clock, mine: list[tuple[str, bool]]) -> None:
-    """Before anything is timed, as ranks that time different ops would wait for each other for
-    ever."""
+    """Raise ClusterError, before any timing, if ranks have different ops.
+
+    Ranks that time different ops would wait for each other forever.
+    """
     first, *others = clock.everyone.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
@@ -93,7 +100,7 @@ def _device_of(cluster: Cluster) -> torch.device:
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """All tensors in lists, tuples and dicts."""
+    """List all tensors in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -102,21 +109,23 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 class _Arena:
-    """Random numbers of some bytes, of which ops take their parameters in turn, here and there:
-    they find them cold, as a step does that touches as much from one use of a parameter to the
-    next."""
+    """A buffer of random numbers from which ops take their parameters, each turn at another place.
+
+    The ops find their parameters cold, as in a step that touches as many bytes from one use of a
+    parameter to the next.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = min(nbytes, _CACHES), device
         self._of: dict[torch.dtype, Tensor] = {}
 
     def turns(self, held: Sequence[Tensor]) -> int:
-        """In how many places there is room for all of these."""
+        """Return the number of places with room for all of these tensors."""
         each = sum(t.nbytes for t in held)
         return max(1, min(_TURNS, self.nbytes // each)) if each else 1
 
     def at(self, turn: int, t: Tensor) -> Tensor:
-        """A parameter like ``t``, that of a turn."""
+        """Return a parameter like ``t`` from the place of this turn."""
         if not t.dtype.is_floating_point or t.nbytes * 2 > self.nbytes:
             return t
         if t.dtype not in self._of:
@@ -134,8 +143,10 @@ class _Arena:
 
 
 class _Op:
-    """One op with its arguments: as many sets of them as it has turns of its parameters ``held``.
-    Backward follows so many forwards later."""
+    """An op with its arguments: one set of them for each turn of its parameters ``held``.
+
+    The backward of a forward runs after as many other forwards as there are sets.
+    """
 
     def __init__(
         self,
@@ -166,7 +177,7 @@ class _Op:
             return self.function(*self.sets[self.turn])
 
     def prepare(self) -> None:
-        """What a backward needs: a forward, and a gradient for each of its results."""
+        """Run the forwards before the next backward, and make a gradient for each result."""
         while len(self.waiting) < len(self.sets):
             outs = [t for t in _tensors(self.forward()) if t.requires_grad]
             self.waiting.append((self.turn, outs, [torch.ones_like(t) for t in outs]))
@@ -182,7 +193,7 @@ def _turned(arena: _Arena, turn: int, known: set[int], t: Tensor) -> Tensor:
 
 
 def _with(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    """The same lists, tuples and dicts with other tensors."""
+    """Copy lists, tuples and dicts with other tensors."""
     if isinstance(value, Tensor):
         return new(value)
     if type(value) in (list, tuple):

@@ -1,4 +1,7 @@
-"""A cluster as a table for people."""
+"""A table of a measured cluster for people.
+
+The command line and users call `describe`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ _UNITS = ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms"))
 
 
 def describe(cluster: Cluster) -> str:
-    """What it is made of, what kernels cost, and a row for each kind of move and group, with a
-    column for each size that was measured."""
+    """Return a table of the cluster as text.
+
+    It has the devices, the costs of kernels, and a row for each kind of move and group, with a
+    column for each measured size.
+    """
     return "\n".join(_lines(cluster))
 
 
@@ -57,7 +63,7 @@ def _lines(c: Cluster) -> Iterator[str]:
 
 
 def _seconds(t: float) -> str:
-    """``12.3 us``."""
+    """Format a time with its unit, such as ``12.3 us``."""
     for limit, scale, unit in _UNITS:
         if t < limit:
             return f"{t * scale:.3g} {unit}"

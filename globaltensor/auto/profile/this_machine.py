@@ -1,5 +1,8 @@
-"""The cluster that a job's ranks are on, for whoever has named none: measured in a few seconds once
-on a machine, and read from a file from then on."""
+"""The cluster of a job's ranks, for users who name no cluster.
+
+Graphs that search for a plan call it. It is measured in a few seconds once on a machine, and from
+then on read from a file.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from .measure import measured
 
 __all__ = ["VARIABLE", "cache_folder", "cluster_here"]
 
-#: An environment variable; 0: nothing is measured.
+#: The environment variable that switches measuring off, by the value 0.
 VARIABLE: Final = "GLOBALTENSOR_PROFILE"
 _SECONDS: Final = 2.0
-_VERSION: Final = 1  # of what is measured, and how
+_VERSION: Final = 1  # of the measurements and their method
 _SHORT: Final = (
     ". Calls are priced by operations and bytes: steps of small models take two or "
     "three times as long, flow.auto.calibrate measures their calls"
@@ -39,21 +42,20 @@ log = logging.getLogger("globaltensor")
 
 
 def cluster_here(device: str) -> Cluster | None:
-    """Return the cluster of this world's ranks, measured on devices of this type before or now;
-    None where it is not to be measured, or cannot be.
+    """Return the cluster of this world's ranks, measured on devices of this type now or before.
 
-    It is measured in about two seconds where nothing else runs. The figures are kept in a file of
-    the user's cache, by rank 0, and are for all later jobs of the same ranks, threads, machines and
-    versions. All ranks must call it, and get the same.
+    Return None where measuring is switched off or impossible. It takes about two seconds if nothing
+    else runs. Rank 0 saves the figures in a file in the user's cache. They serve all later jobs
+    with the same ranks, threads, machines and versions. All ranks must call it, and get the same
+    cluster.
     """
     here = world()
-    if here.size == 1 or not isinstance(
-        here, ProcessWorld
-    ):  # ranks that are threads take turns: nothing to measure
+    # ranks that are threads take turns, so there is nothing to measure
+    if here.size == 1 or not isinstance(here, ProcessWorld):
         return None
     everyone = here.comm(tuple(range(here.size)))
     asked = everyone.all_gather_object((os.environ.get(VARIABLE, "1") != "0", _machine(device)))
-    if not asked[0][0]:  # rank 0 says it for all
+    if not asked[0][0]:  # rank 0 decides for all
         return None
     what = {
         "version": _VERSION,
@@ -64,12 +66,12 @@ def cluster_here(device: str) -> Cluster | None:
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
     known = _known.setdefault(here, {})
-    if key not in known:  # and so on every rank
+    if key not in known:  # the same on every rank
         known[key] = _kept_or_measured(device, cache_folder() / f"{key}.json")
     return known[key]
 
 
-#: What this process has found out, by world and by what it depends on.
+#: The clusters that this process knows, by world and by a hash of what their figures depend on.
 _known: WeakKeyDictionary[World, dict[str, Cluster | None]] = WeakKeyDictionary()
 
 
@@ -98,16 +100,16 @@ def _kept_or_measured(device: str, path: Path) -> Cluster | None:
 
 
 def cache_folder() -> Path:
-    """The folder of measured clusters in the user's cache."""
+    """Return the folder of measured clusters in the user's cache."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # this user has no home
+    except RuntimeError:  # this user has no home directory
         folder = Path(tempfile.gettempdir())
     return folder / "globaltensor" / "clusters"
 
 
 def _machine(device: str) -> dict[str, Any]:
-    """Return what of a rank its figures depend on."""
+    """Return the properties of a rank that its figures depend on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -121,7 +123,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     with (
         contextlib.suppress(OSError),
         open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines,
@@ -133,7 +135,7 @@ def _processor() -> str:
 
 
 def _read(path: Path) -> Cluster | None:
-    """Return what the file says; None where there is none, or it is broken."""
+    """Return the cluster in a file; None where the file is missing or broken."""
     if not path.exists():
         return None
     try:
@@ -144,8 +146,11 @@ def _read(path: Path) -> Cluster | None:
 
 
 def _write(path: Path, found: Cluster) -> str:
-    """Keep a cluster -> what is said of that. The file is there as a whole or not at all; where it
-    cannot be written, the next job measures again."""
+    """Save a cluster. Return a sentence about the file, for the source of the cluster.
+
+    The file is written completely or not at all. If it cannot be written, the sentence is empty,
+    and the next job measures again.
+    """
     kept = f". Kept in {path}: delete the file to measure anew"
     partial = ""
     try:

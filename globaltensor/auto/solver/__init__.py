@@ -1,5 +1,8 @@
-"""The solver: one strategy for each node of a graph, at the least cost of nodes and edges, within a
-memory limit that holds at all times."""
+"""The integer-programming solver: one strategy per node at minimum cost, within a memory limit.
+
+The cost is the sum of node and edge costs. The memory limit holds at all times. `auto/intra_op`
+formulates the problems that this package solves.
+"""
 
 from .problem_io import from_iopddl, load, save
 from .minimax import MinimaxSolver

@@ -1,10 +1,10 @@
-"""Computations on arrays that are done once: a network of equal layers asks for the same small ones
-as often as it has layers.
+"""Cached computations on arrays, so that equal layers of a network share their results.
 
-Arrays that are equal from the start are made one (`Shared.same`); what is made of one and the same
-arrays by one and the same function then is one array too, so a whole chain of reductions of a layer
-is looked up for the next layer. (Hash-consing: Ershov, On programming of arithmetic operations,
-CACM 1958.)
+A network of equal layers asks for the same small computations once per layer. Arrays that are equal
+from the start are made one object (`Shared.same`). The same function of the same array objects then
+returns the same array object. A whole chain of reductions of one layer is therefore looked up for
+the next layer. The technique is hash-consing (Ershov, On programming of arithmetic operations, CACM
+1958). `presolve` uses it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import numpy as np
 
 from .problem import Array
 
-#: Bytes of results after which all is forgotten.
+#: The cache is cleared when its results exceed this many bytes.
 MOST_BYTES = 1 << 29
-#: Results after which it is seen how often one was wanted again, and how often that must have been
-#: for each.
+#: After TRIAL computed results the cache is switched off, unless there were at least WORTHWHILE
+#: hits per result.
 TRIAL, WORTHWHILE = 20_000, 0.1
 
 
 class Shared:
-    """The results of functions of arrays; `made` is how many were worked out. Arrays given and
-    found are not to be written to."""
+    """A cache of the results of functions of arrays.
+
+    `made` counts the computed results. Arrays that are passed in or returned must not be written
+    to.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[
-            Any, tuple[tuple[Array, ...], Any]
-        ] = {}  # with what the results were made of: an identity must not pass on to another array
+        # An entry keeps the arguments alive, so that their ids cannot be reused by other arrays.
+        self._found: dict[Any, tuple[tuple[Array, ...], Any]] = {}
         self._same: dict[Any, list[Array]] = {}
         self.made, self._bytes, self._hits, self._on = 0, 0, 0, True
 
     def same(self, array: Array) -> Array:
-        """The first array that was like this one."""
+        """Return the first array seen that equals this one in shape, dtype and values."""
         likely = self._same.setdefault(
             (array.shape, array.dtype.char, crc32(np.ascontiguousarray(array).data)), []
         )
@@ -47,7 +49,7 @@ class Shared:
         return array
 
     def __call__(self, function: Callable[..., Any], *args: Array) -> Any:
-        """``function(*args)``."""
+        """Return ``function(*args)``, from the cache where the same arrays were passed before."""
         if not self._on:
             return function(*args)
         what = (function, *map(id, args))

@@ -1,4 +1,7 @@
-"""Which node to branch on, and how its strategies are divided."""
+"""The choice of a node to branch on and the division of its strategies.
+
+`solve.divide` calls it where HiGHS cannot close the gap.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ from .problem import Array
 
 
 def halves(core: PresolvedProblem, ascent: Ascent) -> tuple[int, tuple[Array, Array]]:
-    """The node of the most neighbours among those with several strategies, its best strategy by the
-    messages, and its others."""
+    """Return the node to branch on and its strategies in two parts, the better part first.
+
+    The node is the one with the most neighbours; a tie goes to the node with more strategies. The
+    first part is the node's best strategy under the messages, the second part is all its other
+    strategies.
+    """
     flat = ascent.flat
     node = int(
         np.argmax(

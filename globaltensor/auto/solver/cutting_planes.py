@@ -1,10 +1,10 @@
-"""The best prices of memory where what is best at given prices is known exactly: cutting planes
-within a box around the best prices so far.
+"""Cutting planes for the best memory prices, where the minimum at given prices is known exactly.
 
-Each evaluation at prices p with bound b and overflow g bounds the bound of all prices q by b + g (q
-- p). With one moment the least upper bound has a closed form; with several it is a small linear
-program, for HiGHS (Kelley, The cutting-plane method for solving convex programs, 1960; the box is
-the usual stabilisation).
+An evaluation at prices p has a bound b and an overflow g. It bounds the dual bound at all prices q
+from above by b + g (q - p). With one moment the maximum of the lowest such line has a closed form.
+With several moments it is a small linear program for HiGHS (Kelley, The cutting-plane method for
+solving convex programs, 1960). The search stays within a box around the best prices so far, which
+is the usual stabilisation. `dual_ascent` calls it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from .mip import highspy
 from .problem import Array
 
-#: Cuts that are kept at the most.
+#: The maximum number of saved cuts.
 MOST = 150
 
 
 class CuttingPlanes:
-    """What evaluations said about the bound as a function of the prices."""
+    """A piecewise linear model of the dual bound as a function of the prices."""
 
     def __init__(self, width: float) -> None:
-        """`width`: how far prices may move at first."""
+        """Start with no cut; `width` limits how far prices may move at first."""
         self.bounds: list[float] = []
         self.prices: list[Array] = []
         self.slopes: list[Array] = []
@@ -30,8 +30,11 @@ class CuttingPlanes:
         self.best = -np.inf
 
     def add(self, bound: float, price: Array, slope: Array) -> None:
-        """Take an evaluation; prices may move further after a good one, less far after a bad
-        one."""
+        """Add the cut of one evaluation.
+
+        The box grows after an evaluation that improves the bound and shrinks after one that does
+        not.
+        """
         self.bounds.append(bound)
         self.prices.append(price)
         self.slopes.append(slope)
@@ -43,8 +46,11 @@ class CuttingPlanes:
                 del row[worst]
 
     def next(self, active: Array) -> tuple[Array, float] | None:
-        """The most promising prices of these moments, and what the bound could be there at most;
-        None where that needs HiGHS and it is missing."""
+        """Return the most promising prices of the active moments and the model's bound there.
+
+        Prices of other moments are 0. The result is None where HiGHS is needed and not installed,
+        or fails.
+        """
         centre = self.prices[int(np.argmax(self.bounds))]
         price = np.zeros(len(centre))
         if not len(active):
@@ -65,7 +71,7 @@ class CuttingPlanes:
 
 
 def line(offsets: Array, slopes: Array, low: float, high: float) -> tuple[Array, float]:
-    """The highest point of the lower envelope of lines."""
+    """Return the highest point of the lower envelope of lines, and its height."""
     with np.errstate(divide="ignore", invalid="ignore"):
         crossings = ((offsets[None] - offsets[:, None]) / (slopes[:, None] - slopes[None])).ravel()
     points = np.concatenate([[low, high], crossings[(crossings >= low) & (crossings <= high)]])
@@ -75,7 +81,11 @@ def line(offsets: Array, slopes: Array, low: float, high: float) -> tuple[Array,
 
 
 def program(offsets: Array, slopes: Array, low: Array, high: Array) -> tuple[Array, float] | None:
-    """The same in several dimensions, scaled to differences from the best offset."""
+    """Return the highest point of the lower envelope of planes, and its height.
+
+    A linear program finds it, in values scaled to differences from the highest offset. The result
+    is None where HiGHS is not installed or finds no optimum.
+    """
     module = highspy()
     if module is None:
         return None

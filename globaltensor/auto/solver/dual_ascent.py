@@ -1,9 +1,9 @@
-"""Prices for memory and messages between nodes, raised in turn: a lower bound that grows, and
-choices read off it that are made feasible and better.
+"""Dual ascent on memory prices and messages between nodes, which are raised in turn.
 
-The prices are Lagrange multipliers of the moments, moved along a smoothed subgradient; only moments
-that were seen to overflow get one. Where the graph is narrow enough, elimination answers what is
-best at given prices exactly, and messages are not needed.
+It yields a lower bound that grows, and choices decoded from it, which are made feasible and better.
+The prices are Lagrange multipliers of the moments, moved along a smoothed subgradient. Only moments
+that were seen to overflow get a price. Where the graph is narrow enough, variable elimination finds
+the minimum at given prices exactly, and messages are not needed. `solve` and `minimax` call it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from .variable_elimination import Elimination
 
 #: Rounds of messages before prices move for the first time.
 FIRST = 6
-#: Rounds without a better bound until steps are taken to be too long.
+#: Rounds without a better bound after which the step size is halved.
 PATIENCE = 10
-#: Of an overflow, what is too little to open a moment for (relative to the room at the widest).
+#: Overflow below which a moment gets no price, relative to the largest room of any moment.
 LITTLE = 0.001
-#: Entries of tables up to which the very first choice is made feasible too.
+#: Table entries up to which the very first choice is repaired and improved too.
 QUICK = 300_000
-#: The most entries of all tables together for which elimination takes the messages' place.
+#: The maximum work of elimination, in table entries, for which it replaces the messages.
 WORK = 2e8
 
 
 class Ascent:
-    """The state of the search on one core: messages, prices, the best bound and the best choice of
-    its nodes."""
+    """The state of the dual ascent on one core: messages, prices, best bound, best choice."""
 
     def __init__(
         self,
@@ -44,8 +43,11 @@ class Ascent:
         value: float = np.inf,
         elimination: Elimination | None = None,
     ) -> None:
-        """`price` to start from; `value` is the cost of the best choice known, which may not be
-        among this core's any more."""
+        """Start at `price`, or with all prices 0.
+
+        `value` is the cost of the best choice known. That choice may no longer be in this core.
+        `elimination` is used if it fits and its work is small enough.
+        """
         self.flat = flat
         self.price = np.zeros(len(flat.room)) if price is None else price.copy()
         self.active = self.price > 0
@@ -58,12 +60,14 @@ class Ascent:
         self.rounds = 0
         self.limit = float(max(flat.room.max(initial=0.0), 1e-300))
         self.step = 0.05
+        # The best bound at the last move of the prices, and the number of rounds since it last
+        # rose.
         self.reached, self.idle = (
             -np.inf,
             0,
-        )  # the best bound when prices moved last, and how often it did not rise since
+        )
         self.cuts: CuttingPlanes | None = None
-        self.settled = False  # no prices are better
+        self.settled = False  # No other prices give a better bound.
         self.straddled = False
         self.elimination = (
             elimination
@@ -80,11 +84,14 @@ class Ascent:
         return LocalSearch(self.flat)
 
     def closed(self, gap: float) -> bool:
-        """Whether the best choice is so near the bound, relatively."""
+        """Return True if the relative gap between best choice and bound is at most `gap`."""
         return self.choice is not None and self.value - self.bound <= gap * abs(self.value)
 
     def round(self, polish: bool, deadline: float, gap: float) -> None:
-        """A pass of messages each way or an elimination, a choice read off, the prices moved."""
+        """Run one round: update the bound, decode a choice, and move the prices.
+
+        The bound comes from an elimination, or from a pass of messages in each direction.
+        """
         flat = self.flat
         priced = flat.cost + flat.prices(self.price)
         paid = float(self.price @ flat.room)
@@ -110,7 +117,10 @@ class Ascent:
         self.rounds += 1
 
     def polish(self, choice: Array, deadline: float) -> None:
-        """Make the choice feasible and better, and keep it where it is the best."""
+        """Repair and improve a choice, and save it if it is the best.
+
+        Parts of it are also mixed into the best choice so far.
+        """
         local, best = self.local, self.choice
         local.set(choice)
         if local.repair(deadline):
@@ -128,7 +138,7 @@ class Ascent:
             self.value, self.choice = value, choice.copy()
 
     def open(self, over: Array) -> None:
-        """Let the moments that overflow most have prices, one of a neighbourhood."""
+        """Activate prices for the moments that overflow most, at most one per neighbourhood."""
         left, near = over.copy(), max(1, len(over) // 100)
         for _ in range(5):
             worst = int(left.argmax())
@@ -141,16 +151,21 @@ class Ascent:
 
     @property
     def scale(self) -> float:
-        """About what the best choice costs: choices that were found early may cost many times as
-        much."""
+        """The order of magnitude of the optimal cost.
+
+        The best known cost alone would not do, because choices found early may cost many times as
+        much.
+        """
         best = min(self.value, self.known)
         if not np.isfinite(best):
             return max(abs(self.bound), 1e-300)
         return min(abs(best), 2 * self.bound) if self.bound > 0 else abs(best)
 
     def move(self, over: Array) -> None:
-        """Move the prices along what overflows, smoothed: the choices that messages give jump from
-        round to round."""
+        """Move the prices along the smoothed overflow.
+
+        Smoothing is needed because choices decoded from messages jump from round to round.
+        """
         if self.rounds < FIRST:
             return
         self.open(over)
@@ -169,7 +184,7 @@ class Ascent:
         )
 
     def follow(self, over: Array, bound: float) -> None:
-        """Move the prices where exact evaluations suggest."""
+        """Move the prices to where the cutting planes of exact evaluations suggest."""
         if self.cuts is None:
             self.cuts = CuttingPlanes(0.1 * self.scale / self.limit)
         self.cuts.add(bound, self.price, over * self.limit)
@@ -195,8 +210,11 @@ class Ascent:
         polish_every: int = 5,
         gap: float = 0.0,
     ) -> None:
-        """So many rounds, or until time is up, the bound exceeds the goal, or a choice is found
-        that is near enough to it."""
+        """Run up to `rounds` rounds.
+
+        It stops earlier where time is up, the bound exceeds `goal`, no prices are better, or a
+        choice is within `gap` of the bound.
+        """
         last = self.rounds + rounds
         while (
             time.monotonic() < deadline
@@ -205,16 +223,18 @@ class Ascent:
             and not self.settled
             and not self.closed(gap)
         ):
-            early = (
-                self.rounds == 0 and len(self.flat.table) > QUICK
-            )  # before prices say something, choices are far from fitting
+            # Before prices carry information, choices are far from feasible.
+            early = self.rounds == 0 and len(self.flat.table) > QUICK
             self.round(self.rounds % polish_every == 0 and not early, deadline, gap)
         if self.settled and not self.straddled and time.monotonic() < deadline:
             self.straddle(deadline)
 
     def straddle(self, deadline: float) -> None:
-        """Read choices off prices a little below and above the best, where equal parts of the graph
-        change all at once, and mix them."""
+        """Decode choices at prices slightly below and above the best ones, and mix them.
+
+        Equal parts of the graph change their strategies all at once at the best prices, so choices
+        on both sides differ.
+        """
         self.straddled = True
         for factor in (1.001, 0.999, 1.03, 0.97):
             if self.elimination is not None:

@@ -1,4 +1,7 @@
-"""What is known so far about a problem while it is searched."""
+"""The state of one search: the incumbent, the best bound, and the limits of the search.
+
+`solve` and the stages that it calls update this state.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .solution import Solution
 
 @dataclass
 class SearchState:
-    """The best choice, the best bound, and what was done."""
+    """The incumbent (best choice), the best bound, the limits, and the log of a search."""
 
     problem: Problem
     began: float
@@ -28,11 +31,11 @@ class SearchState:
     choice: list[int] | None = None
     cost: Number = math.inf
     bound: float = -math.inf
-    exhausted: bool = False  # it is proven that there is nothing better
+    exhausted: bool = False  # it is proven that no better choice exists
     least_usage: tuple[Number, Number] | None = None
     gap: float = 0.0  # a smaller gap is good enough
     first: bool = False  # any feasible choice will do
-    below: float = math.inf  # what costs as much is of no use
+    below: float = math.inf  # only choices that cost less are wanted
     widest: int = 0
     largest: int = 0
     log: dict[str, object] = field(default_factory=dict)
@@ -51,8 +54,10 @@ class SearchState:
 
     @property
     def goal(self) -> float:
-        """A bound above this proves that there is nothing better than the best choice: one less
-        among integers, 1e-9 of it among floats."""
+        """The bound above which it is proven that nothing is better than the incumbent.
+
+        It is the incumbent's cost less one among integers, and less a relative 5e-10 among floats.
+        """
         if self.cost == math.inf:
             return math.inf
         slack = rounding(float(self.cost), 10**6)
@@ -62,13 +67,16 @@ class SearchState:
 
     @property
     def near(self) -> float:
-        """A gap, relatively, at which a core is at its end: `late` or above the `goal`, whatever
-        rounding adds. Among integers that is none."""
+        """The relative gap at which a core is finished.
+
+        At this gap the search is `late`, or the bound is above the `goal`, even with rounding
+        errors. Among integers it is 0 unless a `gap` was asked for.
+        """
         return max(0.99 * self.gap, 0.0 if self.problem.integral else 4e-10)
 
     @property
     def affordable(self) -> float:
-        """The entries of tables that one elimination may work through in the time left."""
+        """The table entries that one elimination may work through in the time left."""
         return min(3e9, 5e7 * max(self.deadline - time.monotonic(), 1.0))
 
     def exhaust(self) -> bool:
@@ -76,7 +84,7 @@ class SearchState:
         return True
 
     def widths(self, width: int, table: int) -> None:
-        """Keep the most of these in the log."""
+        """Log the largest elimination width and table size seen so far."""
         self.log["width"], self.log["largest_table"] = (
             max(width, self.widest),
             max(table, self.largest),
@@ -84,21 +92,26 @@ class SearchState:
         self.widest, self.largest = max(width, self.widest), max(table, self.largest)
 
     def reduced(self, core: PresolvedProblem) -> None:
-        """Note how wide the eliminations were that the reductions made."""
+        """Log the widths of the eliminations that the presolve made."""
         near = [(step.table.size, len(step.near)) for step in core.steps]
         if near:
             self.widths(max(width for _, width in near), max(size for size, _ in near))
 
     def offer(self, core: PresolvedProblem, nodes: Sequence[int], chosen: Array) -> None:
-        """Take a choice of the core's live nodes if it is feasible, and better than what is known;
-        costs and memory are counted anew, exactly."""
+        """Make a choice of the core's live nodes the incumbent if it is feasible and better.
+
+        Its cost and memory are computed again on the original problem, exactly.
+        """
         choice = core.expand(dict(zip(nodes, chosen.tolist(), strict=True)))
         cost = self.problem.evaluate(choice)
         if cost < self.cost and self.problem.fits(choice):
             self.choice, self.cost = choice, cost
 
     def offer_something(self, core: PresolvedProblem, flat: FlatProblem, deadline: float) -> None:
-        """Where there was no time to search: what changing one node after another finds."""
+        """Offer the result of a local search that changes one node at a time.
+
+        It is for searches that have no time for anything else.
+        """
         local = LocalSearch(flat)
         local.set(
             np.minimum.reduceat(
@@ -115,8 +128,10 @@ class SearchState:
             self.offer(core, flat.nodes, local.choice)
 
     def proves(self, bound: float, terms: int) -> None:
-        """Take a lower bound of everything that is not proven worse, summed up from this many
-        floats: less what rounding may have added."""
+        """Raise the bound to `bound` less the rounding error of a sum of `terms` floats.
+
+        `bound` holds for every choice that is not proven worse.
+        """
         if math.isfinite(bound):
             self.bound = max(self.bound, bound - rounding(bound, terms))
 
@@ -156,5 +171,5 @@ class SearchState:
 
 
 def rounding(value: float, terms: int) -> float:
-    """What rounding may have added to a sum of so many floats, generously."""
+    """Return a generous estimate of the rounding error of a sum of `terms` floats."""
     return abs(value) * 2.0**-53 * (200 + 4 * math.sqrt(terms))

@@ -1,8 +1,8 @@
-"""Two problems that differ in their costs only, made smaller together: what is taken out is no loss
-for either, so neither for the larger of both costs.
+"""Presolve of two problems that differ only in their costs.
 
-Reductions work on complex costs, one problem's in the real and the other's in the imaginary parts
-(`reduce.Core`). What is left are two problems again.
+A reduction is no loss for either problem, so it is none for the larger of both costs. Reductions
+work on complex costs: one problem's costs are the real parts, the other's the imaginary parts
+(`presolve.PresolvedProblem`). The result is two smaller problems. `minimax` calls it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ __all__ = ["JointPresolve"]
 
 
 class JointPresolve:
-    """``problems``: what is left of the two. Each has one node more at the end, of one strategy:
-    what is always paid, and used.
+    """A pair of problems that were reduced together.
+
+    ``problems`` are the two reduced problems. Each has one extra node at the end, with one
+    strategy: the cost that is always paid and the memory that is always used.
 
     >>> one, other = Problem(), Problem()
     >>> for problem, costs in ((one, [3, 0, 4]), (other, [0, 2, 1])):
@@ -34,7 +36,7 @@ class JointPresolve:
     """
 
     def __init__(self, problems: tuple[Problem, Problem], deadline: float = np.inf) -> None:
-        """As far as there is time until the deadline (of `time.monotonic`)."""
+        """Reduce until nothing changes or the deadline (of `time.monotonic`) has passed."""
         joined = _Joined()
         costs, tables = (
             [joined(*both) for both in zip(*those, strict=True)]
@@ -52,7 +54,7 @@ class JointPresolve:
         )
 
     def expand(self, choice: Sequence[int]) -> list[int]:
-        """A choice for the problems as they were."""
+        """Return the choice for the original problems."""
         return self._core.expand(dict(zip(self._live, choice[: len(self._live)], strict=True)))
 
     def _left(self, name: str, which: int) -> Problem:
@@ -89,7 +91,11 @@ class JointPresolve:
 
 
 class _Joined:
-    """Two arrays as one, forbidden where either is; of the same two always the same one."""
+    """A memo of pairs of arrays joined into one complex array.
+
+    An entry is forbidden where it is forbidden in either array. The same two array objects always
+    yield the same result object.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Array] = {}
@@ -106,7 +112,7 @@ class _Joined:
 
 
 class _Parted:
-    """One of the two; of the same array, or its transpose, always the same one."""
+    """A memo of one of the two parts of complex arrays, one result object per array object."""
 
     def __init__(self, which: int) -> None:
         self._which = which

@@ -1,4 +1,8 @@
-"""Choices made feasible and better by changing one node at a time, the memory counted exactly."""
+"""Local search that changes one node at a time, with exact memory accounting.
+
+It makes choices feasible (`repair`) and better (`descend`). `dual_ascent`, `neighborhood_search`,
+`recombine` and `incumbent` use it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,17 @@ from .problem import Array
 
 
 class LocalSearch:
-    """A choice with what changing each node would cost (`given`: the cost of each strategy where
-    the neighbours stay) and the room left."""
+    """A choice, the cost of changing each node, and the memory left.
+
+    `given` is the cost of each strategy while the neighbours keep theirs. `slack` is the room left
+    at each moment.
+    """
 
     def __init__(self, flat: FlatProblem) -> None:
         self.flat = flat
         count = len(flat.nodes)
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
-        # both orientations of each table, the near node's strategies as rows
+        # both orientations of each table, with the near node's strategies as rows
         total = len(flat.table)
         turned = ranges(np.zeros(len(flat.head), np.int64), flat.shape)
         row, column = np.divmod(turned, np.repeat(heads, flat.shape)) if total else (turned, turned)
@@ -31,8 +38,8 @@ class LocalSearch:
         order = np.argsort(near, kind="stable")
         near, far, at = near[order], far[order], at[order]
         columns = flat.size[far]
-        #: entries (edge, strategy of the far node), by near node: where they lie in `given`, and in
-        #: `tables` at strategy 0; a strategy is `stride` further
+        #: Entries (edge, strategy of the far node), by near node: their positions in `given`, and
+        #: in `tables` for strategy 0. The next strategy is `stride` further.
         self.theirs = ranges(flat.first[far], columns)
         self.at = ranges(at, columns)
         self.stride = np.repeat(columns, columns)
@@ -63,7 +70,7 @@ class LocalSearch:
         return not len(self.slack) or bool(self.slack.min() >= 0)
 
     def change(self, i: int, k: int) -> list[tuple[int, int, float]]:
-        """(start, end, what more is used) if node i took strategy k."""
+        """Return (start, end, additional usage) per interval if node i took strategy k."""
         flat = self.flat
         items = self.items[self.item_cut[i] : self.item_cut[i + 1]]
         first = flat.item_first[items]
@@ -79,7 +86,7 @@ class LocalSearch:
         )
 
     def fits(self, change: list[tuple[int, int, float]]) -> bool:
-        """Whether there is room for all that this adds."""
+        """Return True if there is room for all usage that this change adds."""
         return all(more <= 0 or self.slack[start:end].min() >= more for start, end, more in change)
 
     def move(self, i: int, k: int, change: list[tuple[int, int, float]]) -> None:
@@ -96,7 +103,7 @@ class LocalSearch:
         self.choice[i] = k
 
     def descend(self, deadline: float = np.inf, rounds: int = 50) -> None:
-        """Take the changes of one node that gain most and fit, until none does."""
+        """Apply the changes of one node that gain most and fit, until no change gains anything."""
         flat = self.flat
         for _ in range(rounds):
             now = self.given[flat.first[:-1] + self.choice]
@@ -121,8 +128,11 @@ class LocalSearch:
                 return
 
     def repair(self, deadline: float = np.inf) -> bool:
-        """Make the choice fit by the changes that cost least for what they free, the fullest moment
-        first. Whether that succeeded."""
+        """Make the choice feasible, the moment with the largest overflow first.
+
+        It applies the changes that cost least per unit of freed memory. Returns True if the choice
+        is feasible afterwards.
+        """
         flat = self.flat
         for _ in range(4 * len(flat.nodes) + 10):
             if self.feasible:

@@ -1,5 +1,8 @@
-"""Reductions that memory allows: moments that never bind are dropped, strategies that cannot fit
-are forbidden, what every strategy takes is set aside."""
+"""Reductions that use the memory limit.
+
+Moments that never bind are dropped, strategies that cannot fit are forbidden, and what every
+strategy uses is subtracted from the room. `solve` and `joint_presolve` call `tighten`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from .problem import Array
 
 
 def tighten(core: PresolvedProblem, deadline: float = np.inf) -> PresolvedProblem:
-    """Reduce, and look at memory, in turn until neither finds anything. Sets `feasible` to False
-    where the room is too small whatever is chosen."""
+    """Alternate `presolve` and the memory reductions until neither finds anything, or time is up.
+
+    Sets `feasible` to False where the room is too small for every choice.
+    """
     presolve(core, deadline)
     while core.feasible and len(core.room) and time.monotonic() < deadline:
         steps = {
@@ -33,7 +38,7 @@ def tighten(core: PresolvedProblem, deadline: float = np.inf) -> PresolvedProble
 
 
 def step(blocks: list[Uses], count: int) -> Uses:
-    """The usage of a node as intervals that do not overlap."""
+    """Return the usage of a node as intervals that do not overlap."""
     starts, ends, amounts = (
         np.concatenate([getattr(block, part) for block in blocks])
         for part in ("starts", "ends", "amounts")
@@ -57,7 +62,7 @@ def step(blocks: list[Uses], count: int) -> Uses:
 
 
 def set_aside(core: PresolvedProblem, block: Uses) -> Uses:
-    """Take from the room what every strategy uses."""
+    """Subtract from the room what every strategy uses, and return the rest of the usage."""
     least = block.amounts.min(1)
     for start, end, amount in zip(
         block.starts[least > 0].tolist(),
@@ -70,8 +75,11 @@ def set_aside(core: PresolvedProblem, block: Uses) -> Uses:
 
 
 def compress(core: PresolvedProblem) -> None:
-    """Keep the moments that can bind: those where the most that can be used exceeds the room, and
-    no neighbouring moment implies them."""
+    """Keep only the moments that can bind.
+
+    At these moments the maximum possible usage exceeds the room, and no neighbouring moment implies
+    them.
+    """
     nodes = [i for i in sorted(core.live) if core.uses[i]]
     most = np.zeros(len(core.room) + 1)
     for i in nodes:
@@ -91,7 +99,7 @@ def compress(core: PresolvedProblem) -> None:
             implied = np.concatenate(
                 [~edge[1:-1] & (room[1:] <= room[:-1]), np.zeros(min(1, len(room)), bool)]
             )
-        else:  # or by the one before, where nothing starts
+        else:  # or implied by the moment before, where nothing starts in between
             implied = np.concatenate(
                 [np.zeros(min(1, len(room)), bool), ~edge[1:-1] & (room[:-1] <= room[1:])]
             )
@@ -119,7 +127,7 @@ def renumber(core: PresolvedProblem, nodes: list[int], kept: Array) -> None:
 
 
 class Least:
-    """Least values over ranges of an array, in constant time each."""
+    """A sparse table for minima over ranges of an array, in constant time each."""
 
     def __init__(self, values: Array) -> None:
         self.rows = [values]
@@ -132,7 +140,7 @@ class Least:
             )
 
     def between(self, starts: Array, ends: Array) -> Array:
-        """min(values[start:end]) for each pair; starts < ends."""
+        """Return min(values[start:end]) for each pair; starts < ends."""
         out = np.empty(len(starts))
         level = np.frexp((ends - starts).astype(np.float64))[1] - 1
         for n in np.unique(level):
@@ -142,8 +150,10 @@ class Least:
 
 
 def forbid(core: PresolvedProblem) -> dict[int, None]:
-    """Drop the strategies that leave no room for the least that the others take; the nodes
-    touched."""
+    """Drop the strategies that leave too little room for the minimum usage of the other nodes.
+
+    Returns the nodes touched.
+    """
     touched: dict[int, None] = {}
     if not len(core.room):
         return touched

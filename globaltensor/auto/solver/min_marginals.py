@@ -1,5 +1,8 @@
-"""What each strategy and each pair costs at best, whatever else is chosen: by elimination once
-there and once back (Shenoy and Shafer 1990, in min-plus)."""
+"""Min-marginals: the minimum cost with each strategy and each pair, over all other choices.
+
+Elimination computes them in one pass up and one pass down (Shenoy and Shafer 1990, in the min-plus
+semiring). `solve.dear` calls it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ import numpy as np
 from .problem import Array
 from .variable_elimination import Elimination
 
-#: Entries of the tables, with the node that is taken out, that are worked through.
+#: The maximum number of table entries, eliminated node included, that are worked through.
 MOST = 5e8
 
 
 class Marginals(NamedTuple):
-    """The least cost of all; of each node that with each of its strategies; of each edge of the
-    elimination, in order, that with each pair."""
+    """The min-marginals of a problem.
+
+    `least` is the minimum cost. `nodes` has the minimum cost with each strategy of each node.
+    `edges` has the minimum cost with each pair of each edge, in the elimination's order of edges.
+    """
 
     least: float
     nodes: dict[int, Array]
@@ -26,7 +32,7 @@ class Marginals(NamedTuple):
 
 
 def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | None:
-    """None where the tables would be too large."""
+    """Compute the min-marginals, or return None where the tables would be too large."""
     sizes, order = elimination.sizes, elimination.order
     widest = max((math.prod(sizes[n] for n in near) * sizes[i] for i, near in order), default=0)
     if not elimination.fits or elimination.work > MOST or widest > MOST / 20:
@@ -58,8 +64,8 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
         belief = _spread((i,), costs[i], scope, sizes)
         for those, table in held[i]:
             belief = belief + _spread(those, table, scope, sizes)
-        # what is paid elsewhere: in this part of the graph by its neighbours' side, and in the
-        # other parts
+        # costs outside this scope: on the neighbours' side of this connected component, and in the
+        # other components
         belief = belief + (down[i][None] if near else least - float(up[i]))
         for child in children[i]:
             theirs = _least(belief, scope, scopes[child])
@@ -75,13 +81,13 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
 def _spread(
     those: tuple[int, ...], table: Array, scope: tuple[int, ...], sizes: Sequence[int]
 ) -> Array:
-    """A table with axes for ``those`` nodes, as one with axes for all of a scope."""
+    """Reshape a table with axes for ``those`` nodes to one with axes for all nodes of a scope."""
     order = sorted(range(len(those)), key=lambda k: scope.index(those[k]))
     return table.transpose(order).reshape([sizes[n] if n in those else 1 for n in scope])
 
 
 def _least(belief: Array, scope: tuple[int, ...], those: tuple[int, ...]) -> Array:
-    """The least over all nodes of a scope but ``those``, in whose order its axes are."""
+    """Return the minimum over all nodes of a scope except ``those``, with axes in their order."""
     left = belief.min(tuple(k for k, n in enumerate(scope) if n not in those))
     kept = [n for n in scope if n in those]
     return np.asarray(left.transpose([kept.index(n) for n in those]))

@@ -1,5 +1,7 @@
-"""Which limit would do, where no choice fits: the least peak usage of any choice that takes no
-forbidden entry."""
+"""The memory limit that would be feasible, for problems where no choice fits.
+
+It is the minimum peak usage over all choices without forbidden entries. `solve` calls it.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ import numpy as np
 from .problem import FORBIDDEN, Array, Number, Problem
 from .solution import Solution
 
-#: Problems of at most so many nodes get the least peak itself.
+#: The exact minimum peak is searched for problems with at most this many nodes.
 EXACT = 100
 
 Solve = Callable[[Problem, float], Solution]
 
 
 def minimum_memory(problem: Problem, solve: Solve, deadline: float) -> tuple[Number, Number] | None:
-    """(The least peak found, a lower bound of the least peak), equal where there was time enough;
-    None where every choice takes a forbidden entry.
+    """Return (the lowest peak found, a lower bound of the minimum peak).
 
-    By bisection over limits, for large problems to a thousandth; `solve(problem, seconds)` answers
-    whether one can be kept.
+    Both are equal where there was enough time. The result is None where every choice takes a
+    forbidden entry. The search bisects over limits, for large problems to a relative 1e-3.
+    `solve(problem, seconds)` decides whether a limit is feasible.
     """
     thrifty = replace(problem, costs=[], tables=[], usage_limit=None)
     shared: dict[int, Array] = {}
@@ -31,8 +33,8 @@ def minimum_memory(problem: Problem, solve: Solve, deadline: float) -> tuple[Num
         shared.setdefault(id(table), forbidden_only(table)) for table in problem.tables
     ]
     for costs, uses in zip(problem.costs, problem.usages, strict=True):
-        # what a strategy takes stands in for its cost, so that the first choice found is a thrifty
-        # one
+        # A strategy's cost is its memory usage here, so that the first choice found uses little
+        # memory.
         taken = (
             np.sum(
                 [use.amounts * span(use.start, use.end) for use in uses], axis=0, dtype=np.float64
@@ -60,7 +62,7 @@ def minimum_memory(problem: Problem, solve: Solve, deadline: float) -> tuple[Num
 
 
 def floor(problem: Problem) -> Number:
-    """The peak of the least that the nodes' strategies take, each for itself."""
+    """Return a lower bound of the peak: every usage at its minimum over the node's strategies."""
     best = [[int(use.amounts.argmin()) for use in uses] for uses in problem.usages]
     separate = Problem(problem.name)
     for uses, at in zip(problem.usages, best, strict=True):

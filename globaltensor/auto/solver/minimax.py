@@ -1,13 +1,14 @@
-"""The least of the larger one of two costs: weights between them give bounds, and what no weight
-decides goes to an integer program, or is parted.
+"""Minimise max(cost_a, cost_b) by weighted sums of both costs and an integer program.
 
-For any weight w of the second cost, and the rest of one of the first, the least of the sum is no
-more than the least larger cost (Lagrange); the best weight is found by cutting planes (Kelley
-1960). At that weight most strategies and pairs cost more than the best choice known, whatever else
-is chosen: they are forbidden, and what is left is an integer program for HiGHS, with a row for each
-of the costs. Where it is too large, or HiGHS missing, branch and bound: of a node for which the
-best choices on either side of that weight differ, the strategies that have more of the one cost and
-those that have more of the other are looked at apart.
+Let the second cost have a weight w in [0, 1] and the first cost 1 - w. For any w, the minimum of
+the weighted sum is at most the minimum of the larger cost (Lagrange). Cutting planes find the best
+weight (Kelley 1960). At that weight most strategies and pairs cost more than the incumbent under
+every choice of the rest. These are forbidden. The rest is an integer program for HiGHS, with one
+row per cost.
+
+Where the program is too large or HiGHS is missing, the solver branches. It takes a node where the
+best choices on either side of that weight differ. One branch has the strategies with more of the
+one cost, the other branch those with more of the other cost. `auto/intra_op/search.py` calls it.
 """
 
 from __future__ import annotations
@@ -36,21 +37,23 @@ from .variable_elimination import Elimination
 
 __all__ = ["MinimaxSolver"]
 
-#: Pairs of strategies that an integer program may have, and the seconds that it may take at most.
+#: The maximum number of pairs of strategies in an integer program, and its maximum time in seconds.
 PROGRAM, LONGEST = 60_000, 20.0
-#: Of what lies between bound and best choice, how much is looked at first, and next.
+#: The fractions of the interval from bound to incumbent that are searched first, second and third.
 SHARES = (0.1, 0.3, 1.0)
-#: Rounds of prices of memory, before it is seen what costs too much.
+#: Rounds of memory prices before reduced-cost fixing.
 ROUNDS = 60
-#: Pairs up to which messages take the place of elimination.
+#: The maximum number of pairs for which messages replace elimination.
 MESSAGES = 500_000
-#: A gap at which solutions with a limit of memory are near enough where an integer program follows.
+#: The gap at which solutions under a memory limit are accepted where an integer program follows.
 ROUGH = 1e-3
 
 
 class BiCostChoice(NamedTuple):
-    """A choice for the problems that are left, as it is for the whole ones, and both of its
-    costs."""
+    """A choice with both of its costs.
+
+    `choice` is the choice for the reduced problems, and `whole` the one for the original problems.
+    """
 
     first: float
     second: float
@@ -64,9 +67,11 @@ class BiCostChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """Of all choices those with allowed strategies only: a bound of their larger cost, the weight
-    that gives it, and the best choices known on either side, of which ``low`` has more of the
-    second cost."""
+    """A subproblem: all choices with allowed strategies only.
+
+    `bound` is a bound of their larger cost, and `at` the weight that gives it. `low` and `high` are
+    the best choices known on either side of that weight; ``low`` has more of the second cost.
+    """
 
     bound: float
     at: float = 1.0
@@ -76,13 +81,16 @@ class _Part:
 
 
 class MinimaxSolver:
-    """``best``, the best choice found, and ``bound``, that of all, after `run`.
+    """A solver for the minimum of the larger of two costs.
 
-    ``problems`` differ in costs only. ``order``: nodes one after another; no two others are
-    neighbours. ``first``: the best for the first cost alone. ``near``: a gap at which to stop, in
-    parts of the cost. ``most``: problems that may be solved. ``seconds``: a limit of time.
-    ``proving``: whether to close what the best weight leaves open. ``below``: only what costs less
-    is looked for. ``program``: pairs that an integer program may have.
+    After `run`, ``best`` is the best choice found and ``bound`` a lower bound of all choices.
+
+    ``problems`` differ only in their costs. ``order`` is a sequence of nodes such that no two nodes
+    outside it are neighbours. ``first`` is the optimum for the first cost alone. ``near`` is the
+    relative gap at which to stop. ``most`` limits the number of problems to solve, and ``seconds``
+    the time. ``proving`` asks to close the gap that the best weight leaves. With ``below``, only
+    choices that cost less are searched for. ``program`` is the maximum number of pairs in an
+    integer program.
     """
 
     def __init__(
@@ -98,14 +106,18 @@ class MinimaxSolver:
             proving,
             below,
         )
-        self.program = program if highspy() is not None else -1  # a program may be empty
+        # a program may be empty, so 0 does not switch programs off
+        self.program = program if highspy() is not None else -1
         self.deadline = time.monotonic() + seconds
         self.best, self.bound = self._point(first.choice or ()), float(first.bound)
         self.log: dict[str, Any] = {}
 
     def run(self, worthwhile: Callable[[Sequence[int]], bool] = lambda choice: True) -> None:
-        """``worthwhile``: asked of the best choice by weights alone; where it is not, nothing more
-        is looked for."""
+        """Search for the choice with the smallest larger cost.
+
+        ``worthwhile`` receives the best choice that weights alone find. Where it returns False, the
+        search ends there.
+        """
         if self.best.second <= self.best.first or not self.left:
             return
         self.pair = JointPresolve(self.whole, self.deadline)
@@ -114,11 +126,11 @@ class MinimaxSolver:
             "left": len(self.problems[0].costs),
             "pairs": sum(table.size for table in self.problems[0].tables),
         }
-        self._edges: dict[
-            int, list[tuple[int, int, Array]]
-        ] = {}  # of a node: number, neighbour, and by how much the second cost is more
+        # By node: (edge number, neighbour, second cost minus first cost).
+        self._edges: dict[int, list[tuple[int, int, Array]]] = {}
         limited = self.problems[0].usage_limit is not None
-        known = None if self.proving else self.best  # parts need it as a choice for what is left
+        # the subproblems need it as a choice of the reduced problems
+        known = None if self.proving else self.best
         root = self._raised(
             _Part(self.bound, low=known),
             ROUGH if limited and self.proving and self.program > 0 else self.near / 2,
@@ -135,7 +147,7 @@ class MinimaxSolver:
 
     @property
     def _enough(self) -> float:
-        """A bound at which nothing is left to find."""
+        """The bound at which nothing is left to find."""
         return min(self.best.cost, self.below) * (1 - self.near)
 
     @property
@@ -147,12 +159,15 @@ class MinimaxSolver:
         return BiCostChoice(first, second, whole, choice)
 
     def _offered(self, point: BiCostChoice) -> None:
-        """Take a choice if it is better than the best one known."""
+        """Make a choice the incumbent if it is better and fits."""
         if point.cost < self.best.cost and self.whole[0].fits(point.whole):
             self.best = point
 
     def _raised(self, part: _Part, near: float) -> _Part:
-        """A part with the best weight's bound; the best choices on the way are kept."""
+        """Return the subproblem with the bound and the choices of its best weight.
+
+        Choices that are found on the way are offered as incumbents.
+        """
         problems = (
             _restricted(self.problems[0], part.allowed),
             _restricted(self.problems[1], part.allowed),
@@ -174,7 +189,7 @@ class MinimaxSolver:
             if low is None or high is None:
                 end = 0.0 if low is None else 1.0
                 if at == end:
-                    break  # one of the costs is larger even where it is least
+                    break  # one of the costs is the larger one even where it alone is minimised
                 at = end
                 continue
             before, at = at, min(max(crossing(low[:2], high[:2]), 0.0), 1.0)
@@ -188,14 +203,14 @@ class MinimaxSolver:
                     self._offered(self._point(mixed))
         return dataclasses.replace(part, bound=bound, at=at, low=low, high=high)
 
-    # By an integer program
+    # Integer program
 
     def _closed(self, root: _Part) -> bool:
-        """Forbid what costs too much at the best weight, and have HiGHS close the rest; whether it
-        did.
+        """Forbid what costs too much at the best weight, and close the gap with HiGHS.
 
-        First what costs little more than the bound at least: what is found there is mostly the
-        best, and the less of all others is left by it.
+        Returns True if the gap was closed. The first program has only the strategies and pairs
+        whose bound is little above the root bound. The best choice is mostly among these. Once it
+        is known, less of the rest is left for the next program.
         """
         end = min(self.deadline, time.monotonic() + LONGEST)
         known = self._known(root, end) if self.program >= 0 else None
@@ -235,9 +250,12 @@ class MinimaxSolver:
         return True
 
     def _known(self, root: _Part, end: float) -> ExactMarginals | Reparametrization | None:
-        """What strategies and pairs cost at least, at the best weight and the best prices of memory
-        that are found; None where messages only would say it, of tables that are large: their
-        bounds are too low to leave little."""
+        """Return lower bounds of the cost with each strategy and pair.
+
+        They hold at the best weight and at the best memory prices that are found. The result is
+        None for large tables where only messages could provide the bounds: such bounds are too low
+        to forbid much.
+        """
         core = core_of(weighted(self.problems, min(max(root.at, SLIGHT), 1 - SLIGHT)))
         elimination = Elimination.of(core)
         flat = FlatProblem(core)
@@ -251,7 +269,7 @@ class MinimaxSolver:
     def _without(
         self, known: ExactMarginals | Reparametrization, reach: float
     ) -> tuple[Problem, Problem]:
-        """The problems without what costs more."""
+        """Return the problems without the strategies and pairs that cost more than `reach`."""
         flat = known.flat
         never, pairs = known.never(reach + 1e-9 * abs(reach))
         strategies = np.split(never, flat.first[1:-1])
@@ -264,7 +282,7 @@ class MinimaxSolver:
             self.problems[1], strategies, tables
         )
 
-    # By branch and bound
+    # Branch and bound
 
     def _divided(self, root: _Part) -> None:
         parts, number, done = [root], 0, math.inf
@@ -286,7 +304,10 @@ class MinimaxSolver:
         )
 
     def _parted(self, part: _Part) -> list[_Part]:
-        """Two parts of a part; none where its best choices are the same on either side."""
+        """Return two subproblems of a subproblem.
+
+        The result is empty where the best choices on either side of the weight are the same.
+        """
         if part.low is None or part.high is None:
             return []
         ends = part.low.choice, part.high.choice
@@ -322,8 +343,10 @@ class MinimaxSolver:
         return self._edges[node]
 
     def _more(self, node: int, choice: Sequence[int]) -> float:
-        """How much more the second cost is than the first for a node's strategy among its
-        neighbours'."""
+        """Return the second cost minus the first cost of a node's strategy.
+
+        The edges to the neighbours' strategies are included.
+        """
         own = float(
             self.problems[1].costs[node][choice[node]] - self.problems[0].costs[node][choice[node]]
         )
@@ -332,7 +355,10 @@ class MinimaxSolver:
         )
 
     def _tendency(self, node: int, at: float) -> Array:
-        """The same of each strategy, with neighbours that suit it."""
+        """Return the second cost minus the first cost of each of a node's strategies.
+
+        The neighbours take the strategies that suit it best.
+        """
         total = _less(self.problems[1].costs[node], self.problems[0].costs[node])
         for e, _, more in self._near(node):
             first, second = (
@@ -359,7 +385,7 @@ def _restricted(problem: Problem, allowed: Mapping[int, Array]) -> Problem:
 def _without(
     problem: Problem, strategies: Sequence[Array], pairs: Mapping[tuple[int, int], Array]
 ) -> Problem:
-    """A problem with these strategies and pairs forbidden."""
+    """Return a problem with these strategies and pairs forbidden."""
     costs = [
         np.where(never, np.inf, own) for own, never in zip(problem.costs, strategies, strict=True)
     ]
@@ -379,7 +405,7 @@ def _allowed(part: _Part, point: BiCostChoice | None) -> BiCostChoice | None:
 
 
 def _less(second: Array, first: Array) -> Array:
-    """By how much one is more than the other; nothing where both are forbidden."""
+    """Return second minus first, where a forbidden entry counts as 0."""
     return np.asarray(
         np.where(np.isfinite(first), second, 0.0) - np.where(np.isfinite(first), first, 0.0)
     )

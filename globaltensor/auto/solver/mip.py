@@ -1,9 +1,10 @@
-"""What multipliers leave open, as an integer program for HiGHS: one unit of flow through the
-strategies of each node and the pairs of each edge.
+"""The gap that multipliers leave, closed by an integer program for HiGHS.
 
-Pairs have a variable each, continuous, whose sums over rows and columns equal the strategies' (the
-local polytope in its equality form, whose relaxation is almost always integral here). Memory rows
-are added as they turn out to be violated.
+The program sends one unit of flow through the strategies of each node and the pairs of each edge.
+Each pair has one continuous variable. The sums over rows and columns equal the strategies'
+variables (the local polytope in its equality form, whose relaxation is almost always integral
+here). Memory rows are added when they turn out to be violated. `solve.finish` and `minimax` call
+it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 from .reduced_cost_fixing import entries
 
-#: Costs are scaled so that the gap to close is this wide: HiGHS works with absolute tolerances of
+#: Costs are scaled so that the gap to close is this wide, because HiGHS has absolute tolerances of
 #: 1e-7.
 WIDE = 1e4
-#: Memory rows added in one round at the most.
+#: The maximum number of memory rows added in one round.
 ROWS = 40
 
 
 class Outcome(NamedTuple):
-    """`choice` of the flat's nodes or None; a lower bound; whether the program was solved to the
-    end (its choice is best, or there is none)."""
+    """The result of an integer program.
+
+    `choice` is a choice of the flat problem's nodes, or None. `bound` is a lower bound. `done` is
+    True if the program was solved to the end: its choice is optimal, or there is none.
+    """
 
     choice: Array | None
     bound: float
@@ -35,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def highspy() -> Any | None:
-    """The module, or None where it is not installed (the extra `globaltensor[auto]` brings it)."""
+    """Return the module, or None where the extra `globaltensor[auto]` is not installed."""
     try:
         return importlib.import_module("highspy")
     except ImportError:
@@ -45,8 +49,10 @@ def highspy() -> Any | None:
 def close(
     flat: FlatProblem, price: Array, gap: float, deadline: float, threads: int, seed: int
 ) -> Outcome:
-    """Solve the flat problem as an integer program until the deadline. `gap` is about what lies
-    between bound and best; `price` says which moments matter.
+    """Solve the flat problem as an integer program until the deadline.
+
+    `gap` is about the distance between bound and incumbent. The moments with a positive `price` get
+    memory rows from the start.
 
     Raises ImportError where highspy is missing.
     """
@@ -65,9 +71,11 @@ def close_larger(
     threads: int,
     seed: int,
 ) -> Outcome:
-    """The same for the larger one of two costs, of two flat problems with the same pairs allowed:
-    for a choice that costs less than `high`, where none costs less than `low`. It ends as well
-    where cost and bound are as near as `gap`.
+    """Minimise the larger of two costs in the way of `close`.
+
+    The two flat problems allow the same pairs. The search is for a choice that costs less than
+    `high`; no choice costs less than `low`. It also stops where cost and bound differ by at most
+    `gap`.
 
     Raises ImportError where highspy is missing.
     """
@@ -78,8 +86,11 @@ def close_larger(
 
 
 def ended(program: Program, deadline: float) -> Outcome:
-    """Run a program: relaxed, and with whole numbers, and with the memory rows that turn out to be
-    violated."""
+    """Run a program to its end.
+
+    It is solved relaxed first, then with integer variables. Violated memory rows are added in
+    between.
+    """
     bound = -np.inf
     relaxed = True
     while True:
@@ -119,10 +130,11 @@ class Program:
         if module is None:
             raise ImportError("highspy is missing: pip install 'globaltensor[auto]'")
         self.module, self.flat = module, flat
+        # The objective is the cost of a choice above the base, times the scale.
         self.scale, self.base = (
             WIDE / gap,
             flat.constant,
-        )  # the objective is what a choice costs above the base, times the scale
+        )
         nodes, strategies = len(flat.nodes), len(flat.cost)
         self.kept = kept = np.flatnonzero(flat.table < flat.never)
         row, column = entries(flat)
@@ -131,8 +143,8 @@ class Program:
             ranges(flat.first[flat.head], heads),
             ranges(flat.first[flat.tail], tails),
         )
-        # rows: one a node; one a (edge, strategy of the head); one a (edge, strategy of the tail),
-        # but for its last, which follows
+        # Rows: one per node, one per (edge, strategy of the head), one per (edge, strategy of the
+        # tail). The last tail row of each edge is left out, because it follows from the others.
         count = nodes + len(of_head) + len(of_tail)
         pairs = strategies + np.arange(len(kept))
         second = nodes + len(of_head)
@@ -172,8 +184,8 @@ class Program:
         )
         lp.a_matrix_.index_ = np.concatenate(variable)[order][keep].astype(np.int32)
         lp.a_matrix_.value_ = np.concatenate(factor)[order][keep]
-        # else whoever used HiGHS first in this thread has said with how many threads it runs, and
-        # others are refused
+        # Otherwise the first user of HiGHS in this thread has set the number of threads, and HiGHS
+        # refuses any other number.
         module.Highs.resetGlobalScheduler(True)
         self.model = module.Highs()
         self.model.setOptionValue("output_flag", False)
@@ -187,8 +199,10 @@ class Program:
     def larger_of(
         self, flats: tuple[FlatProblem, FlatProblem], low: float, high: float, gap: float
     ) -> None:
-        """Make the objective the larger one of two problems' costs, from `low` to `high`: one
-        variable more, and a row for each cost that it is not below."""
+        """Make the objective the larger of two problems' costs, between `low` and `high`.
+
+        It adds one variable, and one row per cost that keeps the variable at or above that cost.
+        """
         count, most = self.model.getNumCol(), self.module.kHighsInf
         self.base = low
         self.model.changeColsCost(count, np.arange(count, dtype=np.int32), np.zeros(count))
@@ -217,7 +231,7 @@ class Program:
         self.model.setOptionValue("mip_abs_gap", max(gap * self.scale, 1e-6))
 
     def add_rows(self, moments: Array) -> None:
-        """Memory at these moments, in units of the room then."""
+        """Add memory rows for these moments, in units of the room at each moment."""
         flat = self.flat
         for t in moments.tolist():
             some = (flat.begin[flat.item] <= t) & (t < flat.end[flat.item])
@@ -250,7 +264,7 @@ class Program:
         )
 
     def run(self, seconds: float) -> str:
-        """ "optimal", "infeasible", or "limit" where time ran out or the solver gave up."""
+        """Return "optimal", "infeasible", or "limit" where time ran out or the solver gave up."""
         self.model.setOptionValue("time_limit", self.model.getRunTime() + seconds)
         self.model.run()
         status = self.model.getModelStatus()
@@ -298,8 +312,10 @@ class Program:
         )
 
     def violated(self, used: Array) -> Array:
-        """Moments without a row whose room is exceeded: the worst, and the worst away from it, and
-        so on."""
+        """Return the moments without a row whose room is exceeded.
+
+        The worst moment comes first, then the worst moment outside its neighbourhood, and so on.
+        """
         room = self.flat.room
         over = (used - room) / np.maximum(room, 1e-300)
         over[list(self.rows)] = -1.0

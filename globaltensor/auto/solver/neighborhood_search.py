@@ -1,5 +1,8 @@
-"""Better choices by solving large parts of a core exactly while the rest stays: what stays is drawn
-so that the parts are narrow enough to eliminate."""
+"""Large neighbourhood search: solve large parts of a core exactly while the rest is fixed.
+
+The fixed nodes are drawn at random until the free parts are narrow enough to eliminate.
+`solve.ascend` calls it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,12 @@ from .problem import Array
 from .recombine import mix
 from .variable_elimination import Elimination
 
-#: Entries of a table in the elimination of a part.
+#: The maximum number of table entries in the elimination of the free nodes.
 CAP = 20_000
 
 
 class NeighborhoodSearch:
-    """Moves of many nodes of a core at once, from a feasible choice to a feasible and better
-    one."""
+    """A search whose moves change many nodes at once, from a feasible choice to a better one."""
 
     def __init__(self, flat: FlatProblem, local: LocalSearch, seed: int) -> None:
         self.flat, self.local = flat, local
@@ -44,8 +46,10 @@ class NeighborhoodSearch:
         ]
 
     def free(self, cap: int) -> list[int]:
-        """Nodes whose part of the graph can be eliminated with tables of `cap` entries; drawn anew
-        each time."""
+        """Return nodes whose subgraph can be eliminated with tables of at most `cap` entries.
+
+        The result is drawn again at each call.
+        """
         around = {i: set(near) for i, near in enumerate(self.around)}
         limit = math.log(cap)
         logs = self.logs
@@ -76,7 +80,8 @@ class NeighborhoodSearch:
                         heapq.heappush(heap, (now, j))
             if not around:
                 break
-            # some of what is left stays as it is: drawn, the well connected more often
+            # fix some of the remaining nodes, drawn with a higher probability if they have more
+            # neighbours
             left = np.array(sorted(around))
             weight = np.array([len(around[i]) for i in left.tolist()], dtype=np.float64)
             weight /= weight.sum()
@@ -97,7 +102,7 @@ class NeighborhoodSearch:
         return taken
 
     def given(self, free: Array) -> Array:
-        """What the strategies of free nodes cost next to the nodes that stay."""
+        """Return the costs of free nodes' strategies, edges to the fixed nodes included."""
         flat, local = self.flat, self.local
         lengths = np.diff(local.cut)
         stays = np.repeat(~free, lengths)
@@ -109,8 +114,10 @@ class NeighborhoodSearch:
         )
 
     def move(self, price: Array, cap: int = CAP) -> Array:
-        """The choice that is best at these prices with some nodes left as `local` has them; memory
-        is not looked at."""
+        """Return the choice that is best at these prices with some nodes fixed as in `local`.
+
+        The memory limit is not enforced.
+        """
         flat = self.flat
         nodes = self.free(cap)
         free = np.zeros(len(flat.nodes), dtype=bool)
@@ -125,8 +132,10 @@ class NeighborhoodSearch:
         return choice
 
     def improve(self, start: Array, price: Array, deadline: float, cap: int = CAP) -> Array:
-        """One move from a feasible choice, made feasible again as a whole or part by part: a choice
-        that is feasible and no worse."""
+        """Make one move from a feasible choice, and return a choice that is feasible and no worse.
+
+        The move is made feasible again in full, or applied part by part.
+        """
         local = self.local
         local.set(start)
         before = local.value

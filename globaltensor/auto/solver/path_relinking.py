@@ -1,9 +1,10 @@
-"""Between two choices, each too long in what the other is short in: the first so many calls as in
-the one, the others as in the other.
+"""Path relinking: the first nodes as in one choice, the other nodes as in another choice.
 
-Of a model whose layers are alike a problem's optimum has all layers alike, and so have the optima
-on either side of the weight at which two costs are as long (`larger`). The least larger cost is
-where some layers are laid out as in the one, and the rest as in the other.
+It is for the minimum of the larger of two costs (`minimax`). One choice is too expensive in the
+first cost, the other in the second. In a model of equal layers, an optimum for one weighted cost
+has all layers alike. So have the two optima on either side of the weight at which both costs are
+equal. The minimum of the larger cost has some layers sharded as in one optimum, and the rest as in
+the other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ __all__ = ["SLIGHT", "crossing", "relink", "weighted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pair = tuple[float, float]
-SLIGHT = 1e-9  # a weight that leaves what is forbidden forbidden
-_TRIED = 8  # of which it is seen whether they keep the limit of memory
+SLIGHT = 1e-9  # a weight at which forbidden entries of either problem stay forbidden
+_TRIED = 8  # the number of candidates that are checked against the memory limit
 
 
 def relink(
@@ -30,11 +31,13 @@ def relink(
     after: Sequence[int],
     order: Sequence[int],
 ) -> list[int] | None:
-    """The best choice, by the larger of two costs of it, that is ``before`` in its first nodes and
-    ``after`` in the others; None where none is allowed.
+    """Return the best choice that is ``before`` in its first nodes and ``after`` in the others.
 
-    ``order``: nodes one after another; each other node has such neighbours only, and the strategy
-    that suits these. The two problems differ in costs only.
+    The best is the one with the smallest larger cost of the two problems, which differ only in
+    their costs. The result is None where none of the best candidates is allowed.
+
+    ``order`` is the sequence of nodes. Every other node has neighbours in ``order`` only, and takes
+    the strategy that suits them.
 
     >>> both = Problem(), Problem()
     >>> for problem, here in zip(both, ([3, 0], [0, 2]), strict=True):
@@ -91,8 +94,9 @@ def relink(
 
 
 def crossing(low: Pair, high: Pair) -> float:
-    """The weight of the second cost, the first having the rest of one, at which two choices cost
-    the same: each as (first cost, second cost).
+    """Return the weight of the second cost at which two choices cost the same.
+
+    The weight of the first cost is the rest of 1. Each choice is (first cost, second cost).
 
     >>> crossing((1.0, 5.0), (3.0, 2.0))
     0.4
@@ -102,14 +106,17 @@ def crossing(low: Pair, high: Pair) -> float:
 
 
 def weighted(costs: tuple[Problem, Problem], at: float) -> Problem:
-    """The problem that has ``at`` of the second's costs and the rest of the first's."""
+    """Return a problem with the weighted sums of both problems' costs.
+
+    The second problem's costs have the weight ``at``, the first problem's 1 - ``at``.
+    """
     if at in (0.0, 1.0):
         return costs[int(at)]
     known: dict[tuple[int, int], Array] = {}
 
     def mixed(pair: tuple[Array, Array]) -> Array:
         key = id(pair[0]), id(pair[1])
-        if key not in known:  # one array for many edges stays one
+        if key not in known:  # an array shared by many edges stays shared
             known[key] = pair[0] if pair[0] is pair[1] else (1 - at) * pair[0] + at * pair[1]
         return known[key]
 
@@ -121,14 +128,16 @@ def weighted(costs: tuple[Problem, Problem], at: float) -> Problem:
 
 
 class _Sums:
-    """Costs for each number of nodes, from none to all, that are as before: what is added holds
-    from one number to another."""
+    """The costs by cut, where a cut is the number of nodes, from none to all, that are as before.
+
+    An added value holds for a range of cuts.
+    """
 
     def __init__(self, nodes: int) -> None:
         self.steps, self.forbidden = np.zeros(nodes + 2), np.zeros(nodes + 2, dtype=int)
 
     def add(self, ranks: Sequence[int], values: Sequence[float]) -> None:
-        """``values[t]`` where t of the nodes of these ranks, which rise, are as before."""
+        """Add ``values[t]`` where t of the nodes with these increasing ranks are as before."""
         for start, end, value in zip(
             [0, *(k + 1 for k in ranks)],
             [*(k + 1 for k in ranks), len(self.steps) - 1],
@@ -146,8 +155,7 @@ class _Sums:
 def _along(
     problem: Problem, node: int, edges: Sequence[tuple[int, int, bool]], ends: Array
 ) -> Iterator[Array]:
-    """Costs of a node's strategies with none of its neighbours as before, with the first of them
-    so, and so on."""
+    """Yield a node's strategy costs with none, one, two, ... of its first neighbours as before."""
     rows = []
     for _, e, last in edges:
         i, j = problem.edges[e]

@@ -1,8 +1,9 @@
-"""Smaller problems with the same optimum: what is forbidden, constant, dominated or follows from a
-neighbour is taken out, and put back afterwards.
+"""Presolve: exact reductions to a smaller problem with the same optimum.
 
-Every step is exact under the memory limit: a strategy is only dominated by one that takes no more
-at any time, and a node is only minimised out where its usage does not depend on its strategy.
+Forbidden, constant and dominated strategies are removed, and so are nodes that follow from a
+neighbour. Postsolve steps restore them. Every step is exact under the memory limit. A strategy is
+only dominated by one that uses no more memory at any time. A node is only eliminated where its
+usage does not depend on its strategy. `solve` and `memory_presolve` call `presolve`.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ import numpy as np
 from .array_interning import Shared
 from .problem import FORBIDDEN, Array, Problem
 
-#: Dominance compares K x K strategies over this many entries at the most, and a node between two
-#: others is taken out over as many.
+#: The maximum number of entries over which dominance compares K x K strategies. Also the maximum
+#: work of eliminating a node between two others.
 MOST_COMPARED = 4_000_000
-#: The latter where there is no memory to heed: what is left then is eliminated anyhow.
+#: The maximum work of eliminating such a node where there is no memory limit. Variable elimination
+#: would do the same work later.
 MOST_LINKED = 30_000_000
-#: By how much the tables may grow where a node is taken out and others stay.
+#: The factor by which tables may grow where a node is merged or eliminated and its neighbours stay.
 GROWTH = 3.0
-#: Neighbours with which a node is merged all the same.
+#: A node with more neighbours than this is merged regardless of table growth.
 MANY = 100
-#: Entries of tables that are compared in one step, where one strategy has not more.
+#: Table entries that dominance compares in one vectorised step, unless one strategy alone has more.
 AT_ONCE = 1 << 16
 NOTHING = np.array(0)
 
 
 @dataclass
 class Uses:
-    """The usages of one node: starts and ends (n), amounts (n, strategies)."""
+    """The memory usages of one node: starts and ends (n), amounts (n, strategies)."""
 
     starts: Array
     ends: Array
@@ -43,8 +45,11 @@ class Uses:
 
 
 class Postsolve(NamedTuple):
-    """How a node's strategy is read off later ones: `table` at the strategies of the nodes `near`
-    (itself, where strategies were dropped)."""
+    """A step that restores a node's strategy from later choices.
+
+    The strategy is `table` indexed by the strategies of the nodes `near`. Where strategies were
+    dropped, `near` is the node itself.
+    """
 
     node: int
     near: tuple[int, ...]
@@ -53,34 +58,35 @@ class Postsolve(NamedTuple):
 
 @dataclass
 class PresolvedProblem:
-    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain;
-    `steps` leads back to the whole.
+    """A problem under reduction, in float64, with inf for forbidden entries.
 
-    Costs may be complex numbers: two problems at once, one in the real and one in the imaginary
-    parts. What is taken out then is no loss for either, so neither for any sum of theirs, nor for
-    the larger one.
+    The `live` nodes remain. The postsolve `steps` lead back to the full problem.
+
+    Costs may be complex numbers. They then represent two problems at once, one in the real and one
+    in the imaginary parts. A reduction is then no loss for either problem. It is therefore no loss
+    for any weighted sum of both costs, nor for their maximum.
     """
 
     costs: list[Array]
-    near: list[
-        dict[int, Array]
-    ]  # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose
+    # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose.
+    near: list[dict[int, Array]]
     uses: list[list[Uses]]
-    room: Array = field(
-        default_factory=lambda: np.zeros(0)
-    )  # what the limit leaves at each moment to what is still to be chosen
-    moments: Array = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
-    )  # the numbers these moments had at first
-    constant: Any = 0.0  # a number of the kind that costs are
+    # The memory left at each moment for what is still to be chosen.
+    room: Array = field(default_factory=lambda: np.zeros(0))
+    # The original numbers of these moments.
+    moments: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    constant: Any = 0.0  # real or complex, like the costs
     steps: list[Postsolve] = field(default_factory=list)
     live: set[int] = field(default_factory=set)
     feasible: bool = True
     shared: Shared = field(default_factory=Shared)
 
     def copy(self) -> PresolvedProblem:
-        """A core to reduce further on its own; arrays are shared, they are replaced and not written
-        to (but for the room)."""
+        """Return a core that can be reduced further independently.
+
+        Arrays are shared, because reductions replace them and do not write to them. Only the room
+        is copied.
+        """
         near = [dict(around) for around in self.near]
         uses = [list(blocks) for blocks in self.uses]
         return PresolvedProblem(
@@ -97,7 +103,7 @@ class PresolvedProblem:
         )
 
     def expand(self, choice: dict[int, int]) -> list[int]:
-        """A choice of every node of the whole problem, from one of the live nodes."""
+        """Return the choice for every node of the full problem, from one of the live nodes."""
         found = dict(choice)
         for step in reversed(self.steps):
             found[step.node] = int(step.table[tuple(found[j] for j in step.near)])
@@ -111,8 +117,10 @@ def as_floats(costs: Array) -> Array:
 
 
 def core_of(problem: Problem) -> PresolvedProblem:
-    """The problem in the solver's form, nothing reduced yet. Parallel edges are added up; time is
-    counted in the moments at which usage changes."""
+    """Return the problem in the solver's form, with nothing reduced yet.
+
+    Parallel edges are added up. Time is counted in the moments at which usage changes.
+    """
     limited = problem.usage_limit is not None
     rows = [
         [use for use in uses if use.start is None or use.end is None or use.start < use.end]
@@ -175,18 +183,16 @@ def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Sha
 def presolve(
     core: PresolvedProblem, deadline: float = np.inf, nodes: dict[int, None] | None = None
 ) -> PresolvedProblem:
-    """Reduce in place until nothing changes, or time is up. Sets `feasible` to False where no
-    choice avoids what is forbidden.
+    """Reduce a core in place until nothing changes or time is up, and return it.
 
-    `nodes` are those that changed since it was reduced last; all where none are named.
+    Sets `feasible` to False where every choice takes a forbidden entry. `nodes` are the nodes that
+    changed since the last reduction; None means all nodes.
     """
     if nodes is None:
-        nodes = dict.fromkeys(
-            sorted(core.live)
-        )  # an ordered set: nodes whose costs, usages or edges are new
-    edges = {
-        (min(i, j), max(i, j)): None for i in nodes for j in core.near[i]
-    }  # edges whose tables are new
+        # An ordered set of the nodes whose costs, usages or edges are new.
+        nodes = dict.fromkeys(sorted(core.live))
+    # The edges whose tables are new.
+    edges = {(min(i, j), max(i, j)): None for i in nodes for j in core.near[i]}
     while (edges or nodes) and time.monotonic() < deadline:
         changed = consistent(core, edges, nodes)
         if not core.feasible:
@@ -224,8 +230,10 @@ def presolve(
 def consistent(
     core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]
 ) -> dict[int, None]:
-    """Drop the strategies that are forbidden, or go with no strategy of some neighbour; the nodes
-    touched. Adds the edges that shrink."""
+    """Drop strategies that are forbidden or compatible with no strategy of some neighbour.
+
+    Returns the nodes touched, and adds to `edges` the edges whose tables shrink.
+    """
     fresh, touched = list(edges), dict(nodes)
     shared = core.shared
     possible: dict[int, Array] = {
@@ -260,22 +268,27 @@ def consistent(
 
 
 def finite(table: Array) -> tuple[Array | None, Array | None]:
-    """Whether each row, and each column, has a finite entry; None where all have."""
+    """Return for each row, and for each column, whether it has a finite entry.
+
+    A result is None where all rows, or all columns, have one.
+    """
     mask = np.isfinite(table)
     rows, across = np.asarray(mask.any(1)), np.asarray(mask.any(0))
     return None if rows.all() else rows, None if across.all() else across
 
 
 def some(goes: Array) -> Array | None:
-    """The numbers of those that are true; None where all are."""
+    """Return the indices of the true entries, or None where all are true."""
     return None if goes.all() else np.flatnonzero(goes)
 
 
 def merged(
     core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]
 ) -> dict[tuple[int, int], None]:
-    """Merge along these edges the nodes that follow from a neighbour; the edges that are new. Adds
-    the nodes touched."""
+    """Merge nodes that follow from a neighbour along these edges, and return the new edges.
+
+    Adds the nodes touched to `nodes`.
+    """
     new: dict[tuple[int, int], None] = {}
     for i, j in edges:
         table = core.near[i].get(j)
@@ -323,7 +336,7 @@ def detach(core: PresolvedProblem, i: int) -> list[int]:
 
 
 def fix(core: PresolvedProblem, i: int) -> list[int]:
-    """Take out a node with one strategy."""
+    """Remove a node with one strategy, and return its neighbours."""
     core.constant += core.costs[i][0].item()
     for block in core.uses[i]:
         occupy(core, block, block.amounts[:, 0])
@@ -339,15 +352,17 @@ def with_first(costs: Array, table: Array) -> Array:
 
 
 def follows(table: Array) -> bool:
-    """Whether each row (strategy of the leader) leaves one column."""
+    """Return True if each row (strategy of the leader) allows exactly one column."""
     return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(
         np.isfinite(table).any(1).all()
     )
 
 
 def slim(core: PresolvedProblem, j: int, i: int) -> bool:
-    """Whether tables do not grow much where node j is merged into node i: its edges get a row for
-    each strategy of that."""
+    """Return True if merging node j into node i does not make tables grow much.
+
+    The edges of j get one row per strategy of i.
+    """
     mine, theirs = len(core.costs[j]), len(core.costs[i])
     if theirs <= mine or len(core.near[j]) > MANY:
         return True
@@ -357,7 +372,10 @@ def slim(core: PresolvedProblem, j: int, i: int) -> bool:
 
 
 def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:
-    """Merge node j into node i, whose strategy leaves it one choice."""
+    """Merge node j into node i, each of whose strategies allows j exactly one strategy.
+
+    Returns the other neighbours of j.
+    """
     table, shared = core.near[i][j], core.shared
     chosen = shared(following, table)
     core.costs[i] = shared(followed, core.costs[i], core.costs[j], table, chosen)
@@ -374,7 +392,7 @@ def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:
 
 
 def following(table: Array) -> Array:
-    """The one column that each row leaves."""
+    """Return the one column that each row allows."""
     return np.asarray(np.isfinite(table).argmax(1))
 
 
@@ -383,7 +401,7 @@ def followed(costs: Array, theirs: Array, table: Array, chosen: Array) -> Array:
 
 
 def joined(blocks: list[Uses], shared: Shared) -> list[Uses]:
-    """Few blocks, each at most about half as long as the one before it."""
+    """Join usage blocks until each is at most about half as long as the one before it."""
     while len(blocks) > 1 and len(blocks[-1].starts) * 2 > len(blocks[-2].starts):
         a, b = blocks[-2:]
         starts, ends = np.concatenate([a.starts, b.starts]), np.concatenate([a.ends, b.ends])
@@ -396,7 +414,7 @@ def stacked(above: Array, below: Array) -> Array:
 
 
 def occupy(core: PresolvedProblem, block: Uses, amounts: Array) -> None:
-    """Take from the room what will be used whatever is chosen."""
+    """Subtract from the room what is used whichever choice is made."""
     low, high = int(block.starts.min()), int(block.ends.max())
     if len(block.starts) == 1:
         core.room[low:high] -= amounts[0]
@@ -408,7 +426,7 @@ def occupy(core: PresolvedProblem, block: Uses, amounts: Array) -> None:
 
 
 def constant_usage(core: PresolvedProblem, i: int) -> None:
-    """Move what every strategy of node i takes to the fixed usage."""
+    """Subtract from the room what every strategy of node i uses, and keep the rest."""
     left = []
     for block in core.uses[i]:
         least, matters, rest = core.shared(above_least, block.amounts)
@@ -424,8 +442,11 @@ def constant_usage(core: PresolvedProblem, i: int) -> None:
 
 
 def above_least(amounts: Array) -> tuple[Array | None, Array | None, Array]:
-    """(What every strategy takes of each item; the items that differ; what they take above that).
-    None where nothing is, or all are."""
+    """Split amounts into the minimum over the strategies and the rest.
+
+    Returns (the minimum per item, the items that differ, their amounts above the minimum). The
+    first is None where all minima are 0, the second where all items differ.
+    """
     least = amounts.min(1)
     rest = amounts - least[:, None]
     matters = some(rest.any(1))
@@ -443,8 +464,11 @@ def cheap(core: PresolvedProblem, i: int) -> bool:
 
 
 def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
-    """Minimise out a node without memory that has at most two neighbours; these, or None where of
-    two costs one would be more than its least."""
+    """Eliminate a node without memory usage that has at most two neighbours.
+
+    Returns the neighbours. With complex costs the result is None where no strategy is cheapest for
+    both costs.
+    """
     around, costs = list(core.near[i]), core.costs[i]
     if len(around) > 1:
         a, b = around
@@ -469,8 +493,11 @@ def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
 
 
 def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None, Array]:
-    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it); None
-    where of two costs one is more than its least."""
+    """Eliminate a leaf.
+
+    Returns (the leaf's best strategy for each strategy of its neighbour, the neighbour's costs
+    including the leaf's). The first is None where no strategy is cheapest for both of two costs.
+    """
     total = table + leaf
     best = total.argmin(1)
     least = total[np.arange(len(best)), best]
@@ -478,8 +505,11 @@ def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None,
 
 
 def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, Array]:
-    """(The best strategy of a node between two others for each of theirs, what it costs); None as
-    above."""
+    """Eliminate a node between two others.
+
+    Returns (its best strategy for each pair of their strategies, its cost there). The first is None
+    where no strategy is cheapest for both of two costs.
+    """
     other = other + link
     if len(one) * len(other) * len(link) <= MOST_COMPARED:
         total = one[:, None, :] + other[None]
@@ -499,14 +529,20 @@ def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, A
 
 
 def both_least(total: Array, least: Array) -> bool:
-    """Whether what has the least real part, and of those the least imaginary one (so numpy orders
-    complex numbers), has the least of all of these."""
+    """Return True if `least` is the minimum of `total` in both its real and its imaginary parts.
+
+    numpy orders complex numbers by the real part, then by the imaginary part. `least` is the
+    minimum in this order.
+    """
     return not np.iscomplexobj(total) or bool((least.imag <= total.imag.min(-1)).all())
 
 
 def undominated(core: PresolvedProblem, i: int) -> Array | None:
-    """The strategies that no other one can stand in for, whatever the neighbours do, at no more
-    cost and no more usage at any time; None if all."""
+    """Return the strategies that no other strategy dominates, or None if that is all of them.
+
+    The dominating strategy costs no more and uses no more memory at any time, whichever strategies
+    the neighbours take.
+    """
     if len(core.costs[i]) == 1:
         return None
     shared = core.shared
@@ -516,17 +552,20 @@ def undominated(core: PresolvedProblem, i: int) -> Array | None:
 
 
 def beside(costs: Array, *amounts: Array) -> Array:
-    """What each strategy takes, a row each."""
+    """Return the memory usages of each strategy, one row per strategy."""
     return np.concatenate([costs[None, :0].reshape(0, len(costs)), *amounts]).T
 
 
 def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
-    """The strategies of a node that none of the most promising ones can stand in for; None if all.
-    `taken` is what they take, tables have a row for each.
+    """Return the strategies of a node that none of the most promising ones dominates.
 
-    a can stand in for b if it takes no more of anything, and costs[a] + the sum over the tables of
-    the most that row a is above row b is at most costs[b] (Goldstein, Efficient rotamer elimination
-    applied to protein side-chains and related spin glasses, Biophysical Journal 66 (1994)).
+    The result is None if that is all of them. `taken` are their memory usages; each table has one
+    row per strategy.
+
+    Let d be the sum over the tables of the maximum of row a minus row b. Strategy a dominates b if
+    it uses no more memory anywhere and costs[a] + d is at most costs[b]. The criterion is
+    Goldstein's (Efficient rotamer elimination applied to protein side-chains and related spin
+    glasses, Biophysical Journal 66 (1994)).
     """
     first = np.cumsum([0, 1, *(table.shape[1] for table in tables)])
     most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
@@ -553,10 +592,8 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
         a, b = np.nonzero(pairs)
         if len(a):
             goes = np.logical_and.reduce([rows.stands_in(one[a], b) for rows in compared])
-            left[b[goes]] = (
-                # what stands in for another and goes itself leaves one that stands in for both
-                False
-            )
+            # If a dominated strategy itself dominates others, its own dominator dominates them too.
+            left[b[goes]] = False
         most -= len(one)
         if most <= 0:
             break
@@ -564,15 +601,22 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
 
 
 class Compared(NamedTuple):
-    """What strategies cost, a row each: their own cost and, from each of ``first`` on, a table's
-    entries; where each part is least, and their sum there."""
+    """The costs of strategies for dominance checks, one row per strategy.
+
+    A row holds the strategy's own cost and, from each position of ``first`` on, one table's
+    entries. ``best`` is the position of the minimum of each section, and ``least`` is the sum of
+    these minima.
+    """
 
     rows: Array
     first: Array
     best: Array
     least: Array
-    ours: Array  # the rows, and what is forbidden in them to one that stands in for another,
-    theirs: Array  # and to another: that it is forbidden something is no objection to the one
+    # The rows with finite values for forbidden entries, for the dominating strategy (`ours`) and
+    # the dominated one (`theirs`). An entry that is forbidden for the dominated strategy is no
+    # objection to dominance.
+    ours: Array
+    theirs: Array
 
     @classmethod
     def of(cls, rows: Array, first: Array) -> Compared:
@@ -598,8 +642,11 @@ class Compared(NamedTuple):
         )
 
     def promising(self, one: Array) -> Array:
-        """Which of all others each of these may stand in for: it costs no more where they are at
-        their best."""
+        """Return a mask of the strategies that each strategy of `one` may dominate.
+
+        The necessary condition: it costs no more at the neighbours' strategies that are best for
+        the other one.
+        """
         return np.asarray(self.rows[one[:, None, None], self.best].sum(2) <= self.least)
 
     def stands_in(self, a: Array, b: Array) -> Array:

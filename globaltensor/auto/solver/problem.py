@@ -1,5 +1,7 @@
-"""What the solver solves: nodes with strategies, costs of nodes and edges, memory over time and its
-limit."""
+"""The problem that the solver solves: nodes with strategies, node and edge costs, memory over time.
+
+`auto/intra_op/formulate.py` builds problems, and `problem_io` reads and writes them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ from globaltensor.errors import GlobalTensorError
 
 Array: TypeAlias = npt.NDArray[Any]
 Number: TypeAlias = "int | float"
-#: An integer cost from here on says "never", as inf does among floats.
+#: An integer cost of at least this is forbidden, like inf among floats.
 FORBIDDEN = 10**18
 
 
 class ProblemError(GlobalTensorError):
-    """A problem that contradicts itself, or a file that holds none."""
+    """An error in a problem's data, or in a file that should contain a problem."""
 
 
 class Usage(NamedTuple):
-    """Memory a node takes while it lives: one amount a strategy, at the times start <= t < end; at
-    all times where both are None."""
+    """The memory that a node uses while it is live: one amount per strategy.
+
+    It is in use at start <= t < end, or at all times where both are None.
+    """
 
     start: int | None
     end: int | None
@@ -35,8 +39,9 @@ class Usage(NamedTuple):
 
 @dataclass(eq=False)
 class Problem:
-    """Choose one strategy a node so that the sum of node and edge costs is least and memory never
-    exceeds the limit.
+    """A problem to choose one strategy per node, at minimum cost and within a memory limit.
+
+    The cost is the sum of node and edge costs. Memory usage must never exceed `usage_limit`.
 
     Build it with `node` and `edge`:
 
@@ -48,7 +53,7 @@ class Problem:
     (15, 6, False)
 
     Costs are integers (int64; 10**18 or more is forbidden) or floats (inf is forbidden). Several
-    edges between the same nodes add up. Arrays that are given are kept as they are: do not write to
+    edges between the same nodes add up. Arrays that are passed in are not copied: do not write to
     them afterwards.
     """
 
@@ -60,8 +65,8 @@ class Problem:
     tables: list[Array] = field(default_factory=list)
     names: list[str | None] = field(default_factory=list)
     labels: list[list[str] | None] = field(default_factory=list)
-    #: Arrays that have been looked through, by their identity: as numbers, and as amounts of
-    #: memory. Many nodes and edges share theirs.
+    #: Arrays that were already checked, by identity: as numbers, and as amounts of memory. Many
+    #: nodes and edges share theirs.
     _sound: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
     _amounts: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
 
@@ -74,10 +79,10 @@ class Problem:
     ) -> int:
         """Add a node and return its number.
 
-        `costs` has one entry a strategy. `usage` lists ((start, end), amounts): amounts (one a
-        strategy, at least 0) are taken at start <= t < end, or always where None stands instead of
-        the interval; intervals of one node may overlap, their amounts add up. Raises ProblemError
-        where lengths differ, a node has no strategy, or a number is not one.
+        `costs` has one entry per strategy. `usage` lists ((start, end), amounts). The amounts (one
+        per strategy, at least 0) are in use at start <= t < end, or always where the interval is
+        None. Intervals of one node may overlap; their amounts add up. Raises ProblemError where
+        lengths differ, a node has no strategy, or a value is not a valid number.
         """
         where = f"node {len(self.costs)}" + (f" ({name})" if name else "")
         row = self._numbers(costs, "the costs of", where)
@@ -115,10 +120,10 @@ class Problem:
         return len(self.costs) - 1
 
     def edge(self, i: int, j: int, table: Sequence[Sequence[Number]] | Array) -> None:
-        """Add `table[k][l]` to the cost where node i has strategy k and node j has strategy l. The
-        same array object may serve many edges.
+        """Add `table[k][l]` to the cost where node i has strategy k and node j has strategy l.
 
-        Raises ProblemError where a node is unknown, i is j, or the table has another shape.
+        The same array object may serve many edges. Raises ProblemError where a node is unknown, i
+        is j, or the table has another shape.
         """
         for end in (i, j):
             if not 0 <= end < len(self.costs):
@@ -150,14 +155,17 @@ class Problem:
 
     @property
     def integral(self) -> bool:
-        """Whether all costs are integers, so that every sum is exact."""
+        """True if all costs are integers, so that every sum is exact."""
         return all(row.dtype.kind == "i" for row in self.costs) and all(
             table.dtype.kind == "i" for table in self.tables
         )
 
     def evaluate(self, choice: Sequence[int]) -> Number:
-        """The cost of a choice, exact: an int where all costs are integers, else the float nearest
-        to the sum; inf where a forbidden entry is chosen."""
+        """Return the exact cost of a choice, or inf where it takes a forbidden entry.
+
+        The result is an int where all costs are integers, else the float nearest to the sum. Raises
+        ProblemError where the choice is invalid.
+        """
         self.check(choice)
         picked = [row[k].item() for row, k in zip(self.costs, choice, strict=True)]
         picked += [
@@ -170,8 +178,11 @@ class Problem:
 
     @property
     def ceiling(self) -> Number | None:
-        """The limit as it is kept: a billionth more where usages are broken numbers, for sums of
-        such are not exact."""
+        """The memory limit that is enforced.
+
+        It is a relative 1e-9 above `usage_limit` where usages are not whole numbers, because their
+        sums are not exact.
+        """
         if self.usage_limit is None or all(
             np.array_equal(use.amounts, np.rint(use.amounts))
             for uses in self.usages
@@ -181,8 +192,11 @@ class Problem:
         return self.usage_limit * (1 + 1e-9)
 
     def usage(self, choice: Sequence[int]) -> list[tuple[int | None, Number]]:
-        """(time, usage from then until the next time), exact. The first time is None where usage is
-        only ever constant."""
+        """Return the exact usage over time as (time, usage from then until the next time).
+
+        The first time is None where all usage is constant. Raises ProblemError where the choice is
+        invalid.
+        """
         self.check(choice)
         always: Number | Fraction = 0
         floats = any(use.amounts.dtype.kind == "f" for uses in self.usages for use in uses)
@@ -204,17 +218,20 @@ class Problem:
         return rows
 
     def peak(self, choice: Sequence[int]) -> Number:
-        """The highest usage at any time, exact."""
+        """Return the highest usage at any time, exact."""
         return max(level for _, level in self.usage(choice))
 
     def fits(self, choice: Sequence[int]) -> bool:
-        """Whether the usage of this choice stays within the limit (to a billionth, where usages are
-        no whole numbers) and it takes no forbidden entry."""
+        """Return True if a choice stays within the limit and takes no forbidden entry.
+
+        Where usages are not whole numbers, the limit may be exceeded by a relative 1e-9
+        (`ceiling`).
+        """
         limit = self.ceiling
         return (limit is None or self.peak(choice) <= limit) and self.evaluate(choice) < math.inf
 
     def check(self, choice: Sequence[int]) -> None:
-        """Raises ProblemError unless this is one existing strategy a node."""
+        """Raise ProblemError unless the choice has exactly one existing strategy per node."""
         if len(choice) != len(self.costs):
             raise ProblemError(
                 f"the choice has {len(choice)} strategies for {len(self.costs)} nodes"
@@ -227,8 +244,10 @@ class Problem:
 
 
 def numbers(values: Any, what: str) -> Array:
-    """An int64 or float64 array, the same one where it is such. Raises ProblemError where a value
-    is no number or does not fit."""
+    """Return the values as an int64 or float64 array, without a copy where they are one already.
+
+    Raises ProblemError where a value is not a number, is nan or minus infinity, or does not fit.
+    """
     try:
         row = np.asarray(values)
         if row.dtype.kind not in "iuf":
@@ -240,9 +259,8 @@ def numbers(values: Any, what: str) -> Array:
         raise ProblemError(
             f"{what} must be numbers that fit 64 bits, all integers or floats: {str(values)[:80]}"
         ) from None
-    if (
-        row.dtype.kind == "f" and row.size and not row.min() > -math.inf
-    ):  # the least of what has a nan is nan
+    # The minimum of an array with a nan is nan.
+    if row.dtype.kind == "f" and row.size and not row.min() > -math.inf:
         raise ProblemError(f"{what} contain nan or minus infinity")
     return row
 
@@ -252,7 +270,7 @@ def is_forbidden(cost: Number) -> bool:
 
 
 def exact(amount: Number) -> Number | Fraction:
-    """For sums without rounding."""
+    """Return an int or a Fraction equal to the amount, for sums without rounding."""
     return (
         amount
         if type(amount) is int

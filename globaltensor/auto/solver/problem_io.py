@@ -1,5 +1,7 @@
-"""Problems as files: our own JSON, which also keeps names and labels, and the instances of the
-ASPLOS/EuroSys 2025 contest (IOPDDL)."""
+"""Problems as files: this library's JSON, and the ASPLOS/EuroSys 2025 contest's format (IOPDDL).
+
+The library's JSON also stores names and labels. Users call `save`, `load` and `from_iopddl`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ FORMAT = "globaltensor problem 1"
 
 
 def save(problem: Problem, path: str | os.PathLike[str]) -> None:
-    """Write a problem as JSON, gzipped where the name ends in .gz. Equal tables are written once; a
-    forbidden float is null."""
+    """Write a problem as JSON, gzipped where the name ends in .gz.
+
+    Equal tables are written once. A forbidden float is written as null.
+    """
     rows: list[Any] = []
     known: dict[tuple[int, ...] | bytes, int] = {}
     edges = []
@@ -54,8 +58,10 @@ def save(problem: Problem, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Problem:
-    """Read a problem that `save` wrote, or a contest instance. Raises ProblemError that names the
-    file and what is wrong with it."""
+    """Read a problem that `save` wrote, or a contest instance.
+
+    Raises ProblemError that names the file and its fault.
+    """
     content = read_json(path)
     try:
         if isinstance(content, dict) and content.get("format") == FORMAT:
@@ -66,8 +72,10 @@ def load(path: str | os.PathLike[str]) -> Problem:
 
 
 def from_iopddl(path: str | os.PathLike[str]) -> Problem:
-    """Read a contest instance (JSON, or gzipped JSON). Raises ProblemError that names the file and
-    what is wrong with it."""
+    """Read a contest instance (JSON, or gzipped JSON).
+
+    Raises ProblemError that names the file and its fault.
+    """
     try:
         return contest(read_json(path), str(path))
     except ProblemError as error:
@@ -85,7 +93,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ProblemError(f"cannot read {path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ProblemError(f"{path} is no JSON: {str(error)[:200]}") from None
-    except Exception as error:  # zlib.error, which is no OSError
+    except Exception as error:  # zlib.error is not an OSError
         raise ProblemError(f"cannot unpack {path}: {error}") from None
 
 
@@ -127,8 +135,10 @@ def lasting(start: Any, end: Any, node: int) -> tuple[int, int] | None:
 
 
 def contest(content: Any, name: str) -> Problem:
-    """A problem from the contest's JSON: one half-open interval a node, flat row-major edge tables,
-    integers."""
+    """Build a problem from the contest's JSON.
+
+    The format has one half-open interval per node, flat row-major edge tables, and integers only.
+    """
     try:
         whole = content["problem"]
         intervals, costs, usages = (whole["nodes"][key] for key in ("intervals", "costs", "usages"))
@@ -195,7 +205,7 @@ def whole_numbers(values: Any, node: int) -> Array:
 
 
 def written(costs: Array) -> Any:
-    """Nested lists; inf, which JSON does not have, as None."""
+    """Return the costs as nested lists, with None for inf, which JSON does not have."""
     if costs.dtype.kind == "i":
         return costs.tolist()
     return np.where(np.isfinite(costs), costs.astype(object), None).tolist()  # type: ignore[call-overload]

@@ -1,5 +1,7 @@
-"""One choice made better by parts of another: where two choices differ, connected parts are taken
-over that fit and pay."""
+"""Recombination of two choices: adopt connected parts of another choice that fit and cost less.
+
+`dual_ascent` and `neighborhood_search` call `mix`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from .problem import Array
 
 
 def components(nodes: list[int], pairs: list[tuple[int, int]]) -> list[list[int]]:
-    """The nodes by connected component."""
+    """Return the nodes grouped by connected component."""
     root = {i: i for i in nodes}
 
     def find(i: int) -> int:
@@ -28,7 +30,10 @@ def components(nodes: list[int], pairs: list[tuple[int, int]]) -> list[list[int]
 
 
 def take(local: LocalSearch, nodes: list[int], target: Array) -> bool:
-    """Move these nodes together if that fits and costs less, or leave them; whether they moved."""
+    """Move these nodes together to the target if that fits and costs less.
+
+    Returns True if the nodes moved.
+    """
     before, undone = local.value, []
     for i in nodes:
         undone.append((i, int(local.choice[i])))
@@ -41,8 +46,7 @@ def take(local: LocalSearch, nodes: list[int], target: Array) -> bool:
 
 
 def differing(local: LocalSearch, target: Array) -> list[list[int]]:
-    """The connected parts of the nodes that the choice at hand and another one choose differently
-    for."""
+    """Return the connected components of the nodes whose current choice is not the target's."""
     flat = local.flat
     apart = local.choice != target
     between = apart[flat.head] & apart[flat.tail]
@@ -53,8 +57,10 @@ def differing(local: LocalSearch, target: Array) -> list[list[int]]:
 
 
 def mix(local: LocalSearch, target: Array, deadline: float) -> None:
-    """Take over parts of another choice into the feasible one at hand; of a part that is too much
-    as a whole, halves, quarters and so on."""
+    """Adopt parts of another choice into the current feasible choice.
+
+    A part that cannot be adopted in full is tried in halves, quarters and so on.
+    """
     waiting = differing(local, target)
     while waiting and time.monotonic() < deadline:
         part = waiting.pop()

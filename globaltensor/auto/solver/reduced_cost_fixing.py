@@ -1,8 +1,8 @@
-"""What cannot be part of a better choice, by the bound: strategies and pairs are forbidden whose
-least cost reaches that of the best choice known.
+"""Reduced-cost fixing: forbid strategies and pairs that cannot be part of a better choice.
 
-The costs are moved along the messages first (which changes no choice's cost), so that the smaller
-core starts from the bound that was reached.
+These are the ones whose lower bound reaches the incumbent's cost. Costs are first reparametrized
+along the messages, which changes no choice's cost. The smaller core then starts from the bound that
+was reached. `solve`, `minimax` and `mip` call it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .trws import Messages
 
 
 class ExactMarginals:
-    """A core at prices of memory at which elimination says exactly what each strategy and pair
-    costs at best (`marginals`)."""
+    """The exact min-marginals of a core at given memory prices, found by elimination (`marginals`).
+
+    A min-marginal is the minimum cost of a choice with a given strategy or pair.
+    """
 
     def __init__(self, flat: FlatProblem, price: Array, found: Marginals) -> None:
         self.flat = flat
@@ -31,31 +33,33 @@ class ExactMarginals:
         )
 
     def never(self, above: float) -> tuple[Array, Array]:
-        """Strategies and pairs that cost more than `above`."""
+        """Return masks of the strategies and of the pairs that cost more than `above`."""
         return self.strategies > above, self.pairs > above
 
     def share(self, above: float) -> float:
-        """The part of all entries that cost more than `above`, and are not forbidden yet."""
+        """Return the fraction of the allowed entries that cost more than `above`."""
         return share(self.flat, *self.never(above))
 
     def apply(self, core: PresolvedProblem, above: float) -> None:
-        """Forbid what costs more than `above` in all."""
+        """Forbid the strategies and pairs of the core whose min-marginal exceeds `above`."""
         write(self.flat, core, *self.never(above), self.flat.cost, self.flat.table)
 
 
 class Reparametrization:
-    """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how
-    much each strategy costs above the bound at least.
+    """A core's costs reparametrized along messages.
 
-    `other` is a second lower bound of the strategies' whole cost, from a sweep in the other
-    direction.
+    `cost` are the new costs of the strategies and `table` those of the pairs. `extra` is a lower
+    bound of what each strategy adds to `bound`, and `pair` that of each pair. `other` is a second
+    lower bound of the total cost with each strategy, from a sweep in the other direction.
     """
 
     def __init__(
         self, flat: FlatProblem, messages: Messages, price: Array, forward: bool, whole: bool
     ) -> None:
-        """To be built right after a sweep in this direction at these prices. `whole`: round what is
-        moved, so that integers stay integers."""
+        """Reparametrize right after a sweep in this direction at these prices.
+
+        `whole` rounds the amounts that are moved, so that integer costs stay integers.
+        """
         self.flat, self.other = flat, np.full(len(flat.cost), -np.inf)
         priced = flat.cost + flat.prices(price)
         total = priced + messages.incoming
@@ -101,22 +105,22 @@ class Reparametrization:
         self.pair = over + rest[0][self.rows] + rest[1][self.columns]
 
     def never(self, above: float) -> tuple[Array, Array]:
-        """Strategies and pairs that cost more than `above`."""
+        """Return masks of the strategies and of the pairs that cost more than `above`."""
         return (self.bound + self.extra > above) | (
             self.other > above
         ), self.bound + self.pair > above
 
     def share(self, above: float) -> float:
-        """The part of all entries that cost more than `above`, and are not forbidden yet."""
+        """Return the fraction of the allowed entries that cost more than `above`."""
         return share(self.flat, *self.never(above))
 
     def apply(self, core: PresolvedProblem, above: float) -> None:
-        """Write the moved costs into the core, and forbid what costs more than `above` in all."""
+        """Write the new costs into the core, and forbid what costs more than `above` in total."""
         write(self.flat, core, *self.never(above), self.cost, self.table)
 
 
 def share(flat: FlatProblem, never: Array, pairs: Array) -> float:
-    """The part of all entries, of those that are not forbidden yet, that would be."""
+    """Return the fraction of the allowed entries that these masks would forbid."""
     some, both = flat.cost < flat.never, flat.table < flat.never
     return float((some & never).sum() + (both & pairs).sum()) / max(
         1.0, float(some.sum() + both.sum())
@@ -126,7 +130,7 @@ def share(flat: FlatProblem, never: Array, pairs: Array) -> float:
 def write(
     flat: FlatProblem, core: PresolvedProblem, never: Array, pairs: Array, cost: Array, table: Array
 ) -> None:
-    """Costs and tables into a core, with these strategies and pairs forbidden."""
+    """Write costs and tables into a core, with these strategies and pairs forbidden."""
     cost, table = np.where(never, np.inf, cost), np.where(pairs, np.inf, table)
     for n, i in enumerate(flat.nodes):
         core.costs[i] = cost[flat.first[n] : flat.first[n + 1]]
@@ -137,8 +141,10 @@ def write(
 
 
 def entries(flat: FlatProblem) -> tuple[Array, Array]:
-    """For each entry of the tables: its (edge, strategy of the head) and its (edge, strategy of the
-    tail), counted through all edges."""
+    """Return for each table entry its row number and its column number, counted through all edges.
+
+    A row is an (edge, strategy of the head), a column is an (edge, strategy of the tail).
+    """
     heads, tails = flat.size[flat.head], flat.size[flat.tail]
     within = ranges(np.zeros(len(heads), np.int64), flat.shape)
     row, column = np.divmod(within, np.repeat(tails, flat.shape))

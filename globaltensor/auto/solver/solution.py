@@ -1,4 +1,4 @@
-"""What the solver answers: a choice, its cost, and what is proven about them."""
+"""The solver's result: a choice, its cost, and the proven bound. `solve` returns it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from .problem import Number
 
 __all__ = ["EXACT", "STOP", "Solution", "proven"]
 
-#: The part of the cost between cost and bound at which a search among floats may stop. Both are
-#: sums of up to some ten thousand rounded numbers, and what HiGHS or the prices of memory add to a
-#: bound holds to about 1e-10: closer than this, two plans cannot be told apart.
+#: The relative gap at which a search among floats may stop. Cost and bound are sums of up to about
+#: ten thousand rounded numbers. HiGHS and the memory prices add errors to a bound of about 1e-10.
+#: Two plans whose costs are closer than this cannot be distinguished.
 STOP = 1e-9
-#: The part at which a cost counts as proven least. It is twice that, so that how the last gap
-#: happens to be rounded does not decide.
+#: The relative gap at which a cost counts as proven minimal. It is twice STOP, so that the rounding
+#: of the last gap does not decide.
 EXACT = 2 * STOP
 
 
 def proven(cost: Number, bound: Number) -> bool:
-    """Return True if a cost is the least by this bound: equal to it among integers, within `EXACT`
-    of it among floats.
+    """Return True if this bound proves that a cost is the minimum.
+
+    Among integers the bound must equal the cost, among floats it must be within a relative `EXACT`
+    of it.
 
     >>> proven(10, 9), proven(1.0, 1.0 - 1e-9), proven(1.0, 1.0 - 1e-8)
     (False, True, False)
@@ -32,10 +34,11 @@ def proven(cost: Number, bound: Number) -> bool:
 class Solution:
     """The best choice found and a lower bound on every choice's cost.
 
-    `choice` is None where none was found; then `least_usage` is (the least peak usage found, a
-    proven lower bound of it), so that the caller can say which limit would do. `infeasible` says
-    that it is proven that nothing fits. `log` says what was done: nodes merged, nodes eliminated,
-    the elimination's width and largest table, rounds of multipliers, integer programs.
+    `choice` is None where none was found. `least_usage` is then (the lowest peak usage found, a
+    proven lower bound of it), so that the caller can say which limit would be feasible.
+    `infeasible` is True where it is proven that no choice is feasible. `log` records what was done:
+    nodes merged, nodes eliminated, the elimination's width and largest table, rounds of
+    multipliers, integer programs.
     """
 
     choice: list[int] | None
@@ -50,7 +53,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / |cost|: 0 is proven optimal, inf where there is no choice."""
+        """The relative gap (cost - bound) / |cost|: 0 if optimal, inf if there is no choice."""
         if self.choice is None or not math.isfinite(self.cost):
             return math.inf
         return (
@@ -61,5 +64,5 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Return True if the cost is proven least (`proven`)."""
+        """Return True if the cost is proven to be the minimum (`proven`)."""
         return self.choice is not None and proven(self.cost, self.bound)

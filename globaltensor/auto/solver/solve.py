@@ -1,5 +1,9 @@
-"""From a problem to a choice with its proof: reduce, eliminate, price memory, forbid what cannot be
-better, close what is left."""
+"""The main search, from a problem to a choice with a proven bound.
+
+Its stages are presolve, variable elimination, dual ascent with memory prices, reduced-cost fixing,
+and an integer program or branching for what is left. `auto/intra_op`, `auto/calibrate` and
+`minimax` call `solve`.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +29,33 @@ from .reduced_cost_fixing import ExactMarginals, Reparametrization
 from .solution import Solution
 from .variable_elimination import Elimination
 
-#: The time limit where none is given, in seconds.
+#: The default time limit, in seconds.
 LONG = 3600.0
-#: Rounds of messages and prices between looks at what can be forbidden.
+#: Rounds of dual ascent between attempts at reduced-cost fixing.
 CHUNK = 10
-#: Moves of blocks after each of them, for cores of so many nodes; the prices they are made at,
-#: relative to the bound's.
+#: MOVES is the number of neighbourhood moves after each CHUNK of rounds, for cores of at least
+#: SMALL nodes. SCALES are the memory prices of the moves, relative to the best prices.
 MOVES, SMALL, SCALES = 3, 20, (1.0, 0.7, 1.0, 1.4)
-#: Entries of tables that an integer program may have.
+#: The maximum number of table entries of an integer program.
 PROGRAM = 400_000
-#: Entries of tables that an elimination without the memory limit may work through, to see whether
+#: The maximum work, in table entries, of an elimination without the memory limit. It tests whether
 #: the limit binds.
 FREELY = 3e8
-#: Entries that an elimination may work through before anything else is tried: messages mostly show
-#: that few of them matter.
+#: The maximum work of an elimination that runs before anything else is tried. Messages mostly show
+#: that few of the entries matter.
 SOON = 1e8
-#: Entries of tables that an elimination may keep at once.
+#: The maximum number of table entries that an elimination may hold at once.
 HELD = 2e8
-#: Nodes up to which elimination is tried where time is up.
+#: Elimination is still tried after the deadline for at most this many nodes.
 HASTY = 1000
-#: Seconds at the most for finding out which memory limit would do.
+#: The maximum time in seconds to find which memory limit is feasible.
 PATIENCE = 30.0
-#: Entries of tables for which half a second of messages is worth trying.
+#: Half a second of messages is worth trying for at most this many table entries.
 HURRY = 300_000
-#: Passes of messages before costs are moved along them, where there were none.
+#: Passes of messages before costs are reparametrized along them, where no messages were passed yet.
 WARM = 8
-#: Problems of at most so many nodes are first solved without their memory limit: it may not bind.
+#: Problems with at most this many nodes are first solved without their memory limit, which may not
+#: bind.
 MANY = 6000
 
 
@@ -63,14 +68,16 @@ def solve(
     least: bool = True,
     below: float = math.inf,
 ) -> Solution:
-    """The best choice for a problem, with a lower bound on every choice's cost.
+    """Return the best choice for a problem, with a lower bound on every choice's cost.
 
-    `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the
-    best so far. The same problem gives the same answer unless time cuts the search short. `gap`:
-    end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn, `threads` is
-    how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do.
-    `below`: only what costs less is looked for; where there is nothing, `choice` is None, and
-    `bound` as much as that.
+    `seconds` limits the time; the answer is then the best choice so far. None means until the proof
+    is done, at most an hour. The same problem gives the same answer unless time cuts the search
+    short. The search ends as soon as (cost - bound) / |cost| is at most `gap`. `seed` seeds the
+    random draws. `threads` is the number of threads HiGHS may use. `least` asks for a feasible
+    memory limit where no choice fits (`Solution.least_usage`).
+
+    With `below`, only choices that cost less are searched for. Where none is found, `choice` is
+    None. `bound` is then `below` if it is proven that there is none, and at most `below` otherwise.
     """
     began = time.monotonic()
     search = SearchState(
@@ -115,8 +122,11 @@ def solve(
 
 
 def unlimited(search: SearchState) -> bool:
-    """Solve the problem without its memory limit where that takes one elimination; whether the
-    answer keeps the limit all the same."""
+    """Solve the problem without its memory limit, where one elimination is enough.
+
+    Returns True if the search is finished: the choice stays within the limit, or every choice is
+    forbidden.
+    """
     core = presolve(core_of(replace(search.problem, usage_limit=None)), search.deadline)
     if not core.feasible:
         return search.exhaust()
@@ -136,7 +146,7 @@ def unlimited(search: SearchState) -> bool:
 
 
 def feasible(problem: Problem, seconds: float, threads: int) -> Solution:
-    """Any choice that fits, or the proof that there is none."""
+    """Return any choice that fits, or the proof that there is none."""
     search = SearchState(
         problem,
         time.monotonic(),
@@ -150,8 +160,11 @@ def feasible(problem: Problem, seconds: float, threads: int) -> Solution:
 
 
 def search_core(search: SearchState, core: PresolvedProblem, price: Array | None = None) -> bool:
-    """Search this core, within the time left; whether it is proven that it holds nothing better
-    than the search's best choice now."""
+    """Search this core within the time left.
+
+    Returns True if it is proven that the core contains nothing better than the incumbent
+    afterwards.
+    """
     while core.feasible:
         if not core.live:
             search.offer(core, (), np.zeros(0, dtype=np.int64))
@@ -189,7 +202,10 @@ def search_core(search: SearchState, core: PresolvedProblem, price: Array | None
 
 
 def quick_feasible(search: SearchState, core: PresolvedProblem, flat: FlatProblem) -> None:
-    """Where reading and reducing took all the time: something feasible, in half a second more."""
+    """Offer a feasible choice within half a second more.
+
+    It is for problems whose reading and presolve used up all the time.
+    """
     deadline = time.monotonic() + 0.5
     if len(flat.table) > HURRY:
         search.offer_something(core, flat, deadline)
@@ -202,7 +218,7 @@ def quick_feasible(search: SearchState, core: PresolvedProblem, flat: FlatProble
 
 
 def plan_elimination(search: SearchState, core: PresolvedProblem) -> Elimination:
-    """An order of elimination for what is left, and in the log how wide it is."""
+    """Return an elimination order for the core, and log its width."""
     elimination = Elimination.of(core)
     if elimination.fits:
         search.widths(elimination.width, elimination.largest)
@@ -211,7 +227,7 @@ def plan_elimination(search: SearchState, core: PresolvedProblem) -> Elimination
 
 
 def eliminated(search: SearchState, core: PresolvedProblem, elimination: Elimination) -> None:
-    """Solve a core without memory whose graph is narrow, by elimination alone."""
+    """Solve a core without memory limit and with a narrow graph by elimination alone."""
     nodes = sorted(core.live)
     value, choice = elimination.run([core.costs[i] for i in nodes])
     if choice or not nodes:
@@ -222,8 +238,11 @@ def eliminated(search: SearchState, core: PresolvedProblem, elimination: Elimina
 def ascend(
     search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent, exact: bool
 ) -> str:
-    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was
-    forbidden, "stuck", or "late". `exact`: elimination comes next."""
+    """Raise the bound of a core.
+
+    Returns "done" when the core contains nothing better, "smaller" when much of it was forbidden,
+    "stuck", or "late". `exact` says that an elimination comes next.
+    """
     entries = len(flat.table) + len(flat.cost)
     history, blocks, longest = [-np.inf], None, 0.0
     while not search.late:
@@ -271,8 +290,11 @@ def ascend(
 
 
 def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Reparametrization:
-    """What strategies and pairs cost at least, at the best prices: by elimination, or by costs
-    moved along the messages. `whole`: integers stay integers."""
+    """Return lower bounds of the cost with each strategy and each pair, at the best prices.
+
+    They come from elimination, or from costs reparametrized along the messages. `whole` keeps
+    integer costs integers.
+    """
     priced = flat.cost + flat.prices(ascent.best_price)
     found = (
         None
@@ -281,9 +303,8 @@ def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Rep
     )
     if found is not None:
         return ExactMarginals(flat, ascent.best_price, found)
-    for _ in range(
-        WARM if ascent.elimination is not None else 0
-    ):  # messages are not kept up where elimination takes their place
+    # Messages are not updated where elimination replaces them.
+    for _ in range(WARM if ascent.elimination is not None else 0):
         ascent.messages.sweep(priced, True)
         ascent.messages.sweep(priced, False)
     ascent.messages.sweep(priced, True)
@@ -295,8 +316,10 @@ def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Rep
 
 
 def carried(price: Array, before: Array, after: Array) -> Array:
-    """Prices of moments for those that are left: what was dropped hands its price to the nearest
-    one."""
+    """Return the prices for the moments that are left.
+
+    A dropped moment passes its price to the nearest remaining one.
+    """
     if not len(after):
         return np.zeros(0)
     right = np.clip(np.searchsorted(after, before), 0, len(after) - 1)
@@ -306,8 +329,11 @@ def carried(price: Array, before: Array, after: Array) -> Array:
 
 
 def finish(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent) -> bool:
-    """Close what the messages leave open: by an integer program, or by branching where HiGHS is not
-    installed."""
+    """Close the gap that the messages leave, by an integer program or by branching.
+
+    It branches where HiGHS is not installed. Returns True if it is proven that the core contains
+    nothing better.
+    """
     if highspy() is None:
         search.log["highspy"] = "not installed: branching instead"
         return divide(search, core, ascent)
@@ -325,15 +351,16 @@ def finish(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascen
         search.offer(core, flat.nodes, outcome.choice)
     search.proves(outcome.bound, len(flat.table))
     if outcome.done and outcome.choice is not None and flat.value(outcome.choice) < search.goal:
-        return divide(
-            search, core, ascent
-        )  # it was not taken: it exceeds the limit by less than HiGHS sees
+        # The choice was not accepted. It exceeds the memory limit by less than HiGHS's tolerance.
+        return divide(search, core, ascent)
     return outcome.done
 
 
 def divide(search: SearchState, core: PresolvedProblem, ascent: Ascent) -> bool:
-    """Branch: the strategies of a node in two parts, the better one first; whether both are proven
-    to hold nothing better."""
+    """Branch on the strategies of one node in two parts, the better part first.
+
+    Returns True if it is proven that neither part contains anything better.
+    """
     node, parts = halves(core, ascent)
     proven = True
     for kept in parts:

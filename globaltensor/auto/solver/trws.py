@@ -1,9 +1,10 @@
-"""Lower bounds for graphs too wide to eliminate: sequential tree-reweighted messages (Kolmogorov,
-Convergent Tree-Reweighted Message Passing for Energy Minimization, PAMI 2006), vectorised over
-nodes that do not depend on each other.
+"""Lower bounds for graphs that are too wide to eliminate: sequential tree-reweighted messages.
 
-What holds after each pass: the edges' tables less the messages along them are at least 0 with a 0
-in each row or column, so that the nodes' shares, summed up, bound every choice from below.
+The method is TRW-S (Kolmogorov, Convergent Tree-Reweighted Message Passing for Energy Minimization,
+PAMI 2006), vectorised over nodes that do not depend on each other. `dual_ascent` runs it.
+
+After each pass, an edge's table minus the messages along it is at least 0, with a 0 in each row or
+column. The sum of the nodes' shares is therefore a lower bound on every choice's cost.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ import numpy as np
 from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 
-#: Entries of a table from which on it is worth a step of its own.
+#: Tables with more entries than this are processed one by one.
 LARGE = 4096
 
 
 def table_of(flat: FlatProblem, edge: int, forward: bool) -> Array:
-    """An edge's table as it stands, the near node's strategies as rows."""
+    """Return an edge's table as a view, with the near node's strategies as rows."""
     head, tail = flat.size[flat.head[edge]], flat.size[flat.tail[edge]]
     table = flat.table[flat.at[edge] : flat.at[edge + 1]].reshape(head, tail)
     return table if forward else table.T
 
 
 class Level:
-    """Nodes that can be processed together in one direction, and the edges that lead on from
-    them."""
+    """The nodes that can be processed together in one direction, and the edges that leave them."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Level:
         rows, columns = flat.size[here], flat.size[there]
         self.near, self.columns, self.forward = here, columns, forward
         self.base = flat.at[edges]
-        # vectors of the edges, one entry a strategy of the near node
+        # vectors of the edges, one entry per strategy of the near node
         self.mine = ranges(flat.first[here], rows)
-        self.opposite = ranges(into[edges], rows)  # where the messages towards the near nodes stand
-        self.target = ranges(
-            out_of[edges], columns
-        )  # where the messages towards the far nodes stand
+        # the positions of the messages towards the near nodes
+        self.opposite = ranges(into[edges], rows)
+        # the positions of the messages towards the far nodes
+        self.target = ranges(out_of[edges], columns)
         self.theirs = ranges(flat.first[there], columns)
         row_at, column_at, count = (
             np.cumsum(rows) - rows,
             np.cumsum(columns) - columns,
             rows * columns,
         )
-        # large tables as they stand, with where their vectors are: (rows from, to, columns from,
-        # to, table)
+        # Large tables as views, with the positions of their vectors: (first row, last row, first
+        # column, last column, table).
         self.large = [
             (
                 row_at[e],
@@ -70,7 +70,8 @@ class Level:
             )
             for e in np.flatnonzero(count > LARGE)
         ]
-        # of the others the entries ordered (edge, far strategy, near strategy), to be taken at once
+        # Entries of the small tables, ordered (edge, far strategy, near strategy), for one
+        # vectorised minimum.
         small = np.flatnonzero(count <= LARGE)
         rows, columns, count = rows[small], columns[small], count[small]
         self.small = ranges(column_at[small], columns)
@@ -90,8 +91,10 @@ class Level:
         ]
 
     def passed(self, value: Array) -> Array:
-        """The least of each row of the tables with these values of the near strategies: an entry a
-        strategy of the far nodes."""
+        """Return the minimum over the near strategies of value plus table.
+
+        The result has one entry per strategy of the far nodes.
+        """
         new = np.empty(len(self.target))
         if len(self.small):
             new[self.small] = np.minimum.reduceat(value[self.pick] + self.table, self.segments)
@@ -100,7 +103,7 @@ class Level:
         return new
 
     def table_at(self, flat: FlatProblem, chosen: Array) -> Array:
-        """The rows of the edges' tables that the choices of the near nodes pick."""
+        """Return the rows of the edges' tables that the near nodes' choices select."""
         if self.forward:
             return flat.table[ranges(self.base + chosen * self.columns, self.columns)]
         wide = np.repeat(flat.size[self.near], self.columns)
@@ -109,7 +112,7 @@ class Level:
 
 
 class Messages:
-    """The messages of a core and the bound they prove, at given prices of memory."""
+    """The messages of a core, and the bound that they prove at given memory prices."""
 
     def __init__(self, flat: FlatProblem) -> None:
         self.flat = flat
@@ -124,7 +127,8 @@ class Messages:
         )
         self.share = 1.0 / np.maximum(1, np.maximum(ahead, behind))
         self.rest = {True: 1.0 - ahead * self.share, False: 1.0 - behind * self.share}
-        self.incoming = np.zeros(len(flat.cost))  # the sum of all messages towards each strategy
+        # The sum of all messages towards each strategy.
+        self.incoming = np.zeros(len(flat.cost))
         self.levels = {True: self.layered(True), False: self.layered(False)}
 
     def layered(self, forward: bool) -> list[Level]:
@@ -154,8 +158,10 @@ class Messages:
         ]
 
     def sweep(self, priced: Array, forward: bool) -> float:
-        """One pass with these costs of the strategies (prices included); the bound it proves,
-        without the constant and what the room is worth."""
+        """Run one pass with these costs of the strategies, prices included.
+
+        Returns the bound that it proves, without the constant and without the value of the room.
+        """
         bound = 0.0
         share, rest, incoming, message = self.share, self.rest[forward], self.incoming, self.message
         owner = self.flat.owner
@@ -173,8 +179,11 @@ class Messages:
         return bound
 
     def decode(self, priced: Array, forward: bool) -> Array:
-        """A choice, node after node: each takes its best under what was chosen before it and the
-        messages of those after it."""
+        """Return a choice, decoded node after node.
+
+        Each node takes its best strategy under the earlier nodes' choices and the later nodes'
+        messages.
+        """
         flat = self.flat
         given = priced + self.incoming
         choice = np.zeros(len(flat.nodes), dtype=np.int64)

@@ -1,14 +1,13 @@
-"""Exact minimisation by taking out one node after another (min-plus variable elimination), smallest
-table first.
+"""Exact minimisation by min-plus variable elimination, smallest table first.
 
 Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
 The cost is that of the tables, so it is linear in the depth of a network whose graph is
 series-parallel.
 
-`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table
-over them, and takes factors of any number of variables. Here tables join two nodes each, all nodes
-are minimised over, and the order is found once and run for many costs, as where memory is priced
-anew (auto/solver/dual_ascent.py).
+`auto/inter_op/min_plus.py` is the same algorithm for another purpose. It keeps some variables,
+returns a table over them, and accepts factors of any number of variables. Here each table joins two
+nodes, and all nodes are minimised over. The order is found once and run for many costs, such as
+changing memory prices (auto/solver/dual_ascent.py).
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import numpy as np
 from .presolve import PresolvedProblem
 from .problem import Array
 
-#: The most entries of a table that is kept.
+#: The maximum number of entries of a table that is held.
 CAP = 10_000_000
-#: Tables up to this size are summed up whole; larger ones one strategy of the eliminated node after
-#: another, which takes less memory.
+#: Tables up to this size are summed in one step. Larger ones are summed one strategy of the
+#: eliminated node at a time, which needs less memory.
 WHOLE = 2_000_000
 
 
 class Elimination:
-    """An order of elimination for the nodes `among` of a graph, found once and run for many costs
-    of its nodes.
+    """An elimination order for the nodes `among` of a graph.
 
-    `fits` says whether no table outgrows `cap` entries; `left` are the nodes that stand when the
-    next table would. `largest` is the size of the largest table that is kept, `width` the largest
-    number of neighbours of a node when its turn comes, `total` the entries of all tables that are
-    kept, `work` those that are looked at.
+    The order is found once and run for many node costs. `fits` is True if no table exceeds `cap`
+    entries; otherwise `left` are the nodes that remain when the next table would. `largest` is the
+    size of the largest table held. `width` is the largest number of neighbours of a node at its
+    elimination. `total` is the number of entries of all tables that are held, and `work` the number
+    of entries that are read.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Elimination:
         for i, j, _ in self.edges:
             around[i].add(j)
             around[j].add(i)
-        self.order: list[tuple[int, tuple[int, ...]]] = []  # (node, the neighbours it has then)
+        self.order: list[tuple[int, tuple[int, ...]]] = []  # (node, its neighbours at that time)
         self.largest, self.width, self.total, self.work = 0, 0, 0.0, 0.0
         logs = {i: math.log(sizes[i]) for i in around}
         limit = math.log(cap) + 1e-9
@@ -84,7 +83,7 @@ class Elimination:
 
     @classmethod
     def of(cls, core: PresolvedProblem) -> Elimination:
-        """Of a core's live nodes, numbered in order."""
+        """Return the elimination of a core's live nodes, numbered in order."""
         nodes = sorted(core.live)
         index = {i: n for n, i in enumerate(nodes)}
         edges = [
@@ -96,8 +95,10 @@ class Elimination:
         return cls([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
 
     def run(self, costs: Sequence[Array]) -> tuple[float, dict[int, int]]:
-        """The least cost and a choice that has it, for these costs of the nodes (indexed by node).
-        (inf, {}) where none is finite."""
+        """Return the minimum cost and a choice that attains it, for these costs by node.
+
+        Returns (inf, {}) where no choice has a finite cost.
+        """
         held: dict[int, list[tuple[tuple[int, ...], Array]]] = {i: [] for i, _ in self.order}
         rank = {i: n for n, (i, _) in enumerate(self.order)}
         for i, j, table in self.edges:
@@ -122,8 +123,10 @@ class Elimination:
     def minimised(
         self, i: int, near: tuple[int, ...], costs: Array, held: list[tuple[tuple[int, ...], Array]]
     ) -> Array:
-        """The least of the costs and the tables that hold node i over its strategies, as a table of
-        the nodes near it."""
+        """Return the minimum over the strategies of node i, as a table over the nodes `near`.
+
+        It minimises the sum of the node's costs and of the tables `held` that contain the node.
+        """
         axis = {n: k + 1 for k, n in enumerate(near)}
         axis[i] = 0
         parts = []

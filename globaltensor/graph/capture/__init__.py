@@ -1,1 +1,1 @@
-"""Run ``build()`` once on fake tensors and record what it does."""
+"""Run ``build()`` once on fake tensors and record what it does. `Graph` calls `capture`."""

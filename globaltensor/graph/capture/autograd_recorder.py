@@ -1,5 +1,7 @@
-"""Backward passes in build(), and gradients that it reads afterwards: to clip them, to scale them,
-to add to the loss."""
+"""Recording of backward passes in build(), and of gradients that build() reads afterwards.
+
+build() may read gradients to clip them, to scale them, or to add them to the loss. `recorders`
+derives from the class here."""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ __all__ = ["Differentiated", "Reached"]
 
 
 class Reached(TorchFunctionMode):
-    """Looks on while a custom Function runs, for leaves that it uses without having been given
-    them: its backward may fill their gradients."""
+    """A watcher of a custom Function, for leaves that the Function uses without being passed them.
+
+    The Function's backward may fill the gradients of such leaves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +48,10 @@ class Reached(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` while this looks on. Where it seeds the generator, as it will in each step,
-        that counts for nothing now."""
+        """Return ``function``, watched by this mode while it runs.
+
+        If ``function`` seeds the random generator, as it will in each step, the generator's state
+        is restored afterwards."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             generator = torch.default_generator
@@ -63,18 +68,19 @@ class Reached(TorchFunctionMode):
 
 
 class Differentiated(Recorder):
-    """Records backward passes on local tensors."""
+    """A recorder of backward passes on local tensors."""
 
     def __init__(self, fake: Any, rank: int) -> None:
         super().__init__(fake)
         self.rank = rank
-        self._spent: set[int] = set()  # losses that backward() has been called of
-        # of a local part's stand-in: the gradient, as a global tensor; () where nobody has read it
+        self._spent: set[int] = set()  # ids of losses whose backward() was called
+        # id of a local tensor's fake tensor -> its gradient as a global tensor; () if not read yet
         self._grads: dict[int, Any] = {}
-        # parameters that custom Functions reach for: no graph leads to them, but gradients may
+        # Parameters that custom Functions use without being passed them. No autograd graph leads to
+        # them, but they may get gradients.
         self._apart: dict[int, torch.Tensor] = {}
-        self.read = False  # whether gradients are read in build()
-        self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
+        self.read = False  # whether build() reads gradients
+        self.scale: fx.Node | None = None  # the factor of all gradients of a pass
         self.derived: dict[Any, Any] = {
             backward_pass.run: self._backward,
             get_grad: self._get_grad,
@@ -100,7 +106,7 @@ class Differentiated(Recorder):
     ) -> torch.Tensor: ...
 
     def reaches(self, leaves: Mapping[int, torch.Tensor]) -> None:
-        """A custom Function that has run uses these, which it was not given."""
+        """Record that a custom Function has used leaves that it was not passed."""
         for t in leaves.values():
             local = t._local if isinstance(t, GlobalTensor) else t
             self.of(local)
@@ -142,14 +148,13 @@ class Differentiated(Recorder):
                 self._grads[id(leaf)] = ()
 
     def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
-        """A leaf's gradient, as the backward pass before has left it; None where that does not get
-        to it."""
+        """Return a leaf's gradient after the last backward pass, or None if it has none."""
         local = self.standing(x._local)
         found = self._grads.get(id(local))
         if found is None or isinstance(found, GlobalTensor):
             return found
         self.read = True
-        if self.within(local):  # no parameter: nobody sums it but here
+        if self.within(local):  # not a parameter: its gradient is summed only here
             self.modes()
             out = self.made(local.shape, local.dtype, local.device, [])
             self.node(getattr, (self.of(local), "grad"), {}, out, effect=True)

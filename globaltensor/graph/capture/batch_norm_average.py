@@ -1,5 +1,7 @@
-"""Batch norms whose running statistics are the mean over all batches (``momentum=None``): torch
-reads how many there were, which a program counts instead."""
+"""Batch norms whose running statistics are the mean over all batches (``momentum=None``).
+
+torch's layer reads the number of batches as a Python value. A program counts the batches in a
+tensor instead. `module_hooks` enters `averaged` around build()."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ __all__ = ["averaged"]
 
 @contextlib.contextmanager
 def averaged(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Inside, such layers of ``modules`` ask for no number."""
+    """Replace the forward of such layers of ``modules``, so that they read no value of a tensor."""
     parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
     found = [part for part in parts if isinstance(part, BatchNorm) and _counts(part)]
     for norm in found:
@@ -43,7 +45,7 @@ def _counts(norm: BatchNorm) -> bool:
 
 
 def _forward(norm: BatchNorm, x: Tensor) -> Tensor:
-    """As the layer's own: of n batches the last has a share of 1 / n."""
+    """Run the layer's forward. The last of n batches has the weight 1 / n in the statistics."""
     torch_private.check_input(norm, x)
     assert norm.num_batches_tracked is not None
     assert norm.running_mean is not None

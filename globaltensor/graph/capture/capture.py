@@ -1,5 +1,7 @@
-"""Capture: run `build` once on stand-ins without memory -> the logical graph, and this rank's
-program."""
+"""Capture: run `build` once on fake tensors without memory.
+
+The result is the logical graph and this rank's program. `Graph` and the search for layouts call
+`capture`."""
 
 from __future__ import annotations
 
@@ -34,8 +36,7 @@ __all__ = ["CaptureResult", "Result", "capture"]
 
 @dataclass
 class Result:
-    """A tensor that build() returned: what it is (None: plain), and the program's node that gives
-    it."""
+    """A tensor that build() returned: its spec (None: a plain tensor), whether it has no dims."""
 
     spec: Spec | None
     scalar: bool
@@ -43,20 +44,20 @@ class Result:
 
 @dataclass
 class CaptureResult:
-    """What one run of build() came to."""
+    """The graphs and facts that one run of build() yields."""
 
     logical: fx.Graph
     program: fx.Graph
     constants: dict[str, Any]
-    # real tensors that the program reads, in the order of its inputs; the call's inputs come before
-    # them
+    # Real tensors that the program reads, in the order of its inputs. The call's inputs come before
+    # them.
     states: list[torch.Tensor]
     inputs: int
     structure: Any  # build's result, tensors replaced by Result
     scaled: bool  # whether there is a backward pass
     read: bool  # whether build() reads gradients
-    alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
-    logical_constants: dict[str, Any]  # what the logical graph's get_attr nodes name
+    alone: Callable[[], fx.GraphModule]  # makes the logical graph a module of plain tensors
+    logical_constants: dict[str, Any]  # values of the logical graph's get_attr nodes
     slots: list[
         tuple[Any, Any]
     ]  # (dict or list, key) of attributes whose tensors the program reads or writes into
@@ -70,9 +71,12 @@ def capture(
     hooks: Callable[[LogicalRecorder], Any],
     imagined: bool = False,
 ) -> CaptureResult:
-    """``args`` and ``kwargs``: the call's inputs; ``imagined``: those are meta tensors that stand
-    for tensors on the cpu. ``named``: parameters and buffers by path. ``hooks(recorder)`` is a
-    context in which modules say when they run. Raises GraphError where the code depends on data."""
+    """Run ``build`` once on fake tensors and record it.
+
+    ``args`` and ``kwargs`` are the call's inputs. ``imagined`` says that these are meta tensors
+    that represent tensors on the cpu. ``named`` holds parameters and buffers by path.
+    ``hooks(recorder)`` is a context in which modules report when they run. Raises GraphError if the
+    code depends on data."""
     real = world()
     fake = torch_private.fake_tensors()
     dry = DryWorld(real)
@@ -109,7 +113,7 @@ def capture(
             if node.target is backward:
                 node.meta["watched"] = (
                     reducer().watchers.begun > 0
-                )  # whether build() may look at gradients on their way
+                )  # whether build() may see gradients before they are reduced
         local.end()
         local.unseeded()
         settled = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
@@ -132,8 +136,9 @@ def capture(
 
 @contextlib.contextmanager
 def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
-    """Afterwards tensors from outside hold what they held before. Raises GraphError where build()
-    has made one of another dtype, sbp or placement."""
+    """Restore the contents of tensors from outside after build().
+
+    Raises GraphError if build() has changed the dtype, sbp or placement of one."""
     done = False
     try:
         yield
@@ -151,7 +156,7 @@ def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as(dry: Any, real: Any) -> Iterator[None]:
-    """In this thread the world is ``dry``."""
+    """Use ``dry`` as the world of this thread."""
     set_world(dry)
     before, torch_private.recording.on, torch_private.recording.looks = (
         torch_private.recording.looks,
@@ -168,7 +173,7 @@ def _as(dry: Any, real: Any) -> Iterator[None]:
 
 
 def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
-    """An input without memory."""
+    """Return a fake tensor for an input."""
     real = materialize(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
     if imagined:
         with fake:
@@ -181,7 +186,7 @@ def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
 
 
 def _depends(error: BaseException) -> str:
-    """Which line of the user's asks for a value."""
+    """Return an error text with the line of the user's code that asks for a value."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename)]
     at = (
         f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"

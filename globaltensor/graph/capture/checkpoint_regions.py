@@ -1,8 +1,8 @@
-"""Calls of ``torch.utils.checkpoint`` in a model's own code (Hugging Face's
-``gradient_checkpointing_enable()``): while a graph records, they mark a region.
+"""Calls of ``torch.utils.checkpoint`` in a model's own code, as regions to recompute.
 
-Recorded straight through, a checkpoint would leave no trace in the program: what it saves memory by
-happens below the calls that are recorded.
+Hugging Face's ``gradient_checkpointing_enable()`` makes such calls. While a graph records, each
+call marks a region. Otherwise a checkpoint would leave no trace in the program, because it saves
+memory below the level of the recorded calls. `capture` enters `marked`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _recording: ContextVar[tuple[Any, Iterator[int]] | None] = ContextVar(
 
 @contextlib.contextmanager
 def marked(recorder: Any) -> Iterator[None]:
-    """Inside, in this thread, a checkpoint (reentrant or not) is a region of ``recorder`` and does
-    nothing else. One inside a region belongs to that."""
+    """Make each checkpoint in this thread a region of ``recorder`` and nothing else.
+
+    This covers reentrant checkpoints too. A checkpoint inside a region belongs to that region."""
     token = _recording.set(
         (recorder, itertools.count(-1, -1))
     )  # modules' regions are numbered upwards from 0
@@ -36,7 +37,7 @@ def marked(recorder: Any) -> Iterator[None]:
 
 
 def _region() -> Any:
-    """A context for the function that a checkpoint runs; None where nobody records."""
+    """Return a context for the function that a checkpoint runs, or None outside of recording."""
     found = _recording.get()
     return None if found is None else _inside(*found)
 

@@ -1,5 +1,7 @@
-"""Values that follow from the code alone: a mask made of ``torch.ones`` and ``triu`` is no data, so
-build() may ask whether it is causal."""
+"""Values that follow from the code alone.
+
+A mask made of ``torch.ones`` and ``triu`` is not data, so build() may ask whether the mask is
+causal. The recorders call this module when a function needs values."""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ __all__ = ["NotConstant", "evaluated", "nodes_in"]
 
 
 class NotConstant(Exception):
-    """A value depends on an input, a state, a random number or another rank."""
+    """A sign that a value depends on an input, a state, a random number or another rank."""
 
 
 def evaluated(
     graph: fx.Graph, constants: dict[str, Any], func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """``func`` on the values of the nodes that stand among its arguments, run with memory, now.
-    Raises NotConstant where they are not constant."""
+    """Call ``func`` on real tensors now, with nodes among its arguments replaced by their values.
+
+    Raises NotConstant if a value is not constant."""
     wanted = [n for n in nodes_in([args, kwargs]) if isinstance(n, fx.Node)]
     needed = _needed(graph, wanted)
     with torch_private.real_tensors(), torch.no_grad():
@@ -36,7 +39,7 @@ def evaluated(
 
 
 def nodes_in(value: Any) -> list[Any]:
-    """The nodes in a nest of arguments."""
+    """Return the nodes in a pytree of arguments."""
     found: list[Any] = []
     fx.map_arg(value, lambda n: found.append(n))
     return found
@@ -55,8 +58,9 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], constants: dict[str, Any]) -
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that ``wanted`` come from, those that write into their memory too. Raises
-    NotConstant."""
+    """Return the nodes that ``wanted`` depend on, including those that write into their memory.
+
+    Raises NotConstant if such a node is not constant."""
     writers = [(n, _written(n)) for n in graph.nodes if n.meta.get("writes")]
     found: set[fx.Node] = set()
     memories: set[int] = set()
@@ -82,7 +86,7 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _written(node: fx.Node) -> set[int]:
-    """The memories that a node writes into."""
+    """Return the storages that a node writes into."""
     given = [
         t for n in nodes_in([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])
     ]

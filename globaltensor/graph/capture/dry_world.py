@@ -1,5 +1,6 @@
-"""The world while a graph is captured: ranks, placements and shapes are as they are, but no tensor
-is sent."""
+"""A world for capture: ranks, placements and shapes are real, but no tensor is sent.
+
+`capture` runs build() in it."""
 
 from __future__ import annotations
 
@@ -15,18 +16,16 @@ from ..errors import GraphError
 
 __all__ = ["INSIDE", "DryComm", "DryWorld", "Left", "Untraceable"]
 
-#: What a rank that runs build() puts before what it tells the others.
+#: The mark that a rank inside build() puts before the objects that it sends to others.
 INSIDE: Final = "in build()"
 
 
 class Untraceable(Exception):
-    """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept
-    whole."""
+    """A sign that a step communicates or needs a value, and must be recorded as one call."""
 
 
 class DryComm(Communicator):
-    """A communicator that sends nothing: what a step would receive has the right shape, and that is
-    all that is asked of it."""
+    """A communicator that sends nothing: received tensors have the right shapes and no values."""
 
     world: DryWorld
 
@@ -36,13 +35,15 @@ class DryComm(Communicator):
         self.world.met += 1
 
     def barrier(self) -> None:
-        """Note that ranks would have met."""
+        """Record that ranks would have met."""
         if self.size > 1:
             self._swap({}, {}, torch.device("cpu"))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """What ranks tell each other about shapes they do tell, while they capture: all run build()
-        at the same time."""
+        """Exchange objects with the other ranks for real.
+
+        Ranks need each other's shapes during capture, and all run build() at the same time. Raises
+        GraphError for a group of some ranks only, and Left if another rank has left build()."""
         if len(self.ranks) != self.world.size:
             raise GraphError(
                 "inside build() some ranks cannot tell each other what they hold (to_global of a "
@@ -61,25 +62,25 @@ class DryComm(Communicator):
 
 
 class Left(GraphError):
-    """Another rank is not in build() any more."""
+    """An error: another rank has left build()."""
 
 
 class DryWorld(World):
-    """The world as it is, but nothing is sent."""
+    """A copy of the real world that sends no tensor."""
 
     dry = True
 
     @property
     def real(self) -> World:
-        """The world that this one is like."""
+        """The world that this one copies."""
         found = self._real()
         assert found is not None, "whoever captures is in it"
         return found
 
     def __init__(self, real: World) -> None:
         super().__init__(real.rank, real.size, real.local_rank, real.node_size)
-        self._real = weakref.ref(real)  # which may hold what was dreamt up in this one
-        self.met = 0  # how often ranks would have met
+        self._real = weakref.ref(real)  # weak, since the real world may hold objects of this one
+        self.met = 0  # number of times that ranks would have met
 
     def _connect(self, ranks: tuple[int, ...]) -> Communicator:
         return DryComm(self, ranks)

@@ -1,5 +1,7 @@
-"""Modules under capture: they say when they run, bring what they are given to the placement of
-their stage, and mark what is to be recomputed."""
+"""Hooks on modules during capture.
+
+The hooks report which module runs, move its inputs to the placement of its stage, and mark the
+regions to recompute. `Graph` passes `watched` to the capture."""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ __all__ = ["block_of", "lying", "stages_of", "watched"]
 def block_of(
     module: torch.nn.Module, blocks: Mapping[int, ModuleSettings]
 ) -> ModuleSettings | None:
-    """The settings of a module: the graph's own, and for what those leave open the stage that
-    `flow.pipeline.cut`, or a plan, has given it."""
+    """Return the settings of a module: the graph's own, completed by its assigned stage.
+
+    `flow.pipeline.cut`, or a plan, may have assigned a stage to the module. That stage counts if
+    the graph's own settings name none."""
     own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
     if own is None or cut is None or own.stage_id is not None:
         return own or cut
@@ -49,8 +53,9 @@ def watched(
     logical: LogicalRecorder,
     own: dict[str, Any] | None = None,
 ) -> Iterator[None]:
-    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that
-    runs. ``own``: the attributes of the graph."""
+    """Report the path, stage and recomputed region of the running module to ``logical``.
+
+    The context is entered around build(). ``own`` holds the attributes of the graph."""
     watcher = _Watcher(logical)
     logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
     try:
@@ -69,10 +74,10 @@ class _Watcher:
         self.regions = itertools.count()
         self.handles: list[Any] = []
         self.before: list[tuple[Any, ...]] = []
-        self.here: Placement | None = None  # of the stage that runs
+        self.here: Placement | None = None  # placement of the stage that runs
         self.borrowed: list[tuple[torch.nn.Module, str, Any]] = []
-        self.places: dict[int, Placement] = {}  # where the stages lie that have run
-        self.ran: set[int] = set()  # ids of modules with a stage
+        self.places: dict[int, Placement] = {}  # placements of the stages that have run
+        self.ran: set[int] = set()  # ids of modules with a stage that have run
 
     def leave(self) -> None:
         for handle in self.handles:
@@ -114,8 +119,10 @@ class _Watcher:
     def turn(
         self, module: torch.nn.Module, block: ModuleSettings, given: list[torch.Tensor]
     ) -> tuple[int | None, Placement | None]:
-        """Where a module runs: in its stage; in a model that was cut, when it is called once more
-        with what comes from a later stage, there, as an op would."""
+        """Return the stage and the placement in which a module runs.
+
+        A module runs in its own stage. In a model that was cut, a module that is called again with
+        tensors of a later stage runs in that stage, as an op would."""
         stage, where = block.stage_id, block.placement
         if stage is None or where is None:
             return stage, where
@@ -137,14 +144,13 @@ class _Watcher:
         return stage, self.places[stage]
 
     def brought(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor on the placement of the stage that runs, with its sbp as it is."""
+        """Return the tensor on the placement of the running stage, with its sbp unchanged."""
         if not isinstance(t, GlobalTensor) or t._spec.placement is self.here or self.here is None:
             return t
         return self.logical.brought(t, self.here)
 
     def borrow(self, module: torch.nn.Module) -> None:
-        """A weight that lies in another stage (tied to one there) is brought here for the module's
-        run."""
+        """Move weights of other stages (tied weights) to the running stage for the module's run."""
         for held in (module._parameters, module._buffers):
             for name, t in held.items():
                 if isinstance(t, GlobalTensor) and t._spec.shown.placement is not self.here:
@@ -163,9 +169,10 @@ def stages_of(
     blocks: Mapping[int, ModuleSettings],
     logical: fx.Graph,
 ) -> list[Placement]:
-    """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises
-    GraphError where stages are not numbered from 0, where one has two placements, and where a
-    weight that only one stage uses lies elsewhere."""
+    """Return the placement of each stage, by the settings of modules, and of tensors in build().
+
+    Raises GraphError if stages are not numbered from 0, or if a stage has two placements. Also
+    raises it if a weight that only one stage uses is not on the stage's placement."""
     found: dict[int, Placement] = {}
     users: dict[
         int, set[int | None]
@@ -223,7 +230,7 @@ def stages_of(
 def lying(
     modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
 ) -> list[Placement]:
-    """Where stages lie by the settings of the modules alone, that of stage 0 first."""
+    """Return the placements of the stages, stage 0 first, by the settings of the modules alone."""
     found: dict[int, Placement] = {}
     for _, part, block in _staged(modules, blocks):
         if block is not None and block.stage_id is not None and block.stage_id not in found:
@@ -238,8 +245,9 @@ def lying(
 def _staged(
     modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
 ) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
-    """Path, module, and the settings by which it is in a stage: its own, or those of what holds
-    it."""
+    """Yield path, module, and the settings that assign the module to a stage.
+
+    These are the module's own settings, or those of a module that contains it."""
 
     def down(
         path: str, module: torch.nn.Module, block: ModuleSettings | None

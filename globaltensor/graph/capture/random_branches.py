@@ -1,9 +1,12 @@
-"""What holds of a drawn number before it is drawn: one of `torch.rand` lies in [0, 1), so
-``torch.rand([]) < 0.0`` is no choice that depends on data.
+"""Comparisons of random numbers whose result is known before a number is drawn.
 
-Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019;
-adapters). ``torch.rand(1) > 0.0`` is the same question: that it is false where just 0 is drawn,
-once in 2**24 or rarer, is how it is written and not what it asks, so it counts as true."""
+A number of `torch.rand` is in [0, 1), so ``torch.rand([]) < 0.0`` is no choice that depends on
+data. The recorder calls this module when build() branches on a comparison.
+
+Models drop whole layers this way, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019;
+adapters). ``torch.rand(1) > 0.0`` asks the same question. It is false only if exactly 0 is drawn,
+once in 2**24 or rarer. That case follows from how the comparison is written, not from what it asks,
+so it counts as true."""
 
 from __future__ import annotations
 
@@ -23,8 +26,9 @@ _OPERATORS: Final[dict[Any, str]] = {getattr(operator, name): name for name in _
 
 
 def decided(node: fx.Node | None) -> bool | None:
-    """The truth of a comparison of one uniform number with a number, where it is the same whatever
-    is drawn; None where it is not, and of other nodes."""
+    """Return the result of comparing a uniform random number with a number, if every draw gives it.
+
+    Otherwise, and for other nodes, return None."""
     name = None if node is None else _OPERATORS.get(node.target, node.target)
     if node is None or name not in _MIRRORED or len(node.args) != 2 or node.kwargs:
         return None
@@ -42,7 +46,7 @@ def decided(node: fx.Node | None) -> bool | None:
 
 
 def drawn(node: fx.Node | None) -> bool:
-    """Whether a value follows from random numbers alone."""
+    """Return True if a value follows from random numbers alone."""
     todo, seen, found = [node], set(), False
     while todo:
         one = todo.pop()
@@ -56,7 +60,7 @@ def drawn(node: fx.Node | None) -> bool:
 
 
 def _fine(node: fx.Node) -> bool:
-    """Whether 0 itself is hardly ever drawn: numbers in half precision have few values."""
+    """Return True if exactly 0 is hardly ever drawn. Half precision has too few values for that."""
     return node.meta["val"].dtype in (torch.float32, torch.float64)
 
 

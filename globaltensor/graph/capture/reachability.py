@@ -1,4 +1,6 @@
-"""Where a backward pass gets to: asked of the autograd graph that fake tensors have."""
+"""Find the tensors that a backward pass reaches, in the autograd graph of fake tensors.
+
+`autograd_recorder` calls this module."""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ __all__ = ["leaves", "reached"]
 
 
 def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Tensor]]:
-    """(the functions that a backward pass from ``starts`` runs, the leaves that it gets to, by
-    id)"""
+    """Return (functions that a backward pass runs, leaves that it reaches, by id)."""
     seen: set[Any] = set()
     found = {id(t): t for t in starts if t.requires_grad and t.grad_fn is None}
     todo = [t.grad_fn for t in starts if t.grad_fn is not None]
@@ -29,11 +30,11 @@ def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Te
 
 
 def leaves(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that get a gradient."""
+    """Return the leaves that a backward pass from ``starts`` gives a gradient."""
     return list(_nodes(starts)[1].values())
 
 
 def reached(starts: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[bool]:
-    """For each of ``wanted`` whether there is a way to it."""
+    """Return, for each of ``wanted``, whether a backward pass from ``starts`` reaches it."""
     functions, found = _nodes(starts)
     return [id(t) in found or (t.grad_fn is not None and t.grad_fn in functions) for t in wanted]

@@ -1,4 +1,6 @@
-"""What both recorders share: nodes, names, and where in the user's code one is."""
+"""The common base of both recorders: nodes, names, and the current line of the user's code.
+
+`recorders` and `autograd_recorder` build on it."""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _SPELLED: Final = {
     "__ge__": operator.ge,
 }
 #: Operators that torch writes in Python under other names: ``x ** 2`` calls a function named
-#: ``pow`` that no module has.
+#: ``pow`` that is in no module.
 _OPERATORS: Final = {
     f: n
     for n, f in vars(torch.Tensor).items()
@@ -60,7 +62,7 @@ _BASIC = (
     torch.memory_format,
     type(Ellipsis),
 )
-#: Of what may be a subclass of Python's own: how its value is had.
+#: Conversions of subclasses of Python's types to the plain value.
 _PLAIN: Final[dict[type, Callable[[Any], Any]]] = {
     int: int,
     float: float,
@@ -70,23 +72,25 @@ _PLAIN: Final[dict[type, Callable[[Any], Any]]] = {
 
 
 class Recorder(TorchFunctionMode, ABC):
-    """Writes calls into ``graph``. A tensor is known by its identity; what is not known yet is a
-    state: it becomes an input of the graph."""
+    """A recorder that writes calls into ``graph``.
+
+    A tensor is known by its identity. An unknown tensor is a state, and becomes an input of the
+    graph."""
 
     def __init__(self, fake: Any) -> None:
         super().__init__()
         self.fake = fake
         self.graph = fx.Graph()
         self.known: dict[int, fx.Node] = {}
-        self.alive: list[Any] = []  # ids are only good while their tensors live
+        self.alive: list[Any] = []  # ids are unique only while their tensors live
         self.states: list[torch.Tensor] = []
         self.constants: dict[str, Any] = {}
-        self.path: list[str] = []  # of modules being run
+        self.path: list[str] = []  # path of the module that runs
         self.stage: int | None = None
-        self.region: int | None = None  # of nodes to be recomputed in backward
-        self.call = 0  # number of the user's call that is being run
-        self._last: fx.Node | None = None  # placeholder
-        self.names_taken: set[str] = set()  # of placeholders
+        self.region: int | None = None  # number of the region of nodes to be recomputed in backward
+        self.call = 0  # number of the user's call that runs
+        self._last: fx.Node | None = None  # the last placeholder
+        self.names_taken: set[str] = set()  # names of placeholders
 
     # Nodes
 
@@ -124,7 +128,7 @@ class Recorder(TorchFunctionMode, ABC):
     def node(
         self, target: Any, args: Any, kwargs: Any, value: Any, effect: bool = False, calls: int = 1
     ) -> fx.Node:
-        """One more call. ``value`` is what it gives (fake)."""
+        """Add a call to the graph. ``value`` is its result on fake tensors."""
         if isinstance(target, str):
             made = self.graph.call_method(target, args, kwargs)
         else:
@@ -142,7 +146,7 @@ class Recorder(TorchFunctionMode, ABC):
         return made
 
     def arg(self, a: Any) -> Any:
-        """An argument as fx wants it."""
+        """Return an argument in the form that fx accepts."""
         if isinstance(a, torch.Tensor):
             return self.of(a)
         if isinstance(a, torch.Size):
@@ -158,7 +162,7 @@ class Recorder(TorchFunctionMode, ABC):
         if isinstance(a, slice):
             return slice(self.arg(a.start), self.arg(a.stop), self.arg(a.step))
         if isinstance(a, _BASIC):
-            # programs are printed: NumPy's numbers and members of enumerations are no names there
+            # Programs are printed, and NumPy's numbers and enumeration members have no name there.
             for (
                 kind,
                 plain,
@@ -182,7 +186,7 @@ class Recorder(TorchFunctionMode, ABC):
 
 
 def specs_of(args: Any, kwargs: Any) -> list[Spec | None]:
-    """How the tensors of a call lie, in order; of a plain one None."""
+    """Return the specs of a call's tensors, in order; None for a plain tensor."""
     return [
         t._spec if isinstance(t, GlobalTensor) else None
         for t in tensors_in(kwargs, tensors_in(args, []))
@@ -190,8 +194,9 @@ def specs_of(args: Any, kwargs: Any) -> list[Spec | None]:
 
 
 def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """(target, args) of a torch function, as a reader would write the call: ``x.view(3)`` rather
-    than ``torch.Tensor.view(x, 3)``."""
+    """Return (target, args) of a torch function as a reader would write the call.
+
+    For example ``x.view(3)`` rather than ``torch.Tensor.view(x, 3)``."""
     name = getattr(func, "__name__", "")
     owner = getattr(func, "__self__", None)
     if name == "__get__" and isinstance(owner, types.GetSetDescriptorType):
@@ -209,8 +214,8 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     if name and getattr(torch.Tensor, name, None) is func:
         return _SPELLED.get(name, name), args
     if isinstance(func, types.BuiltinFunctionType) and getattr(torch, name, func) is not func:
-        # a kernel: by its name torch has the Python function that calls it, with arguments of its
-        # own
+        # A kernel. Under its name torch has the Python function that calls it, with other
+        # arguments.
         return (
             ProgramCall(func),
             args,
@@ -222,12 +227,12 @@ _INSIDE: Final = (str(Path(torch.__file__).parent), str(PACKAGE_ROOT), "<")
 
 
 def of_user(path: str) -> bool:
-    """Whether a file is the user's, not torch's or ours."""
+    """Return True if a file is the user's: neither torch's nor this package's."""
     return not path.startswith(_INSIDE)
 
 
 def line() -> str:
-    """file:line of the user's code that is running."""
+    """Return file:line of the user's code that is running."""
     frame = sys._getframe(2)
     while frame is not None:
         if of_user(frame.f_code.co_filename):

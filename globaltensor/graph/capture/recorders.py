@@ -1,10 +1,10 @@
-"""Recording: what `build` does on fake tensors becomes an fx graph. No kernel runs, and no memory
-is taken.
+"""Recorders: they turn what `build` does on fake tensors into an fx graph.
 
-Two modes look on. `LogicalRecorder` sees each call that the user's code makes, with global shapes:
-the logical graph, the same on every rank. `LocalRecorder`, pushed while such a call runs, sees what
-it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that
-communicate. That is the program.
+No kernel runs, and no memory is allocated. `capture` runs build() under two torch-function modes.
+`LogicalRecorder` sees each call that the user's code makes, with global shapes: this is the logical
+graph, the same on every rank. `LocalRecorder` is pushed while such a call runs. It sees the call's
+work on this rank's local tensors: torch functions, boxings, and steps of this package that
+communicate, each as one call. This is the program.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _RANDOM: Final = (
 )
 
 
-#: Functions that hand out values, and those that make a tensor from values.
+#: Functions that return values of tensors.
 _READING: Final = frozenset(
     {
         torch.Tensor.numpy,
@@ -89,14 +89,14 @@ _BY_CHANCE: Final = (
 
 
 class LocalRecorder(Differentiated):
-    """Records what is done to this rank's local tensors."""
+    """A recorder of everything that is done to this rank's local tensors."""
 
     def __init__(self, fake: Any, dry: DryWorld, names: Mapping[int, str]) -> None:
         super().__init__(fake, dry.rank)
         self.world = dry
-        self.names = names  # id of a local part -> the path of the parameter or buffer
-        self._fakes: dict[int, torch.Tensor] = {}  # real tensor's id -> its stand-in
-        self._reals: dict[int, torch.Tensor] = {}  # and back
+        self.names = names  # id of a local tensor -> the path of the parameter or buffer
+        self._fakes: dict[int, torch.Tensor] = {}  # id of a real tensor -> its fake tensor
+        self._reals: dict[int, torch.Tensor] = {}  # id of a fake tensor -> its real tensor
         self._grad, self._cast = torch.is_grad_enabled(), casting()
         self.start = self._grad, self._cast
         here = world()
@@ -105,10 +105,10 @@ class LocalRecorder(Differentiated):
             if isinstance(getattr(here, "real", here), SimulatedWorld)
             else torch.default_generator.initial_seed()
         )
-        self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
+        self.boxed: list[tuple[Spec, Spec, str]] = []  # boxings, in order: (src, dst, why)
         self.as_run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: (
             function
-        )  # what draws, as it is run to see what it gives
+        )  # wraps a function that draws, when it runs on fake tensors
         self.special: dict[Any, Callable[..., Any]] = {
             box: self._box,
             overridable.apply: self._apply,
@@ -130,7 +130,7 @@ class LocalRecorder(Differentiated):
         if func in overridable.SEEN:
             with self:
                 return func.__wrapped__(*args, **kwargs)
-        # torch leaves out the types of ``stand_in == global``, and of operands in a list
+        # torch leaves out the types of ``fake == global``, and of operands in a list
         # (``torch.einsum("i, i", [x, y])``).
         if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
             with self:
@@ -140,9 +140,9 @@ class LocalRecorder(Differentiated):
     # States
 
     def standing(self, a: Any) -> Any:
-        """The same nest of arguments with stand-ins for real tensors."""
+        """Return the same pytree of arguments with fake tensors for real ones."""
         if isinstance(a, torch.Tensor):
-            if torch_private.is_fake(a) or id(a) in self.known:  # (a meta tensor is no fake one)
+            if torch_private.is_fake(a) or id(a) in self.known:  # (a meta tensor is not a fake one)
                 return a
             found = self._fakes.get(id(a))
             if found is None:
@@ -163,12 +163,12 @@ class LocalRecorder(Differentiated):
         return a
 
     def memory(self, t: torch.Tensor) -> Any:
-        """What tells apart the memory of this rank's part from that of others."""
+        """Return a key that identifies the storage of this rank's local tensor."""
         part = t._local if isinstance(t, GlobalTensor) else t
         return self._fakes.get(id(part), part).untyped_storage()._cdata
 
     def within(self, stand: torch.Tensor) -> bool:
-        """Whether build() has made it."""
+        """Return True if build() has made the fake tensor."""
         return id(stand) not in self._reals
 
     def of(self, t: torch.Tensor) -> fx.Node:
@@ -182,7 +182,7 @@ class LocalRecorder(Differentiated):
         stand = self.fake.from_tensor(t)
         if stand.requires_grad != t.requires_grad:
             stand.requires_grad_(t.requires_grad)
-        stand.grad = None  # of an earlier step
+        stand.grad = None  # drop the gradient of an earlier step
         self._fakes[id(t)], self._reals[id(stand)] = stand, t
         self.alive.append(t)
         self.states.append(t)
@@ -193,7 +193,7 @@ class LocalRecorder(Differentiated):
     # Calls
 
     def modes(self) -> None:
-        """Gradients on or off, autocast: where they change, the program says so."""
+        """Record changes of the grad mode and of autocast, so that the program makes them too."""
         grad, cast = torch.is_grad_enabled(), casting()
         if grad != self._grad:
             self._grad = grad
@@ -203,7 +203,7 @@ class LocalRecorder(Differentiated):
             self.node(autocast, tuple(cast), {}, None, effect=True, calls=0)
 
     def end(self) -> None:
-        """Back to how it was at the start."""
+        """Record the return to the modes at the start."""
         if self._grad != self.start[0]:
             self.node(set_grad_enabled, (self.start[0],), {}, None, effect=True, calls=0)
         if self._cast != self.start[1]:
@@ -257,13 +257,13 @@ class LocalRecorder(Differentiated):
         if target is None:
             target, args = spelled(func, args)
         made = self.node(target, self.arg(args), self.arg(kwargs), out, effect)
-        made.meta["writes"] = written  # which of its tensors
-        made.meta["meets"] = self.world.met > met  # other ranks
+        made.meta["writes"] = written  # positions of the tensors that it writes to
+        made.meta["meets"] = self.world.met > met  # whether it communicates
         made.meta["random"] = any(word in name for word in _RANDOM)
         if made.meta["random"]:
             self.unseeded()
-        # x += 1 gives the tensor itself: what the user goes on with, or keeps in a module, is no
-        # stand-in
+        # ``x += 1`` returns the tensor itself. The user's code must then get the real tensor, which
+        # it may store in a module.
         outs = tensors_in(out, [])
         return (
             replaced(out, iter([self._reals.get(id(t), t) for t in outs]))
@@ -272,8 +272,9 @@ class LocalRecorder(Differentiated):
         )
 
     def unseeded(self) -> None:
-        """Raises GraphError where build() has set the generator, which a program does not do.
-        Simulated ranks share one, so there it cannot be told."""
+        """Raise GraphError if build() has seeded the generator, which a program does not do.
+
+        Simulated ranks share one generator, so the check is left out for them."""
         if self._seed is not None and torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build() seeds torch's generator: it runs once, so only its first step would. "
@@ -282,8 +283,9 @@ class LocalRecorder(Differentiated):
             )
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a function that wants values, of tensors that follow from the code alone.
-        Raises NotConstant."""
+        """Return the result of a function that needs values, if they follow from the code alone.
+
+        Raises NotConstant otherwise."""
         out = evaluated(self.graph, self.constants, func, self.arg(args), self.arg(kwargs))
         return replaced(out, iter([self.fake.from_tensor(t) for t in tensors_in(out, [])]))
 
@@ -321,7 +323,7 @@ class LocalRecorder(Differentiated):
     def made(
         self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]
     ) -> torch.Tensor:
-        """A fresh fake tensor that autograd takes for a result of ``from_``."""
+        """Return a new fake tensor that autograd takes for a result of ``from_``."""
         real = dtype.is_floating_point or dtype.is_complex
         with self.fake:
             if real and torch.is_grad_enabled() and any(t.requires_grad for t in from_):
@@ -329,12 +331,13 @@ class LocalRecorder(Differentiated):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a rule runs on the locals: looked into, unless it communicates or asks for
-        values."""
+        """Run a rule's function on local tensors, and record its calls.
+
+        A function that communicates or asks for values is recorded as one call instead."""
         args, kwargs = (
             self.standing(tuple(args)),
             self.standing(kwargs),
-        )  # first: ``x.to(dtype)`` may be x, known by another node afterwards
+        )  # convert first: ``x.to(dtype)`` may return x, which is then known by another node
         mark, known, modes = (
             next(iter(reversed(self.graph.nodes)), None),
             dict(self.known),
@@ -352,7 +355,7 @@ class LocalRecorder(Differentiated):
             }
         with torch_private.real_among_fake(
             self.fake
-        ):  # those that a rule has made beforehand: places, weights
+        ):  # real tensors that a rule made beforehand: positions, weights
             return self.record(function, args, kwargs, ProgramCall(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
@@ -398,7 +401,7 @@ class LocalRecorder(Differentiated):
             locals_ = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in given]
         step = autograd_function.LocalFunction(
             function, args, kwargs
-        )  # its backward is for global tensors too: the program runs it whole
+        )  # its backward acts on global tensors too, so the program runs it as one call
         with torch_private.real_among_fake(self.fake):
             parts, written = self.record(
                 reached.around(step), locals_, {}, ProgramCall(step, function.__name__), True
@@ -424,8 +427,9 @@ class LocalRecorder(Differentiated):
 
 
 def _asked_whether_causal(frame: Any) -> bool:
-    """Whether a truth is asked for by torch's look at a mask, itself or by way of the method of a
-    global tensor."""
+    """Return True if PyTorch's causal check of a mask asks for the truth value.
+
+    The check may ask directly, or through the method of a global tensor."""
     return torch_private.CAUSAL_CHECK is not None and torch_private.CAUSAL_CHECK in (
         frame.f_code,
         frame.f_back and frame.f_back.f_code,
@@ -433,19 +437,20 @@ def _asked_whether_causal(frame: Any) -> bool:
 
 
 class LogicalRecorder(Recorder):
-    """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what
-    becomes of it."""
+    """A recorder of the user's calls, on tensors of global shape.
+
+    ``local`` records the work of each call on local tensors."""
 
     def __init__(self, fake: Any, local: LocalRecorder, names: Mapping[int, str]) -> None:
         super().__init__(fake)
         self.local = local
         self.names = names  # id of a parameter or buffer -> its path
         self.count = 0
-        self.joins = False  # whether an op that mixes stages takes place in the latest of them
-        self.here: Placement | None = None  # of the stage whose module runs
+        self.joins = False  # whether an op that mixes stages runs in the latest of them
+        self.here: Placement | None = None  # placement of the stage whose module runs
         self.moved: dict[
             tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # what several need is brought to a stage once
+        ] = {}  # a tensor that several ops need is moved to a stage once
         self.applied: Any = None  # the plan to follow (graph/sharding_plan.py), if any
         self.slots: list[
             tuple[Any, Any]
@@ -455,8 +460,9 @@ class LogicalRecorder(Recorder):
         ] = {}  # global tensors from outside, and what they hold
 
     def remember(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What tensors from outside hold, before build() does anything to them. (A moved view,
-        asked what it holds, may bring itself up to date: an op.)"""
+        """Save the contents of tensors from outside before build() changes them.
+
+        Views that need communication are left out: reading one may refresh it, which is an op."""
         for t in tensors:
             if (
                 isinstance(t, GlobalTensor)
@@ -467,7 +473,7 @@ class LogicalRecorder(Recorder):
                 self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
 
     def given_back(self) -> list[str]:
-        """The names of those that hold stand-ins; they get back what they held."""
+        """Restore tensors that hold fake tensors, and return their names."""
         lost = [held for held in self.real.values() if held[0]._local is not held[1]]
         for t, local, spec, memory, own in lost:
             t._local, t._spec, t._memory, t.__dict__ = local, spec, memory, own
@@ -483,7 +489,7 @@ class LogicalRecorder(Recorder):
         ):
             return told
         if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
-            return False  # no shorter way is taken; the mask itself masks all the same
+            return False  # PyTorch takes no shortcut, and the mask itself still masks
         self.remember(tensors_in(kwargs, tensors_in(args, [])))
         if self.joins:
             args, kwargs = self._together(func, args, kwargs)
@@ -538,18 +544,22 @@ class LogicalRecorder(Recorder):
         return out
 
     def brought(self, t: GlobalTensor, where: Placement) -> GlobalTensor:
-        """The tensor on another placement, with its sbp as it is where that has as many axes."""
+        """Return the tensor on another placement.
+
+        Its sbp is unchanged if the placement has as many axes."""
         key = (id(t), where)
         if key not in self.moved:
             self.moved[key] = (
                 t,
                 t.to_global(placement=where, sbp=layout_for(where, t.sbp)),
-            )  # kept, so that the id stays its own
+            )  # the entry keeps t alive, so that its id stays unique
         return self.moved[key][1]  # type: ignore[return-value]
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands of an op that mixes stages, on the placement of the stage that runs, or else
-        of the latest of them. One that writes into another stage is left to fail."""
+        """Return the operands of an op that mixes stages, moved to one placement.
+
+        This is the placement of the running stage, or else of the latest stage among the operands.
+        An op that writes into another stage is left as it is, and fails."""
         given = tensors_in(kwargs, tensors_in(args, []))
         placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
         if len(placements) < 2 or getattr(func, "__name__", "") == "backward":
@@ -571,8 +581,7 @@ class LogicalRecorder(Recorder):
         return replaced(args, found := iter(these)), replaced(kwargs, found)
 
     def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
-        """From here on ``t`` lies on ``placement``, and what is computed from it belongs to the
-        stage."""
+        """Move ``t`` to ``placement``, and let what is computed from it belong to the stage."""
         node = self.of(t)
         if placement is not None and t._spec.placement is not placement:
             if not torch_private.is_fake(t._local):
@@ -582,15 +591,16 @@ class LogicalRecorder(Recorder):
                 )
             with self:
                 moved: Any = t.to_global(placement=placement, sbp=layout_for(placement, t.sbp))
-            node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # what it was
+            node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # its value before the move
             t._local, t._spec = moved._local, moved._spec
             node = self.known[id(t)] = self.of(moved)
         if stage_id is not None:
             node.meta["starts"] = stage_id
 
     def values(self, out: Any) -> None:
-        """Number what a call gives: the same numbers on every rank, where names of local nodes may
-        differ."""
+        """Number the results of a call.
+
+        The numbers are the same on every rank, while names of local nodes may differ."""
         for t in tensors_in(out, []):
             if isinstance(t, GlobalTensor):
                 node = self.local.known.get(id(materialize(t)._local))
@@ -599,8 +609,7 @@ class LogicalRecorder(Recorder):
                     node.meta.update(value=self.count, spec=t._spec)
 
     def _beneath(self, given: Any) -> bool:
-        """Whether a call is on local parts of global tensors: part of what some function of ours
-        does."""
+        """Return True if a call acts on local tensors, inside one of this package's functions."""
         tensors = tensors_in(given, [])
         return any(
             id(t) in self.local.known and id(t) not in self.known

@@ -1,5 +1,7 @@
-"""What build() leaves behind in modules. It runs once, on stand-ins: these must not stay, and what
-a program has to do at each step must be in it."""
+"""Undo the side effects of build() on modules.
+
+build() runs once, on fake tensors. These must not remain in modules, and updates that a program has
+to make at each step must become part of it. `module_hooks` enters `restoring_modules`."""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ _OWN = ("_parameters", "_buffers", "_modules")
 def restoring_modules(
     modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: LogicalRecorder
 ) -> Iterator[None]:
-    """Inside, build() runs. Afterwards modules hold what they held before, and the graph, whose
-    attributes are ``own``; a buffer, or a tensor that is an attribute or in a list or dict there,
-    gets its values at each step where it was given a new tensor.
+    """Restore the modules and the graph after build(), and record their updates.
 
-    Raises GraphError where a module has gained or lost a parameter or buffer, or where numbers were
-    drawn that a program would repeat for ever.
+    build() runs inside this context. Afterwards the modules, and the graph whose attributes are
+    ``own``, hold what they held before. A buffer that build() has replaced by a new tensor gets the
+    new values at each step. So does a tensor that is an attribute, or in a list or dict there.
+
+    Raises GraphError if a module has gained or lost a parameter or buffer, or if numbers were drawn
+    that a program would repeat for ever.
     """
     parts = {
         f"{name}.{path}".rstrip("."): part
@@ -92,7 +96,7 @@ def restoring_modules(
         memory = {logical.local.memory(held) for held, _ in writes}
         values = [
             value.clone() if logical.local.memory(value) in memory else value for _, value in writes
-        ]  # each as before any is written
+        ]  # copies, since a value may change when another tensor is written
         for (held, _), value in zip(writes, values, strict=True):
             held.copy_(value)
 
@@ -112,8 +116,9 @@ def _fits(old: Any, new: Any) -> bool:
 
 
 class _Place:
-    """A dict, list or object of a module or of the graph in which build() may leave a tensor, and
-    what it holds before."""
+    """A dict, list or object in which build() may leave a tensor, and its contents before.
+
+    It belongs to a module or to the graph."""
 
     def __init__(self, path: str, held: Any) -> None:
         self.path, self.held = path, held
@@ -127,7 +132,7 @@ class _Place:
         }
 
     def read(self, logical: LogicalRecorder) -> list[Any]:
-        """Where tensors lie that the program has as inputs of its own."""
+        """Return the keys of tensors that are inputs of the program."""
         return [
             k
             for k, v in self.then.items()
@@ -137,9 +142,10 @@ class _Place:
     def restored(
         self, places: Mapping[int, _Place], moved: set[int], logical: LogicalRecorder | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from
-        elsewhere -> (tensor, what it is to be) for tensors that were given new ones. Tells of the
-        others."""
+        """Put back entries that build() has replaced by fake tensors, or by one of ``moved``.
+
+        ``moved`` are tensors that were elsewhere before. Returns (tensor, new value) for tensors
+        that get the new value at each step. Warns of other replaced entries."""
         given = {
             k: v
             for k, v in self.changed().items()
@@ -179,8 +185,9 @@ def _items(held: Any) -> list[tuple[Any, Any]]:
 
 
 def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
-    """The lists, dicts and objects of the user's classes in a nest of them; modules are none of
-    them."""
+    """Add the lists, dicts and objects of the user's classes in a pytree to ``places``.
+
+    Modules are left out."""
     todo = deque([(path, value)])
     while todo:
         path, value = todo.popleft()
@@ -219,8 +226,9 @@ def _stands_in(t: torch.Tensor) -> bool:
 
 
 def _alone(old: torch.Tensor, places: Mapping[int, _Place]) -> bool:
-    """Whether no other name of a module or the graph is the same tensor: writing into it would
-    change that one too."""
+    """Return True if no other name of a module or the graph refers to the same tensor.
+
+    Writing into a shared tensor would change the other name's value too."""
     named = (
         v
         for place in places.values()
@@ -231,8 +239,9 @@ def _alone(old: torch.Tensor, places: Mapping[int, _Place]) -> bool:
 
 
 def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
-    """Whether the new tensor is or follows from an input of the call or one of ``moved``, not from
-    the code alone (a table that is made again)."""
+    """Return True if the new tensor depends on an input of the call or on one of ``moved``.
+
+    Otherwise it follows from the code alone (a table that is made again)."""
     states = {logical.known[i] for i in moved if i in logical.known}
     todo, seen = [logical.known.get(id(new))], set()
     while todo:
@@ -248,8 +257,7 @@ def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
 def _restored(
     path: str, part: torch.nn.Module, parameters: Any, buffers: Any, done: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put a module back as it was -> (buffer, what it is to be) for those that were given new
-    tensors."""
+    """Restore a module, and return (buffer, new value) for buffers that were given new tensors."""
     writes = []
     for kind, now, then in (
         ("parameter", part._parameters, parameters),

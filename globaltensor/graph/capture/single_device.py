@@ -1,5 +1,6 @@
-"""The captured graph on one device: what `build` means, without ranks. Its results are what a
-program's must be."""
+"""The captured graph on one device: the meaning of `build` without ranks.
+
+A program must give the same results. `Graph.on_one_device` calls this module."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ SAME = ("to_global", "global_to_global")
 
 
 def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -> fx.GraphModule:
-    """The logical graph as a module of plain tensors: its arguments are the tensors among build()'s
-    inputs, in order, its result the tuple of those it returned. Parameters and buffers are
-    attributes under their own names, copies of the whole values. ``start``: whether gradients and
-    autocast are on before it runs. Collective. Raises GraphError for what has no meaning on one
-    device."""
+    """Return the logical graph as a module of plain tensors.
+
+    The module's arguments are the tensors among build()'s inputs, in order. Its result is the tuple
+    of tensors that build() returned. Parameters and buffers are attributes under their own names,
+    and hold copies of the full values. ``start`` states whether gradients and autocast are on
+    before the module runs. Collective. Raises GraphError for ops without a meaning on one device.
+    """
     root: dict[str, Any] = dict(constants)
     copies: dict[int, torch.Tensor] = {}
     graph = fx.Graph()
@@ -48,7 +51,7 @@ def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -
 
 
 def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A copy of a state's value; tied ones stay one."""
+    """Return a copy of a state's full value. Tied states share one copy."""
     found = copies.get(id(t))
     if found is None:
         if torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t):

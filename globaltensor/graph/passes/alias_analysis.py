@@ -1,5 +1,7 @@
-"""What passes ask of a program: who reads and writes which memory, where gradients are on, how far
-a node may move."""
+"""Analyses of a program for the passes.
+
+They answer which nodes read and write which memory, where gradients are on, and how far a node may
+move."""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ def is_boxing(node: fx.Node) -> bool:
 
 
 def plain(*specs: Spec) -> bool:
-    """Whether boxing is linear there: no partial maxima, minima, norms, and nothing that is stored
-    otherwise than shown."""
+    """Return True if boxing between the specs is linear.
+
+    Partial maxima, minima and norms are not linear. Tensors that are stored in another layout than
+    shown do not count as linear."""
     return all(
         s.shown is s and all(e.kind != "partial" or e.reduce == "sum" for e in s.layout)
         for s in specs
@@ -48,7 +52,7 @@ def differentiable(node: fx.Node) -> bool:
 
 
 def costs(routes: Sequence[tuple[Spec, Spec]], both: bool) -> float:
-    """Seconds of boxings; of their gradients too where ``both``."""
+    """Return the seconds of boxings, including those of their gradients if ``both``."""
     there = sum(plan_boxing(a, b).seconds for a, b in routes)
     return there + (
         sum(plan_boxing(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0
@@ -56,7 +60,7 @@ def costs(routes: Sequence[tuple[Spec, Spec]], both: bool) -> float:
 
 
 def is_border(node: fx.Node) -> bool:
-    """What nothing moves across: the mode of what follows changes, or a backward pass runs."""
+    """Return True if no node may move across this one: it changes a mode or runs backward."""
     return node.target in (set_grad_enabled, autocast, backward) or node.op in (
         "placeholder",
         "output",
@@ -64,8 +68,10 @@ def is_border(node: fx.Node) -> bool:
 
 
 def modes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """A number for each node, the same where nothing lies between two that changes what they would
-    do: a mode, a backward pass, another stage or region."""
+    """Return a number for each node, equal for nodes that may move past each other.
+
+    Two nodes have the same number if nothing between them changes what they would do. Such changes
+    are a mode, a backward pass, another stage or another region."""
     found, number = {}, 0
     last: Any = None
     for node in graph.nodes:
@@ -81,8 +87,10 @@ def modes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 class AliasSets:
-    """Which nodes may share memory: those whose stand-ins do; with ``views`` also what boxing may
-    have left where it was."""
+    """The sets of nodes that may share memory.
+
+    Nodes share memory if their fake tensors do. With ``views``, a boxing's result may also share
+    memory with its operand."""
 
     def __init__(self, graph: fx.Graph, views: bool = True) -> None:
         self._parent: dict[Any, Any] = {}
@@ -106,18 +114,18 @@ class AliasSets:
         return key
 
     def of(self, node: fx.Node) -> Any:
-        """The same for nodes that may share memory."""
+        """Return a key that is equal for nodes that may share memory."""
         return self._root(self._key(node))
 
     def writes(self, node: fx.Node) -> set[Any]:
         return {self.of(w) for w in mutated_operands(node)}
 
     def fixed(self, *nodes: fx.Node) -> bool:
-        """Whether nobody ever writes into these."""
+        """Return True if no node ever writes into the memory of these nodes."""
         return not any(self.of(n) in self.written for n in nodes)
 
 
 def replace(node: fx.Node, by: fx.Node) -> None:
-    """Everyone takes ``by`` in place of ``node``, which goes."""
+    """Replace all uses of ``node`` by ``by``, and erase ``node``."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)

@@ -1,6 +1,8 @@
-"""Common boxings shared: what is boxed twice in the same way is boxed once. Its gradient is then
-the sum of both, and moves once as well. So for a split parameter that two calls want whole, unless
-it is to be let go of after each (ZeRO's third stage)."""
+"""Share common boxings: a tensor that is boxed twice in the same way is boxed once.
+
+Its gradient is then the sum of both, and is boxed once as well. The same holds for a split
+parameter that two calls need in full. A parameter that is freed after each use (ZeRO's third stage)
+is not shared. `pass_manager` runs this pass."""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ __all__ = ["eliminate_common_boxings"]
 
 
 def eliminate_common_boxings(graph: fx.Graph) -> None:
-    """One node for all boxings of one operand with the same ends and gradient, unless somebody
-    writes into it in between, or into one of the results."""
+    """Use one node for all boxings of one operand with the same ends and gradient.
+
+    Boxings are not shared if a node writes into the operand in between, or into one of the results.
+    """
     memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -36,7 +40,7 @@ def eliminate_common_boxings(graph: fx.Graph) -> None:
         first = seen.setdefault(key, node)
         if first is node:
             continue
-        if own.fixed(first, node):  # a result that somebody writes into is his own
+        if own.fixed(first, node):  # a result that is written into is not shared
             replace(node, first)
         else:
             seen[key] = node

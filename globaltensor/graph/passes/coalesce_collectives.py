@@ -1,5 +1,7 @@
-"""Boxings of one kind, among the same ranks and of one dtype, none of which waits for another, go
-as one collective; so do their gradients."""
+"""Join boxings that do not depend on one another into one collective.
+
+The boxings have one kind, the same ranks and one dtype. Their gradients' boxings are joined too.
+`pass_manager` runs this pass."""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ __all__ = ["coalesce_collectives"]
 
 
 def coalesce_collectives(graph: fx.Graph) -> None:
-    """A boxing waits for the next of its kind until somebody wants its result, or writes into what
-    it takes; those that meet so are joined where that pays."""
+    """Join groups of boxings where the saved latency pays.
+
+    A boxing waits for the next of its kind until a node needs its result, or writes into its
+    operand. The boxings that wait together form a group."""
     memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     waiting: dict[Any, list[fx.Node]] = {}
     groups: list[list[fx.Node]] = []
@@ -50,8 +54,9 @@ def coalesce_collectives(graph: fx.Graph) -> None:
 
 
 def _pays(move: Move) -> bool:
-    """Whether a collective's latency costs more than to copy this into a common buffer and out of
-    it."""
+    """Return True if a collective's latency costs more than two copies of the data.
+
+    The data is copied into a common buffer and out of it."""
     cluster, ranks = (
         current_cluster(),
         move.src.placement.fiber(move.src.placement.flat[0], move.axes),

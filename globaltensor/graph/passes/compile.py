@@ -1,10 +1,10 @@
-"""Compilation: the parts of a program that are torch calls and nothing else, each handed to
-``torch.compile``.
+"""Compilation: hand the parts of a program that are only torch calls to ``torch.compile``.
 
-Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and
-changes of states: they stay as they are, so a compiler meets no code that it would have to break
-off at, and collectives are issued as without it. Where there are many layers that are alike, a few
-are compiled once, and called with the parameters of the next few.
+Between these parts are the steps of this package (boxings, draws, gathered parameters, the backward
+pass) and changes of states. These steps are not compiled, so the compiler meets no code at which it
+would have to break the graph. Collectives are issued in the same order as without a compiler. If
+many layers are alike, a few are compiled once, and called with the parameters of the next few.
+`lower` calls `compile_parts`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from .subgraph import Subgraph, constants_first, mutated_operands, put_back, sto
 __all__ = ["Compiled", "compile_parts"]
 
 _EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
-_LEAST_CALLS = 2  # with fewer there is nothing to fuse
-_LAYER_CALLS = (
-    6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
-)
-# each call of a compiled function costs 0.2 ms with its backward, so it serves several layers, as
-# far as compiling stays quick
+_LEAST_CALLS = 2  # with fewer calls there is nothing to fuse
+_LAYER_CALLS = 6  # a smaller repeated part is not worth a boundary that stops fusion
+# Each call of a compiled function costs 0.2 ms with its backward. A function therefore serves
+# several layers, as long as compiling stays quick.
 _TOGETHER_CALLS = 200
 _VIEWS = frozenset(
     (
@@ -42,7 +40,7 @@ _VIEWS = frozenset(
 
 
 class Compiler:
-    """A backend of torch.compile, for one program: says once where it fails."""
+    """A backend of torch.compile for one program, which warns once if it fails."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -63,7 +61,7 @@ class Compiler:
 
 
 class Compiled(torch.nn.Module):
-    """A part of a program, compiled at its first call; as it is where the compiler fails."""
+    """A part of a program, compiled at its first call, and run uncompiled if that fails."""
 
     def __init__(self, body: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()
@@ -77,10 +75,10 @@ class Compiled(torch.nn.Module):
         compiled = self.compiler(self.body)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler warns of its own doings
+                warnings.simplefilter("ignore")  # the compiler's own warnings
                 out = compiled(*args)
         except Exception as error:
-            out = self.body(*args)  # what is wrong with the program itself is raised here
+            out = self.body(*args)  # an error of the program itself is raised here
             self.compiler.fail(error)
             compiled = self.body
         self.__dict__["run"] = compiled
@@ -91,8 +89,9 @@ class Compiled(torch.nn.Module):
 
 
 def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: Any) -> None:
-    """Replace pure parts of the graph, and of what it recomputes, by calls of modules
-    ``compiled_<n>``, put into ``constants``."""
+    """Replace pure parts of the graph by calls of modules ``compiled_<n>``, put into ``constants``.
+
+    Parts of what the graph recomputes are replaced too."""
     _compile(graph, constants, Compiler(backend), {})
 
 
@@ -102,7 +101,7 @@ def _compile(
     for node in [n for n in graph.nodes if n.op == "call_module"]:
         inner = constants[node.target]
         if isinstance(inner, Recomputed):
-            body = fx.Graph()  # a new one: that of a module only takes calls of what the module has
+            body = fx.Graph()  # new: a module's graph only accepts calls of its attributes
             body.output(body.graph_copy(inner.body.graph, {}))
             _compile(body, constants, compiler, known)
             inner.body = fx.GraphModule(constants, body, node.target)
@@ -121,8 +120,9 @@ def _compile(
 
 
 def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Runs of consecutive nodes that are functions of tensors. They may write to memory that they
-    have made themselves."""
+    """Yield runs of consecutive nodes that are functions of tensors.
+
+    They may write to memory that they have made themselves."""
     run: dict[fx.Node, None] = {}
     made: set[int] = set()
 
@@ -156,7 +156,7 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
-    """Runs, those of several layers cut between them where that makes parts that are alike."""
+    """Yield the runs, cut between layers where that makes parts that are alike."""
     alike = Counter(_key(Subgraph(run)) for run in runs)
     cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Subgraph(run))] == 1}
     repeated = Counter(
@@ -185,8 +185,9 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
 
 
 def _together(layers: int, calls: int) -> int:
-    """How many of so many layers, of so many calls each, are compiled as one: those that divide
-    them evenly before some more that do not.
+    """Return how many of ``layers`` alike layers, of ``calls`` calls each, are compiled as one.
+
+    A number that divides the layers evenly is preferred to a somewhat larger one that does not.
 
     >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
     (4, 8, 7, 1)
@@ -197,7 +198,7 @@ def _together(layers: int, calls: int) -> int:
 
 
 def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """A run, cut where it goes from one layer to another: an entry of a list of modules."""
+    """Return a run, cut where it goes from one layer to another: an entry of a list of modules."""
     return [
         list(nodes)
         for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))
@@ -205,7 +206,7 @@ def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _layer(path: str) -> str:
-    """``model.blocks.3.norm`` -> ``model.blocks.3``; empty outside lists."""
+    """Return the layer of a path: ``model.blocks.3.norm`` -> ``model.blocks.3``; else ""."""
     names = path.split(".")
     at = next((i for i, name in enumerate(names) if name.isdecimal()), -1)
     return ".".join(names[: at + 1])
@@ -217,8 +218,9 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _key(part: Subgraph) -> Any:
-    """The same for parts that one compiled function can serve: the same calls on tensors that lie
-    alike."""
+    """Return a key that is equal for parts that one compiled function can serve.
+
+    Such parts have the same calls, on tensors with the same shapes, strides, dtypes and devices."""
     number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}
     number |= {node: f"n{i}" for i, node in enumerate(part.nodes)}
     calls = tuple(

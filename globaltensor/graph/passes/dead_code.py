@@ -1,5 +1,8 @@
-"""Nodes whose results nobody uses. What other ranks take part in, who may want it, stays: a boxing
-between placements, a step that talks to them by itself."""
+"""Remove nodes whose results are not used.
+
+Nodes in which other ranks take part stay, because those ranks may need the result. These are
+boxings between placements, and steps that communicate directly. `pass_manager` runs these passes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["remove_dead", "remove_idle"]
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Remove what has no effect and no user."""
+    """Remove nodes without an effect and without a user."""
     for node in reversed(list(graph.nodes)):
         box = node.meta.get("box")
         if _idle(node) and (box is None or box[0].placement is box[1].placement):
@@ -17,8 +20,10 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def remove_idle(graph: fx.Graph) -> None:
-    """As remove_dead, but every boxing stays: where one rank has no use for a result (the row it
-    writes is not its own), another may."""
+    """Remove the nodes that remove_dead removes, except boxings.
+
+    Where one rank has no use for a result (the row that it writes is not its own), another rank may
+    have."""
     for node in reversed(list(graph.nodes)):
         if _idle(node) and "box" not in node.meta:
             graph.erase_node(node)

@@ -1,5 +1,7 @@
-"""The count that a mean loss divides by, awaited after the backward pass: in a program as in eager
-mode (_ops/rules/deferred_mean.py), it rides with the gradients.
+"""Delay the mean loss's target count until after the backward pass, as eager mode does.
+
+The count is then reduced together with the gradients (_ops/rules/deferred_mean.py). `pass_manager`
+runs this pass.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ _ALIKE = (torch.ones_like, torch.zeros_like)
 
 
 def defer_mean_count(graph: fx.Graph) -> None:
-    """Let backward start from the sum of the losses, owing the count; the loss itself is divided
-    afterwards. Where nobody may see gradients before they are summed over the ranks, and nothing
-    but the program's result is made of the loss."""
+    """Start backward from the sum of the losses, and divide by the count later.
+
+    The gradients are divided when they are reduced, and the loss itself after backward. The pass
+    applies only if no code can see gradients before they are summed over the ranks. Only the
+    program's result may depend on the loss."""
     passes = [n for n in graph.nodes if n.target is backward]
     if (
         len(passes) != 1
@@ -97,8 +101,9 @@ def defer_mean_count(graph: fx.Graph) -> None:
 
 
 def _hoist(graph: fx.Graph, count: fx.Node) -> None:
-    """Count when the program begins, where that hangs on its inputs alone: if gradients of several
-    passes are added up, the count starts there."""
+    """Move the count to the program's start if it depends on the program's inputs alone.
+
+    If gradients of several passes are added up, the count's own reduction starts there."""
     chain, given = ancestors(count), [n for n in graph.nodes if n.op == "placeholder"]
     if (
         chain is None
@@ -114,15 +119,16 @@ def _hoist(graph: fx.Graph, count: fx.Node) -> None:
 
 
 def _counts(node: fx.Node) -> tuple[int, object]:
-    """(how many targets there are on all ranks, their weights), where ``node`` counts those that
-    are not ignored; else (0, None)."""
+    """Return (number of targets on all ranks, their weights) if ``node`` counts targets.
+
+    Targets that are ignored are not counted. For other nodes, return (0, None)."""
     if node.target is not weight_of_kept or len(node.args) < 4:
         return 0, None
     return node.args[3], node.args[1]  # type: ignore[return-value]
 
 
 def _looks(node: fx.Node) -> bool:
-    """Whether it may see gradients: those of a tensor, of a parameter, or on their way."""
+    """Return True if a node may see gradients: of a tensor, of a parameter, or not yet reduced."""
     if isinstance(node.target, ProgramCall):
         return not isinstance(node.target, (BoxingCall, RandomCall))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -1,9 +1,9 @@
-"""Sums of what is boxed alike are boxed once: ``all_reduce(a) + all_reduce(b)`` is ``all_reduce(a +
-b)``, for boxing is linear.
+"""Box sums once: ``all_reduce(a) + all_reduce(b)`` becomes ``all_reduce(a + b)``.
 
-Linear functions of one tensor may stand between a boxing and the sum: negation, a number times or
-through it, a cast to a wider type, a change of shape where no dim is split. They are then computed
-before the boxing.
+Boxing is linear, so this holds for operands that are boxed alike. Linear functions of one tensor
+may be between a boxing and the sum. These are negation, multiplication or division by a number, a
+cast to a wider type, and a change of shape where no dim is split. They are then computed before the
+boxing. `pass_manager` runs this pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Chain = tuple[fx.Node, list[fx.Node]]  # a boxing, and the linear functions afte
 
 
 def fold_all_reduces(graph: fx.Graph) -> None:
-    """Fold each sum of two, in order, so that a sum of many folds too."""
+    """Fold each sum of two operands, in order, so that a sum of many operands folds too."""
     memory, mode = AliasSets(graph), modes(graph)
     for node in list(graph.nodes):
         if (
@@ -67,7 +67,9 @@ def fold_all_reduces(graph: fx.Graph) -> None:
 
 
 def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
-    """The boxing that ``node`` is linear in, if each step on the way has no other user."""
+    """Return the boxing in which ``node`` is linear and the steps after it, or None.
+
+    Each step must have no other user."""
     path: list[fx.Node] = []
     while True:
         if len(node.users) != 1 or not memory.fixed(node):
@@ -88,7 +90,7 @@ def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
 
 
 def _pointwise(node: fx.Node) -> bool:
-    """Negation, a number times or through; of a tensor that keeps its type."""
+    """Return True for negation, and multiplication or division by a number, of one dtype."""
     if (
         node.op not in ("call_function", "call_method")
         or not node.args
@@ -110,8 +112,9 @@ def _pointwise(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """A change of shape, or a cast to a type that holds as much: linear where every part is of the
-    shape of the whole."""
+    """Return True for a change of shape, or a cast to a type that holds at least as much.
+
+    Such a step is linear if every local tensor has the global shape."""
     if (
         node.op not in ("call_function", "call_method")
         or not node.args
@@ -138,7 +141,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
-    """How what lies as ``spec`` lies after the path."""
+    """Return the spec after the steps of ``path`` for a tensor with ``spec`` before them."""
     if not path:
         return spec
     val = path[-1].meta["val"]
@@ -185,11 +188,11 @@ def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
 
 
 def _unboxed(graph: fx.Graph, box: fx.Node, path: list[fx.Node]) -> fx.Node:
-    """The path on what has not been boxed."""
+    """Apply the steps of ``path`` to the operand of the boxing, and return the last node."""
     at: Any = box.args[0]
     same = box.args[0].meta["val"].shape == box.meta["val"].shape
     for node in path:
-        # What was boxed is contiguous, what was not may lie otherwise.
+        # The boxed tensor is contiguous; the operand may not be.
         new = graph.create_node(
             node.op,
             "reshape" if node.target == "view" else node.target,

@@ -1,16 +1,19 @@
-"""A memory limit: which parts of a program to recompute so that what autograd keeps for backward
-fits, at the least cost.
+"""A memory limit: choose which parts of a program to recompute, at minimum cost.
 
-What each call keeps is not guessed: the calls are run once more on stand-ins without memory, under
-hooks that see what autograd saves. The forward pass is cut where little is alive (between the
-layers of a transformer: one tensor), and a dynamic program chooses which segments between cuts to
-recompute (Chen et al. 2016, "Training deep nets with sublinear memory cost"; the chain model is
-that of Beaumont et al. 2021, "Efficient combination of rematerialization and offloading", whose
-rotor also recomputes inside recomputed segments, which is not done here).
+The chosen parts make the memory that autograd saves for backward fit the limit. `Graph` calls
+`choose_recompute` before the passes.
 
-Assumed: the peak is what is kept when backward starts plus the largest segment that is recomputed;
-a segment's inputs are all kept; parameters and the call's inputs are free. Within that the choice
-is the best one, up to rounding: bytes are counted in 2048ths of the limit.
+The saved memory of each call is not guessed: the calls run once more on fake tensors, under hooks
+that see what autograd saves. The forward pass is cut where few bytes are alive (between the layers
+of a transformer: one tensor). A dynamic program chooses which segments between cuts to recompute
+(Chen et al. 2016, "Training deep nets with sublinear memory cost"). The chain model is that of
+Beaumont et al. 2021, "Efficient combination of rematerialization and offloading". Their rotor also
+recomputes inside recomputed segments, which is not done here.
+
+The model assumes three things. The peak is the saved memory when backward starts plus the largest
+segment that is recomputed. All inputs of a segment are saved. Parameters and the call's inputs are
+free. Under these assumptions the choice is the best one, up to rounding: bytes are counted in
+2048ths of the limit.
 """
 
 from __future__ import annotations
@@ -44,41 +47,42 @@ from .subgraph import operands
 
 __all__ = ["Call", "choose_recompute", "kept_bytes", "segments"]
 
-_FLOPS_PER_BYTE = (
-    50.0  # of a machine that plans are made for: its arithmetic over its memory's bandwidth
-)
-_LAUNCH = 5e-6  # seconds that a call costs at least
-_BINS = 2048  # into which the limit is divided
+_FLOPS_PER_BYTE = 50.0  # of the assumed machine: FLOP/s over memory bandwidth
+_LAUNCH = 5e-6  # minimum seconds of a call
+_BINS = 2048  # the limit is divided into so many units
 _MOST_CUTS = 64
 _MOST_PEAKS = 48  # sizes of the largest recomputed segment that are tried
 
 
 class Call(NamedTuple):
-    """Consecutive nodes that go together: a call of the user's, or a region. Bytes are those of the
-    rank that has most."""
+    """A run of consecutive nodes that go together: a call of the user's, or a region.
 
-    number: int  # of the user's call that it begins with
+    Bytes are those of the rank with the most."""
+
+    number: int  # number of the user's call that it begins with
     stage: int
-    saved: int  # what is kept of its results, and beside them
+    saved: int  # bytes saved for backward: of its results, and of internal tensors
     seconds: float  # to compute it once more
-    fixed: bool  # a region of the user's: recomputed anyway
+    fixed: bool  # a region of the user's, recomputed in any case
     crossing: int = (
-        0  # what is alive behind it and made since: the inputs of a segment that begins there
+        0  # bytes made so far and used later: inputs of a segment that starts behind this call
     )
-    later: int = 0  # of that, what autograd keeps for calls behind it
-    unsaved: int = 0  # of that, what nobody keeps
+    later: int = 0  # of those, the bytes that autograd saves for later calls
+    unsaved: int = 0  # of those, the bytes that autograd does not save
 
 
-# ------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------- saved memory
 
 
 class SavedActivations:
-    """What autograd keeps of each call: keys of memory, and bytes of memory that only the call
-    knows."""
+    """The memory that autograd saves for each call.
+
+    ``shared`` holds keys of memory that nodes' values use, ``own`` the bytes of memory internal to
+    the call."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         self.constants = constants
-        self.sizes: dict[int, int] = {}  # of memory that some node's value lies in
+        self.sizes: dict[int, int] = {}  # bytes of memory that some node's value uses
         self.free: set[int] = set()
         self.shared: dict[fx.Node, set[int]] = {}
         self.own: dict[fx.Node, int] = {}
@@ -129,9 +133,9 @@ class SavedActivations:
         if node.target in (autocast, set_grad_enabled):
             function(*node.args)
         elif isinstance(node.target, (BoxingCall, GatherCall)):
-            pass  # linear: its gradient needs no value
+            pass  # linear, so the gradient needs no value
         elif isinstance(node.target, ProgramCall) and not isinstance(node.target, RandomCall):
-            if torch.is_grad_enabled():  # not looked into: what goes in and what comes out
+            if torch.is_grad_enabled():  # not looked into: inputs and results count as saved
                 shared = {
                     torch_private.storage_key(t)
                     for n in [*operands(node), node]
@@ -167,7 +171,7 @@ class SavedActivations:
         }
 
     def _time(self, node: fx.Node, flops: int) -> float:
-        """By the roofline: arithmetic or memory, whichever takes longer."""
+        """Return a node's time by the roofline: arithmetic or memory, whichever takes longer."""
         cluster = current_cluster()
         if isinstance(node.target, (BoxingCall, GatherCall)):
             return plan_boxing(*node.meta["box"]).seconds
@@ -180,8 +184,9 @@ class SavedActivations:
 
 
 def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
-    """What autograd keeps for backward when the program runs as it is, parameters and the call's
-    inputs aside."""
+    """Return the bytes that autograd saves for backward when the program runs unchanged.
+
+    Parameters and the call's inputs do not count."""
     kept = SavedActivations(graph, constants)
     return sum(kept.own.values()) + sum(
         kept.sizes[k] for k in set().union(*kept.shared.values(), set())
@@ -192,7 +197,7 @@ def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
 
 
 def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The forward pass, call by call."""
+    """Return the nodes of the forward pass, grouped by call."""
     out: list[list[fx.Node]] = []
     last: Any = None
     for node in graph.nodes:
@@ -210,7 +215,7 @@ def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
-    """What this rank knows of each call."""
+    """Return this rank's figures of each call."""
     kept, calls = SavedActivations(graph, constants), _calls(graph)
     place = {node: i for i, call in enumerate(calls) for node in call}
     made: dict[int, int] = {}
@@ -234,7 +239,7 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
         if key in saver:
             saved[first] += size
         if last - first > n // 2 and n > 8:
-            continue  # alive throughout (positions, masks): no part of any cut
+            continue  # alive throughout (positions, masks), so left out of every cut
         for i in range(first, last):
             crossing[i] += size
             later[i] += size if saver.get(key, -1) > i else 0
@@ -250,7 +255,7 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
 
 
 def _agreed(mine: list[Call]) -> list[Call]:
-    """The same chain on every rank: of each call, the most that any rank has. Collective."""
+    """Return the same chain on every rank, with each call's maximum over the ranks. Collective."""
     here = world()
     if here.size == 1:
         return mine
@@ -263,13 +268,15 @@ def _agreed(mine: list[Call]) -> list[Call]:
     return sorted(merged.values(), key=lambda c: c.number)
 
 
-# ----------------------------------------------------------------------------------------- choosing
+# --------------------------------------------------------------------------------------- the choice
 
 
 def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
-    """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes
-    (of one micro-batch, on any rank; each stage for itself). Collective. Raises GraphError where
-    that cannot be, saying what can."""
+    """Mark the nodes to recompute with a ``region``.
+
+    Autograd then saves at most ``limit`` bytes. The limit is for one micro-batch, on any rank, and
+    for each stage separately. Collective. Raises GraphError if the limit cannot be met, with the
+    limit that can."""
     if not any(node.target is backward for node in graph.nodes):
         return
     chain = _agreed(_chain(graph, constants))
@@ -292,9 +299,11 @@ def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) 
 
 
 def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
-    """Which runs of calls, as [i, j), to recompute: the cheapest choice whose kept bytes and
-    largest recomputed segment are within ``limit`` together. Regions that are recomputed anyway are
-    not among them. Raises GraphError where there is none."""
+    """Return the runs of calls to recompute, as [i, j).
+
+    The choice is the cheapest one whose saved bytes plus largest recomputed segment are within
+    ``limit``. Regions that are recomputed in any case are not among the runs. Raises GraphError if
+    there is no such choice."""
     if not any(c.fixed for c in calls) and sum(c.saved for c in calls) <= limit:
         return []
     chain = _Segments(calls)
@@ -318,13 +327,15 @@ def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
     )
     chosen = (
         found[1] if found is not None else chain.tightest(least[1])
-    )  # only rounding was in the way
+    )  # only rounding excluded it
     return [(chain.cuts[i], chain.cuts[j]) for i, j in chosen if not calls[chain.cuts[i]].fixed]
 
 
 class _Segments:
-    """The chain cut where little crosses. Segment [i, j) goes from cut i to cut j: recomputed it
-    costs ``seconds[i][j]`` and needs ``work[i][j]`` bytes."""
+    """A chain that is cut where few bytes cross.
+
+    Segment [i, j) goes from cut i to cut j. Recomputing it costs ``seconds[i][j]`` and needs
+    ``work[i][j]`` bytes."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         n = len(calls)
@@ -362,13 +373,17 @@ class _Segments:
                 )
 
     def _enter(self, i: int, before: int, recomputed: int) -> int:
-        """Bytes kept at cut i, between a segment that is recomputed or not (1, 0) and the next."""
+        """Return the bytes saved at cut i, between the segment before it and the next one.
+
+        ``before`` and ``recomputed`` are 1 if the respective segment is recomputed, else 0."""
         if before:
             return self.crossing[i] if recomputed else self.later[i]
         return self.unsaved[i] if recomputed else 0
 
     def _ways(self, j: int, peak: float) -> list[tuple[int, int, int, int, float]]:
-        """(i, recomputed, what was before, bytes, seconds) of the segments that end at cut j."""
+        """Return (i, recomputed, before, bytes, seconds) of the segments that end at cut j.
+
+        ``before`` is 1 if the segment before it is recomputed, else 0."""
         out = []
         if not self.fixed[j - 1]:
             out = [
@@ -381,8 +396,9 @@ class _Segments:
         return out
 
     def _scalar(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
-        """The least bytes kept where no recomputed segment needs more than ``peak``, and what is
-        recomputed then."""
+        """Return the minimum of saved bytes and the recomputed segments that reach it.
+
+        No recomputed segment needs more than ``peak`` bytes."""
         if peak in self.known:
             return self.known[peak]
         m = len(self.cuts)
@@ -414,8 +430,9 @@ class _Segments:
         return self._scalar(peak)[1]
 
     def cheapest(self, peak: float, limit: int) -> tuple[float, list[tuple[int, int]]] | None:
-        """(seconds, what is recomputed) of the cheapest choice that keeps at most ``limit - peak``
-        bytes. None where there is none."""
+        """Return (seconds, recomputed segments) of the cheapest choice within the limit.
+
+        The choice saves at most ``limit - peak`` bytes. Return None if there is no such choice."""
         m, size = len(self.cuts), max(1.0, (limit - peak) / _BINS)
         bins = int((limit - peak) / size)
         best = np.full((m, 2, bins + 1), np.inf)
@@ -423,7 +440,7 @@ class _Segments:
         best[0, 0, 0] = 0.0
         for j in range(1, m):
             for i, t, before, _, seconds in self._ways(j, peak):
-                # Kept segments follow one another: their sum is rounded, not each of them.
+                # Saved segments follow one another, so their sum is rounded, not each of them.
                 entered = self._enter(i, before, t)
                 shift = math.ceil(entered / size) + (
                     0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size)

@@ -1,9 +1,9 @@
-"""Collectives begun early and awaited late: what lies between the two runs meanwhile, in the
-forward pass and in the backward pass.
+"""Start collectives early and await them late, so that the nodes in between run meanwhile.
 
-A collective begins as soon as its operand is there and the collective before it has begun, so that
-their order stays; it is awaited where its result is first wanted. What is small and hangs on inputs
-alone, as the number of targets that count, begins when the program does.
+This holds for the forward pass and for the backward pass. A collective starts as soon as its
+operand is ready and the collective before it has started, so that their order stays. It is awaited
+where its result is first needed. A small collective that depends on inputs alone, such as the
+number of targets that count, starts when the program does. `pass_manager` runs this pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .alias_analysis import AliasSets, differentiable, is_border, is_boxing, mod
 
 __all__ = ["ancestors", "overlap_collectives"]
 
-SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
+SMALL = 1 << 16  # limit in bytes for results that may wait from the start of a program to its end
 _VIEWS = frozenset(
     (
         "view view_as reshape flatten unflatten transpose permute squeeze unsqueeze expand "
@@ -40,7 +40,7 @@ def overlap_collectives(graph: fx.Graph) -> None:
 
 
 def _splittable(node: fx.Node) -> bool:
-    """Whether this is one move that can be begun, and not just been."""
+    """Return True if a node is one move that can be started separately."""
     if isinstance(node.target, CoalescedCollective):
         return all(part.target is operator.getitem for part in node.users)
     return (
@@ -57,7 +57,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _issues(node: fx.Node) -> bool:
-    """Whether ranks meet there: what must keep its order."""
+    """Return True if ranks communicate in a node, so that its order must stay."""
     return isinstance(
         node.target, (BoxingCall, GatherCall, CoalescedCollective, StartCollective)
     ) or (
@@ -67,7 +67,7 @@ def _issues(node: fx.Node) -> bool:
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether a node computes something, rather than look at it otherwise."""
+    """Return True if a node computes something and is not a mere view."""
     if (
         node.op not in ("call_function", "call_method")
         or isinstance(
@@ -81,7 +81,7 @@ def _works(node: fx.Node) -> bool:
 
 
 def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Put the start of a boxing after one node, and the wait before another."""
+    """Put the start of a boxing after the node ``start``, and its wait before the node ``wait``."""
     joint = (
         node.target
         if isinstance(node.target, CoalescedCollective)
@@ -106,7 +106,7 @@ def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple
 
 
 def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node, int]) -> None:
-    """Begin this as early, and await it as late, as what lies around it permits."""
+    """Start a boxing as early, and await it as late, as the nodes around it permit."""
     parts, here = _results(node), mode[node]
     own = {node, *parts}
     changed = {memory.of(n) for n in node.all_input_nodes}
@@ -128,8 +128,9 @@ def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node
 
 
 def _hoist(graph: fx.Graph) -> None:
-    """Begin what is small, and to which only plain functions of inputs lead, when the program
-    begins."""
+    """Start small boxings when the program begins, if they follow from inputs alone.
+
+    Only plain functions may lead from the inputs to them."""
     nodes = list(graph.nodes)
     memory, own = AliasSets(graph), AliasSets(graph, views=False)
     given = [n for n in nodes if n.op == "placeholder"]
@@ -173,8 +174,10 @@ def _hoist(graph: fx.Graph) -> None:
 
 
 def ancestors(node: fx.Node) -> list[fx.Node] | None:
-    """What leads to a node, in order; None where something of it has an effect, meets other ranks,
-    has a gradient, or may not be run earlier."""
+    """Return the nodes that lead to a node, in order, or None if they cannot run earlier.
+
+    They cannot if one of them has an effect, communicates, has a gradient, or is a step of this
+    package."""
     found: dict[fx.Node, None] = {}
     todo = list(node.all_input_nodes)
     while todo:

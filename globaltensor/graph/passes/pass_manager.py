@@ -1,5 +1,7 @@
-"""Which passes run, in which order, and what holds after each: ranks meet in one order, which
-follows from the graph alone."""
+"""The passes, their order, and the checks after each.
+
+All ranks communicate in one order, which follows from the graph alone. `Graph` and `PipelinedGraph`
+call `agreed`."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from .simplify_boxing import simplify_boxings, unmoved
 __all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 
 Pass = Callable[[fx.Graph], None]
-#: What leaves every boxing as it was recorded.
+#: Passes that leave every boxing as it was recorded.
 PLAIN: tuple[Pass, ...] = (remove_identities, remove_idle)
 PASSES: tuple[Pass, ...] = (
     remove_identities, remove_dead, eliminate_common_boxings, simplify_boxings,
@@ -36,17 +38,21 @@ PASSES: tuple[Pass, ...] = (
 
 
 def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:
-    """These in order; without them all. Raises GraphError where one leaves what cannot be right."""
+    """Run the passes in order; by default, all passes.
+
+    Raises GraphError if a check after a pass fails."""
     for one in PASSES if passes is None else passes:
         one(graph)
         verify(graph, one.__name__)
 
 
 def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
-    """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose
-    parts differ (an empty one, say) may have recorded what leads another pass to another result:
-    they compare where they would meet, and where that differs, none moves any boxing. Collective
-    among all ranks."""
+    """Run all passes over the graphs of this rank, one for each of its stages, and return them.
+
+    Ranks with different local tensors (an empty one, say) may have recorded programs for which a
+    pass has another result. The ranks therefore compare the order in which they would communicate.
+    If the orders differ, all ranks use graphs in which no pass has moved a boxing. Collective among
+    all ranks. Raises GraphError if a pass fails on any rank."""
     here = world()
     if here.size == 1:
         for graph in graphs.values():
@@ -66,7 +72,7 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
         (mine, str(failed) if failed is not None else "")
     )
     if failed is not None:
-        raise failed  # here, where it happened; the others say which rank it was
+        raise failed  # the original error; the other ranks name this rank
     for rank, (_, error) in enumerate(everyone):
         if error:
             raise GraphError(f"a pass over the program of rank {rank} has failed: {error}")
@@ -78,8 +84,10 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
 
 
 def verify(graph: fx.Graph, after: str) -> None:
-    """What must hold between passes: every operand is made before it is used, each boxing takes
-    what lies as it says, and what is begun is awaited, once. Raises GraphError."""
+    """Check what must hold between passes.
+
+    Every operand is made before it is used. Each boxing's operand has the layout that the boxing
+    names. Each started collective is awaited once. Raises GraphError otherwise."""
     try:
         graph.lint()
     except RuntimeError as error:
@@ -114,7 +122,7 @@ def _awaited(begun: fx.Node) -> bool:
 
 
 def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
-    """(operand, how it has to lie) of what moves."""
+    """Return (operand, required spec) of the operands that a node boxes."""
     if node.op != "call_function":
         return []
     if isinstance(node.target, BoxingCall):
@@ -128,13 +136,17 @@ def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
 
 
 def _alike(a: object, b: object) -> bool:
-    """Whether the parts of both are the same: a boxing between them has gone."""
+    """Return True if both specs have the same local tensors.
+
+    A pass may then have removed a boxing between them."""
     return a.shape == b.shape and a.dtype == b.dtype and unmoved(a, b)  # type: ignore[attr-defined, arg-type]
 
 
 def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
-    """For each set of ranks that ``rank`` meets, a digest of for what and in which order: the same
-    on all of them, or they would wait for each other."""
+    """Return, for each set of ranks that ``rank`` communicates with, a digest of their boxings.
+
+    The digest covers the boxings and their order. It must be the same on all ranks of the set, or
+    they would wait for each other."""
     found: dict[tuple[int, ...], list[str]] = {}
     for node in graph.nodes:
         step = node.target
@@ -162,7 +174,7 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
 
 
 def same(everyone: Sequence[Mapping[tuple[int, ...], str]]) -> bool:
-    """Whether what `meetings` gives on all ranks fits together."""
+    """Return True if the results of `meetings` on all ranks match."""
     for told in everyone:
         for members, digest in told.items():
             if any(everyone[r].get(members) != digest for r in members):

@@ -1,9 +1,9 @@
-"""Recomputation: parts of a program whose intermediate values are not kept for backward, but
-computed again there.
+"""Recomputation: intermediate values of a part are not saved, but computed again in backward.
 
 Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016. Nodes with the
-same ``meta["region"]`` are one part: a module with ``activation_checkpointing``, a call of
-``torch.utils.checkpoint`` in the model's code, or what `budget` has chosen.
+same ``meta["region"]`` are one part. A region is a module with ``activation_checkpointing``, a call
+of ``torch.utils.checkpoint`` in the model's code, or a choice of `memory_budget`. `lower` calls
+`fold`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ __all__ = ["Recomputed", "fold"]
 
 
 class Recomputed(torch.nn.Module):
-    """Runs ``body``; autograd keeps the inputs only, and backward runs it again: with the same
-    random numbers, and the same boxings on all ranks.
+    """A module that runs ``body`` and saves only the inputs for backward.
 
-    ``copied``: positions of inputs that are written to, here or later: backward starts from what
-    they were. What is written then is a copy, so that running statistics and counters move once.
+    Backward runs ``body`` again, with the same random numbers, and the same boxings on all ranks.
+
+    ``copied`` holds the positions of inputs that are written to, here or later. Backward starts
+    from their former values. It writes to a copy, so that running statistics and counters change
+    once.
     """
 
     def __init__(self, body: fx.GraphModule, copied: Sequence[int], random: bool) -> None:
         super().__init__()
         self.body, self.copied, self.random = body, tuple(copied), random
-        # Whether to run again to the end, rather than to the last value that is asked for: torch
-        # ends it by an exception, which compiled code cannot have.
+        # Whether to run again to the end, rather than to the last value that is needed. torch stops
+        # early by an exception, which compiled code cannot raise.
         self.whole = False
 
     def forward(self, *args: Any) -> Any:
         if not self.copied or not torch.is_grad_enabled():
             return self._kept_as_inputs(self.body.forward, args)
-        # Autograd would find that the copied ones have changed: they go past it.
+        # Autograd would notice that the copied inputs have changed, so they bypass autograd.
         rest = [a for i, a in enumerate(args) if i not in self.copied]
         return self._kept_as_inputs(self._twice(args), rest)
 
@@ -50,15 +52,17 @@ class Recomputed(torch.nn.Module):
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """The body for one call: the first run takes its inputs as they are, each later one copies
-        of what they were."""
+        """Return the body for one call.
+
+        The first run takes its inputs as they are. Each later run takes copies of their former
+        values."""
         count = len(args)
         now = {i: args[i] for i in self.copied}
         kept = {i: (a.detach().clone(), a.requires_grad) for i, a in now.items()}
 
         def run(*rest: Any) -> Any:
-            # No leaves, for autograd forbids to write to one; but parts of a graph where the inputs
-            # are.
+            # Autograd forbids writing to a leaf. So each copy is not a leaf, but part of a graph if
+            # the input is.
             these = dict(now) or {
                 i: a.detach().requires_grad_(needs).clone() for i, (a, needs) in kept.items()
             }
@@ -74,10 +78,11 @@ class Recomputed(torch.nn.Module):
 
 
 def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``. Where other
-    nodes stand between those of a region, each run of its nodes is recomputed for itself. Raises
-    GraphError for a region that cannot run twice: one with a backward pass in it, or which writes
-    to memory that it reads under several names."""
+    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``.
+
+    If other nodes are between those of a region, each run of its nodes is recomputed separately.
+    Raises GraphError for a region that cannot run twice. Such a region has a backward pass in it,
+    or writes to memory that it reads under several names."""
     runs = list(extract(graph, lambda node: node.meta.get("region")))
     if not runs:
         return
@@ -117,8 +122,9 @@ def _check(part: Subgraph) -> None:
 
 
 def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
-    """Positions of the inputs that are written to from here on. What only other ranks' gradients
-    read needs none."""
+    """Return the positions of the inputs that are written to from here on.
+
+    Memory that is read only by other ranks' gradients needs no copy."""
     changed: set[int] = set().union(*later) if later else set()
     mine: set[int] = set().union(*here) if here else set()
     where = [storages(n) for n in part.needs]
@@ -136,8 +142,9 @@ def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]])
 
 
 def _random(node: fx.Node) -> bool:
-    """Whether a node may draw other numbers when it runs again: such have effects though they write
-    to none of their operands."""
+    """Return True if a node may draw other numbers when it runs again.
+
+    Such nodes have effects although they write to none of their operands."""
     if isinstance(node.target, RandomCall):
         return not node.target.repeats
     return bool(node.meta.get("effect") and not node.meta.get("writes"))

@@ -1,5 +1,7 @@
-"""Calls that give back what they were given: helpers of ours that say something about a global
-tensor and nothing about its parts."""
+"""Remove calls that return their operand.
+
+Such calls are helpers of this package that change a global tensor's annotations but not its local
+tensor. `pass_manager` runs this pass."""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ __all__ = ["remove_identities"]
 
 
 def remove_identities(graph: fx.Graph) -> None:
-    """Remove calls of functions of ours whose result is their operand itself. Torch's own stay:
-    what is contiguous here may not be so at run time."""
+    """Remove calls of this package's functions whose result is their operand itself.
+
+    Torch's own calls stay: a tensor that is contiguous here may not be so at run time."""
     for node in list(graph.nodes):
         if (
             node.op != "call_function"

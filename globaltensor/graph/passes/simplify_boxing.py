@@ -1,9 +1,11 @@
-"""Boxings that need not be: a -> b -> c goes from a to c where that is no dearer, a -> b -> a goes
-nowhere, and what leaves every part as it is goes.
+"""Remove and shorten boxings that are not needed.
 
-Each step of boxing keeps the tensor and changes how it lies, and so does each step of its
-gradient's way back, which is that of the duals. A boxing that was told how its gradient has to pass
-(``grad``) is left alone.
+a -> b -> c becomes a -> c if that costs no more. a -> b -> a is removed, and so is a boxing that
+leaves every local tensor as it is.
+
+Each step of boxing keeps the tensor and changes its layout. So does each step of its gradient's
+boxing, which is between the dual specs. A boxing with an explicit gradient spec (``grad``) is left
+alone. `pass_manager` runs this pass.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def simplify_boxings(graph: fx.Graph) -> None:
 
 
 def unmoved(src: Spec, dst: Spec) -> bool:
-    """Whether every part stays as it is, and so does every part of the gradient."""
+    """Return True if every local tensor stays as it is, and so does every local gradient."""
     return src is dst or (
         plan_boxing(src, dst).is_noop and plan_boxing(dst.dual(), src.dual()).is_noop
     )
@@ -55,7 +57,7 @@ def _chained(first: fx.Node) -> bool:
 
 
 def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """What moves instead of the second, if anything new does."""
+    """Shorten two boxings to one, and return the new node, or None if there is no new node."""
     a, b, c = first.target.src, first.target.dst, second.target.dst
     if a.placement is not c.placement or a.placement is not b.placement:
         return None  # other ranks take part

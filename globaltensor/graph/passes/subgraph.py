@@ -1,4 +1,6 @@
-"""Parts of a program: consecutive nodes made a graph of their own, and put back as one call."""
+"""Parts of a program: consecutive nodes made a graph of their own, and put back as one call.
+
+The passes `recompute` and `compile` use them."""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ __all__ = [
 
 
 class Subgraph:
-    """Consecutive nodes as a graph: its inputs are ``needs``, nodes of the program from outside,
-    its results the nodes ``gives``, in order."""
+    """A run of consecutive nodes, as a graph.
+
+    ``needs`` are its inputs: nodes of the program from outside. ``gives`` are its results, in
+    order."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = list(nodes)
@@ -36,8 +40,9 @@ class Subgraph:
         self.gives = [n for n in self.nodes if any(u not in inside for u in n.users)]
 
     def graph(self) -> fx.Graph:
-        """A copy of the nodes, as a graph with one placeholder for each of ``needs`` that returns
-        the tuple of ``gives``."""
+        """Return a copy of the nodes as a graph.
+
+        The graph has one placeholder for each of ``needs``, and returns the tuple of ``gives``."""
         made, copies = fx.Graph(), {}
         for node in self.needs:
             copies[node] = made.placeholder(node.name)
@@ -51,8 +56,10 @@ class Subgraph:
 def extract(
     graph: fx.Graph, wanted: Callable[[fx.Node], Any]
 ) -> Iterator[tuple[Any, list[fx.Node]]]:
-    """Runs of consecutive nodes for which ``wanted`` is the same, and not None: (that, nodes).
-    Constants of the program come before all of them."""
+    """Yield (key, nodes) for runs of consecutive nodes with the same key.
+
+    ``wanted`` returns the key of a node; nodes with None are left out. Constants of the program are
+    moved before all runs."""
     constants_first(graph)
     kind: Any = None
     nodes: list[fx.Node] = []
@@ -83,8 +90,9 @@ def put_back(
     needs: Sequence[fx.Node] | None = None,
     gives: Sequence[fx.Node] | None = None,
 ) -> fx.Node:
-    """Replace the nodes of a part by one call of the module ``name``, which takes ``needs`` and
-    returns the tuple of ``gives``."""
+    """Replace the nodes of a part by one call of the module ``name``.
+
+    The module accepts ``needs`` and returns the tuple of ``gives``."""
     gives = part.gives if gives is None else gives
     inside = set(part.nodes)
     with graph.inserting_after(part.nodes[-1]):
@@ -113,7 +121,7 @@ def put_back(
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """What gives the tensors that a node is called with, in the order of its arguments."""
+    """Return the nodes of the tensors that a node is called with, in the order of its arguments."""
     found: list[fx.Node] = []
     fx.node.map_arg(
         (node.args, node.kwargs),
@@ -122,8 +130,8 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-#: Calls that write their running statistics without saying so in the tensors' versions: the
-#: positions and names of these, and when they do.
+#: Calls that write their running statistics without changing the tensors' versions. Listed are the
+#: positions and names of the statistics, and of the argument that turns the writing on.
 _STATISTICS: Mapping[str, tuple[tuple[int, str], tuple[int, str], tuple[int, str]]] = {
     "batch_norm": ((1, "running_mean"), (2, "running_var"), (5, "training")),
     "instance_norm": ((1, "running_mean"), (2, "running_var"), (5, "use_input_stats")),
@@ -135,7 +143,7 @@ _AS_KERNELS: Mapping[Any, tuple[int, int, int]] = {
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands whose memory a node writes to."""
+    """Return the operands whose memory a node writes to."""
     given = operands(node)
     found = [given[i] for i in node.meta.get("writes", ()) if i < len(given)]
     entry = _STATISTICS.get(getattr(node.target, "__name__", ""))
@@ -151,5 +159,5 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def storages(node: fx.Node) -> set[int]:
-    """Keys of the memory that a node's results lie in."""
+    """Return the keys of the storages of a node's results."""
     return {torch_private.storage_key(t) for t in object_tensors(node.meta.get("val"), [])}

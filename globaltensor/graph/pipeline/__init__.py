@@ -1,6 +1,8 @@
-"""Pipelines: stages on lanes of ranks, driven by a schedule that is data."""
+"""Pipelines: stages on lanes of ranks, driven by a schedule that is data.
 
-# The families register themselves when imported.
+`Graph` uses it when modules have stages; users reach it through ``flow.pipeline``."""
+
+# The schedule families register themselves when imported.
 from . import flush_schedules as _flushing
 from . import zero_bubble_schedules as _zero_bubble
 from .validate_schedule import check, resolve_schedule, peak_activations, max_activations

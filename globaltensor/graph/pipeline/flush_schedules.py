@@ -1,7 +1,8 @@
-"""Schedules whose backward is whole: gpipe, 1f1b, interleaved; and forward, for evaluation.
+"""Schedules with an undivided backward: gpipe, 1f1b, interleaved; and forward, for evaluation.
 
-Stages that follow one another on one lane act as one, called a run here. All accumulate gradients
-in the order of the micro-batches.
+Stages that follow one another on one lane act as one, called a run here. All schedules accumulate
+gradients in the order of the micro-batches. `pipeline` imports this module to register the
+families.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Run", "expand", "per_lane", "runs"]
 
 
 class Run(NamedTuple):
-    """Stages ``first`` to ``last`` on one lane, with those before and after them on others."""
+    """A run: stages ``first`` to ``last`` on one lane, with their neighbours on other lanes."""
 
     lane: int
     first: int
@@ -29,7 +30,7 @@ class Run(NamedTuple):
 
 
 def runs(lanes: Sequence[int]) -> list[Run]:
-    """The runs, in the order of their stages.
+    """Return the runs, in the order of their stages.
 
     >>> runs((0, 0, 1))
     [Run(lane=0, first=0, last=1), Run(lane=1, first=2, last=2)]
@@ -44,8 +45,9 @@ def runs(lanes: Sequence[int]) -> list[Run]:
 
 
 def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
-    """The actions of the run's stages for its (kind, micro): forwards from the first stage on,
-    backwards from the last."""
+    """Yield the actions of the run's stages for each (kind, micro) of ``work``.
+
+    Forwards go from the first stage on, backwards from the last."""
     for kind, micro in work:
         stages = (
             range(run.first, run.last + 1) if kind == "F" else range(run.last, run.first - 1, -1)
@@ -54,7 +56,7 @@ def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
 
 
 def per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
-    """Sums per lane of what the runs hold."""
+    """Return the sums per lane of what the runs hold."""
     total = [0] * (max(lanes) + 1)
     for run, many in zip(runs(lanes), held, strict=True):
         total[run.lane] += many * run.size
@@ -69,7 +71,7 @@ def per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
     promise=lambda lanes, micros: (0,) * (max(lanes) + 1),
 )
 def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """Forwards only, run by run."""
+    """Return rows of forwards only, run by run."""
     rows: list[list[Action]] = [[] for _ in range(max(lanes) + 1)]
     for run in runs(lanes):
         rows[run.lane] += expand(run, (("F", micro) for micro in range(micros)))
@@ -82,9 +84,10 @@ def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     promise=lambda lanes, micros: per_lane(lanes, [micros] * len(runs(lanes))),
 )
 def gpipe(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019); where a lane comes
-    again, one run after the other, breadth first (Lamy-Poirier, Breadth-First Pipeline Parallelism,
-    MLSys 2023)."""
+    """Return rows of all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+
+    If a lane has several runs, they follow one another, breadth first (Lamy-Poirier, Breadth-First
+    Pipeline Parallelism, MLSys 2023)."""
     rows = forward(lanes, micros)
     for run in reversed(runs(lanes)):
         rows[run.lane] += expand(run, (("B", micro) for micro in range(micros)))
@@ -104,12 +107,13 @@ def _promise_1f1b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> t
     "1f1b", "one-forward-one-backward", "one-f-one-b", promise=_promise_1f1b, options=("eager",)
 )
 def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> list[list[Action]]:
-    """One forward, one backward (Narayanan et al., PipeDream-Flush, ICML 2021): run k of n starts
-    with n - k forwards, so it never holds more.
+    """Return rows of one forward, one backward (Narayanan et al., PipeDream-Flush, ICML 2021).
 
-    ``eager`` starts with 2 (n - k) - 1 instead: transfers then overlap compute, for more memory
-    (Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023). Where a lane
-    comes again, its runs share it, each in this order.
+    Run k of n starts with n - k forwards, so it never holds more.
+
+    ``eager`` starts with 2 (n - k) - 1 instead. Transfers then overlap computation, for more memory
+    (Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023). If a lane has
+    several runs, they share it, each in this order.
     """
     found = runs(lanes)
     orders: list[list[tuple[str, int]]] = []
@@ -132,9 +136,11 @@ def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> lis
 
 
 def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[Action]]:
-    """Rows in which each run keeps its order, runs of one lane taking turns: what can start first
-    does so, a backward costing two forwards. It ends for any lanes, as the orders would with a lane
-    for each run."""
+    """Merge the orders of the runs into rows of the lanes.
+
+    Each run keeps its order, and runs of one lane take turns. The action that can start first is
+    next, where a backward counts as two forwards. The merge ends for any lanes, because the orders
+    would end with a lane for each run."""
     waiting = [deque(order) for order in orders]
     free, done = [0] * (max(run.lane for run in found) + 1), dict[tuple[str, int, int], int]()
     rows: list[list[Action]] = [[] for _ in free]
@@ -157,8 +163,10 @@ def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[A
 
 
 def _groups(lanes: tuple[int, ...], micros: int) -> list[range]:
-    """Micro-batches that go through a turn together: at least as many as there are lanes, the
-    groups as even as can be."""
+    """Return the groups of micro-batches that go through a turn together.
+
+    A group has at least as many micro-batches as there are lanes, and the groups are as even as
+    possible."""
     wide = max(lanes) + 1
     many = max(1, micros // wide)
     sizes = [max(wide, micros // many + (k < micros % many)) for k in range(many)]
@@ -167,7 +175,7 @@ def _groups(lanes: tuple[int, ...], micros: int) -> list[range]:
 
 
 def _start(lanes: tuple[int, ...], lane: int, micros: int) -> int:
-    """How many forwards a lane starts with."""
+    """Return the number of forwards with which a lane starts."""
     turns, after = len(lanes) // (max(lanes) + 1), max(lanes) - lanes.index(lane)
     return 1 + after * (2 if turns > 1 else 1) + (turns - 1) * len(_groups(lanes, micros)[0])
 
@@ -187,8 +195,10 @@ def _promise_interleaved(lanes: tuple[int, ...], micros: int) -> tuple[int, ...]
     promise=_promise_interleaved,
 )
 def interleaved(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """1f1b with several stages a lane, in turn, for a bubble as many times smaller (Narayanan et
-    al., Megatron-LM, SC 2021): micro-batches go through all turns in groups. Fewer micro-batches
+    """Return rows of 1f1b with several stages a lane, in turn.
+
+    The method is that of Narayanan et al., Megatron-LM, SC 2021. The bubble is as many times
+    smaller as a lane has stages. Micro-batches go through all turns in groups. Fewer micro-batches
     than lanes are a group with some left out."""
     rows = []
     for lane in range(max(lanes) + 1):

@@ -1,5 +1,7 @@
-"""Gradients after a run of stages: summed over the ranks, and known of on ranks that hold no part
-of them."""
+"""The completion of gradients after a run of stages.
+
+Gradients are summed over the ranks. Ranks that hold no part of a parameter learn which ones have a
+gradient. `Graph` calls `Grads.complete` before the optimizers step."""
 
 from __future__ import annotations
 
@@ -15,18 +17,20 @@ __all__ = ["Grads"]
 
 
 class Grads:
-    """What is done to the gradients of ``parameters`` after each run. Every rank has the same
-    parameters in the same order."""
+    """A record of the parameters that get gradients, used after each run.
+
+    Every rank has the same parameters in the same order."""
 
     def __init__(self) -> None:
         self._told: tuple[list[int], frozenset[int]] | None = (
-            None  # ids of the parameters; the places of those that get a gradient somewhere
+            None  # ids of the parameters; indices of those that get a gradient on some rank
         )
 
     def complete(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Sum what is pending. Where a parameter lies on other ranks, its gradient becomes a
-        placeholder, as after an eager pass: what is done to all gradients (clipping, norms) must be
-        the same ops on every rank. Collective."""
+        """Sum the pending gradients over the ranks.
+
+        The gradient of a parameter on other ranks becomes a placeholder, as after an eager pass.
+        Ops on all gradients (clipping, norms) must be the same on every rank. Collective."""
         settle(parameters)
         rank = world().rank
         elsewhere = [

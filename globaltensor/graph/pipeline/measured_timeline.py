@@ -1,5 +1,6 @@
-"""What a run of a pipeline was like: the spans of all ranks as one timeline, and a trace of it
-beside the simulated one."""
+"""The measured timeline of a pipeline's run, and a trace of it with the simulated one.
+
+`Graph.timeline` calls `measured`."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ __all__ = ["measured"]
 
 
 def measured(pipeline: Pipeline, path: str | os.PathLike[str] | None = None) -> Timeline:
-    """The last run, a line for each rank, and the optimizer steps after it; with ``path``, written
-    there by rank 0 beside what the simulator foretells from the run's own costs, a line for each
-    lane. Collective among all ranks."""
+    """Return the timeline of the last run, a line for each rank, with the optimizer steps after it.
+
+    With ``path``, rank 0 writes a trace there. The trace also holds the simulator's prediction from
+    the run's own costs, a line for each lane. Collective among all ranks."""
     here, ranks = world(), sorted(pipeline.lanes)
     mine = [(*span.action, span.start, span.end) for span in pipeline.spans], pipeline.stepped
     everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)

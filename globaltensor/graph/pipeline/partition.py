@@ -1,9 +1,10 @@
-"""Partition: a captured graph with stages, cut into one program for each stage of this rank, and
-what crosses between stages.
+"""Partition: split a captured graph with stages into one program for each stage of this rank.
 
-Which stage an op belongs to follows from the logical graph, so all ranks agree: the module it runs
-in says so, or what it works on, or who uses it. What follows from plain tensors alone (positions,
-masks) is computed again in each stage that uses it.
+The partition also lists the values that cross between stages. `pipelined_graph` calls `cut`.
+
+The stage of an op follows from the logical graph, so all ranks agree. The module in which the op
+runs determines the stage, or else its operands, or else its users. Values that follow from plain
+tensors alone (positions, masks) are computed again in each stage that uses them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Key = tuple[Any, ...]
 
 
 class Need(NamedTuple):
-    """An input of a stage: where it comes from, how it lies there and here."""
+    """An input of a stage: its source, and its specs at the source and in the stage."""
 
     key: Key  # ("input", number) | ("box", number) | ("value", number)
     source: int  # stage; -1: the call
@@ -44,7 +45,7 @@ class Need(NamedTuple):
 
 @dataclass
 class Part:
-    """One stage, on a rank that holds it."""
+    """A stage, on a rank that holds it."""
 
     number: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -56,26 +57,28 @@ class Part:
     entry: fx.Node | None = None  # the last input in the program
     last: fx.Node | None = None  # the last state
     now: tuple[Any, Any] = (None, None)
-    wanted: list[Key] = field(default_factory=list)  # what other stages, the call and backward take
+    wanted: list[Key] = field(default_factory=list)  # for other stages, the call and backward
     leaving: dict[Key, fx.Node] = field(default_factory=dict)
 
 
 class StagePartition(NamedTuple):
-    """All that a pipeline needs to know."""
+    """The partition of a captured graph into stages."""
 
     parts: dict[int, Part]
     edges: list[Edge]
     fed: dict[tuple[int, int], int]  # (stage, input of the stage) -> input of the call
     results: list[
         tuple[int, int]
-    ]  # where each tensor that build() returns comes from: (stage, output of the stage)
+    ]  # source of each tensor that build() returns: (stage, output of the stage)
 
 
 def cut(
     captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]
 ) -> StagePartition:
-    """Cut the program. ``placements``: of each stage. Collective: ranks tell each other what their
-    stages need. Raises GraphError."""
+    """Split the program into stages. ``placements`` holds the placement of each stage.
+
+    Collective: ranks exchange the inputs that their stages need. Raises GraphError if the graph
+    cannot be split, for example if a stage needs a value of a later one."""
     return StagePartitioner(captured, placements, inputs).cut()
 
 
@@ -105,7 +108,7 @@ class StagePartitioner:
                 self.writers.setdefault(memory, []).append(node)
 
     def home(self, placement: Placement) -> int:
-        """The first stage that lies on this placement."""
+        """Return the first stage on this placement."""
         for k, p in enumerate(self.placements):
             if p is placement:
                 return k
@@ -116,14 +119,14 @@ class StagePartitioner:
         )
 
     def source(self, node: fx.Node, spec: Spec) -> int:
-        """The stage that has the value of a node."""
+        """Return the stage that has the value of a node."""
         own = self.stages[node]
         if own is not None and self.placements[own] is spec.placement:
             return own
         return self.home(spec.placement)
 
     def _switches(self) -> dict[fx.Node, tuple[Any, Any]]:
-        """Gradients on or off and autocast, as each node wants them."""
+        """Return the grad mode and autocast that each node needs."""
         grad: Any = None
         cast: Any = None
         out = {}
@@ -135,7 +138,7 @@ class StagePartitioner:
             out[node] = (grad, cast)
         return out
 
-    # Emitting
+    # Building the stages' programs
 
     def cut(self) -> StagePartition:
         loss = self._loss()
@@ -151,8 +154,8 @@ class StagePartitioner:
         if loss is not None:
             values["loss",] = loss[1]
             _place(always[loss[0]], ("loss",))
-        # What a stage is asked for may have to come from another one, in its turn: until nobody
-        # needs more.
+        # A value that a stage must provide may come from another stage in turn. Repeat until no
+        # stage needs more.
         told: dict[int, list[Need]] = {k: [] for k in always}
         while True:
             outputs = {k: list(keys) for k, keys in always.items()}
@@ -173,8 +176,10 @@ class StagePartitioner:
         )
 
     def _emitted(self, part: Part, values: Mapping[Key, fx.Node]) -> None:
-        """The stage's program: its own nodes, and those of no stage that they or the outputs need,
-        in the order of the user's code."""
+        """Write the stage's program, in the order of the user's code.
+
+        The program has the stage's own nodes, and the nodes without a stage that those or the
+        outputs need."""
         roots = [self._output(key, values) for key in part.wanted]
         mine = [
             n
@@ -199,7 +204,9 @@ class StagePartitioner:
         return node.target in (set_grad_enabled, autocast, backward) or node in self.boxes
 
     def _floating(self, part: Part, roots: Sequence[fx.Node]) -> set[fx.Node]:
-        """The calls of no stage that these need, and what writes into their memory."""
+        """Return the calls without a stage that ``roots`` need.
+
+        Calls that write into the memory of these are included."""
         found: set[fx.Node] = set()
         todo, seen = list(roots), set[fx.Node]()
         while todo:
@@ -216,7 +223,9 @@ class StagePartitioner:
         return found
 
     def _leaves_at(self, key: Key, part: Part) -> fx.Node:
-        """Before which node a value leaves: what is written into it later does not count."""
+        """Return the node before which a value leaves the stage.
+
+        Later writes into the value do not count."""
         if key[0] == "box":
             return self.by_box[key[1]]
         if key[0] == "value":
@@ -236,7 +245,7 @@ class StagePartitioner:
         )  # type: ignore[return-value]
 
     def _loss(self) -> tuple[int, fx.Node, Spec] | None:
-        """Stage, node and layout of what backward() is called of."""
+        """Return the stage, the node and the spec of the tensor on which backward() is called."""
         found = [node for node in self.nodes if node.target is backward]
         for node in self.captured.logical.nodes:
             given = (
@@ -292,7 +301,7 @@ class StagePartitioner:
         )
 
     def value(self, node: fx.Node, part: Part) -> fx.Node:
-        """A node's value inside a stage."""
+        """Return a node's value inside a stage."""
         found = part.known.get(node)
         if found is not None:
             return found
@@ -315,7 +324,7 @@ class StagePartitioner:
         return made
 
     def _placeholder(self, part: Part, node: fx.Node | None, name: str) -> fx.Node:
-        """An input of the stage's program (``node`` None), or a state; inputs come first."""
+        """Add an input of the stage's program (``node`` None) or a state; inputs come first."""
         graph, after = part.graph, part.entry if node is None or part.last is None else part.last
         with (
             graph.inserting_after(after)
@@ -356,7 +365,8 @@ class StagePartitioner:
             self.stages[w] in (None, part.number)
             for w in self.writers.get(self.memory.of(node), ())
         ):
-            # What has come in is a leaf, which may be read again: it is not written into.
+            # A received value is a leaf, which may be read again. The program therefore writes into
+            # a copy.
             found = part.known[node] = part.graph.call_method("clone", (found,))
             found.meta.update(
                 val=node.meta.get("val"),
@@ -369,7 +379,7 @@ class StagePartitioner:
         return found
 
     def _crossing(self, node: fx.Node, part: Part) -> fx.Node:
-        """A boxing between placements: an input of this stage."""
+        """Return the result of a boxing between placements: it is an input of this stage."""
         src, dst = node.meta["box"]
         if dst.placement is not self.placements[part.number]:
             return self._from_other(node, part)
@@ -390,7 +400,7 @@ class StagePartitioner:
         return came
 
     def _from_other(self, node: fx.Node, part: Part) -> fx.Node:
-        """A value of another stage on the same placement."""
+        """Return a value of another stage on the same placement."""
         spec = node.meta.get("spec")
         if spec is None or "value" not in node.meta:
             raise GraphError(
@@ -419,7 +429,7 @@ class StagePartitioner:
             return made
         return came
 
-    # Putting together
+    # Edges and results
 
     def _edges(
         self, told: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]
@@ -454,7 +464,7 @@ class StagePartitioner:
         return edges, fed
 
     def _said(self, node: fx.Node) -> str:
-        """A node as the user wrote it."""
+        """Return a description of a node in the user's terms."""
         if "state" in node.meta:
             return f"the weight {node.name}"
         where = next(
@@ -482,8 +492,10 @@ class StagePartitioner:
     def _told(
         self, outputs: Mapping[int, list[Key]], values: Mapping[Key, fx.Node]
     ) -> dict[int, list[Need]]:
-        """Make this rank's parts, which give ``outputs``; what each stage then needs, from a rank
-        that holds it. Raises GraphError on all ranks, or on none."""
+        """Build this rank's parts, with ``outputs``, and return the inputs that each stage needs.
+
+        The inputs of a stage come from a rank that holds it. Raises GraphError on all ranks, or on
+        none."""
         mine: dict[int, list[Need]] | str = {}
         try:
             self.parts = {k: Part(k, wanted=outputs[k]) for k in self.held}
@@ -505,7 +517,9 @@ class StagePartitioner:
         }
 
     def _leaving(self, part: Part, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
-        """A value as it crosses: not partial, and as it is now."""
+        """Return a value in the form in which it leaves a stage.
+
+        The value is not partial, and later writes do not change it."""
         node = self._output(key, values)
         made = self.value(node, part)
         if key[0] not in ("box", "value"):

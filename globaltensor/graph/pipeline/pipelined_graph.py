@@ -1,5 +1,6 @@
-"""A graph with stages, ready to run: its stages' programs, what crosses between them, and a
-schedule."""
+"""A graph with stages, ready to run: its stages' programs, their edges, and a schedule.
+
+`Graph` makes a `PipelinedGraph` when modules have stages."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ __all__ = ["PipelinedGraph", "lanes"]
 
 
 def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The lane of each stage: stages that share ranks share a lane."""
+    """Return the lane of each stage: stages that share ranks share a lane."""
     groups: list[set[int]] = []
     for p in placements:
         mine = set(p.flat)
@@ -44,16 +45,18 @@ def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
 
 
 class _Turn:
-    """Which micro-batch a rank works on, and the keys of the step's random numbers: those that the
-    micro-batches would draw one after another."""
+    """The current micro-batch of a rank, and the keys of the step's random numbers.
+
+    The keys are those that the micro-batches would draw one after another."""
 
     def __init__(self) -> None:
         self.draws, self.first, self.micro = 0, 0, 0
 
 
 class _Drawn(RandomCall):
-    """A random op of a stage: what it draws depends on the micro-batch, not on the schedule;
-    recomputed, it draws the same again."""
+    """A random op of a stage, whose numbers depend on the micro-batch, not on the schedule.
+
+    When it is recomputed, it draws the same numbers again."""
 
     __module__ = "steps"
     repeats = True
@@ -75,7 +78,7 @@ class _Drawn(RandomCall):
 
 
 class _Stage(Stage):
-    """A stage that says which micro-batch is being run, forward or, recomputed, in backward."""
+    """A stage that records which micro-batch runs, in forward or (recomputed) in backward."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class _Stage(Stage):
 
 
 class PipelinedGraph:
-    """Runs the micro-batches of a call through the stages."""
+    """A graph with stages that runs the micro-batches of a call."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class PipelinedGraph:
             for n in captured.program.nodes
             if isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None
         ]
-        for i, node in enumerate(drawn):  # the same on every rank: those outside a placement skip
+        for i, node in enumerate(drawn):  # numbers agree on every rank; outside ranks skip draws
             node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
         self.turn.draws = len(drawn)
         made = cut(captured, placements, inputs)
@@ -160,8 +163,9 @@ class PipelinedGraph:
     def __call__(
         self, micros: Sequence[Sequence[torch.Tensor]], scale: float
     ) -> list[list[torch.Tensor]]:
-        """The local inputs of each micro-batch -> the local results of each; empty ones on ranks
-        that do not hold them."""
+        """Run the micro-batches from their local inputs, and return the local results of each.
+
+        Results are empty on ranks that do not hold them."""
         inputs: dict[int, list[dict[int, torch.Tensor]]] = {
             k: [{} for _ in micros] for k in self.pipeline.stages
         }
@@ -183,7 +187,7 @@ class PipelinedGraph:
 
     @property
     def module(self) -> fx.GraphModule:
-        """The stages' programs on this rank: an fx module whose children they are."""
+        """The stages' programs on this rank, as children of one fx module."""
         root, graph = torch.nn.Module(), fx.Graph()
         for k, program in self.programs.items():
             root.add_module(f"stage_{k}", program.module)
@@ -210,8 +214,9 @@ def _specs_of(captured: CaptureResult) -> list[Spec]:
 
 
 def defer(graph: fx.Graph) -> None:
-    """Let products and convolutions with a parameter leave its gradient for later (zero-bubble
-    schedules)."""
+    """Replace products and convolutions with a parameter by functions that defer its gradient.
+
+    Zero-bubble schedules need this."""
     for node in graph.nodes:
         if (
             node.op not in ("call_function", "call_method")
@@ -219,7 +224,7 @@ def defer(graph: fx.Graph) -> None:
             or not isinstance(node.args[1], fx.Node)
             or "state" not in node.args[1].meta
         ):
-            continue  # what came from another stage must have its gradient before it goes back
+            continue  # a value of another stage must have its gradient before that is sent back
         other = (
             node.target
             if node.op == "call_function"
@@ -230,8 +235,9 @@ def defer(graph: fx.Graph) -> None:
 
 
 def lighten(graph: fx.Graph) -> None:
-    """The same by less, where a program runs as it stands. Its recomputed parts are modules of
-    their own by now, and stay as they are."""
+    """Replace deferring products by lighter ones, where a program runs uncompiled.
+
+    Recomputed parts are separate modules by now, and stay as they are."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in LIGHTER:
             node.target = LIGHTER[node.target]

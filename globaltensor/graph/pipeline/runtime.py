@@ -1,4 +1,6 @@
-"""Pipeline: one rank's part of a schedule, run."""
+"""The runtime of pipelines: run one rank's part of a schedule.
+
+`pipelined_graph` makes a `Pipeline` for a graph; users may make their own."""
 
 from __future__ import annotations
 
@@ -24,17 +26,19 @@ Inputs = Mapping[int, Sequence[Mapping[int, Tensor]]]
 
 
 class Pipeline:
-    """The stages of this rank, driven by a schedule. Every rank makes the same one, save for
-    ``stages``: those it holds, by number.
+    """A pipeline: the stages of this rank, driven by a schedule.
 
-    ``placements``: where each stage lies; ranks may hold several stages, all on one lane.
-    ``edges``: what crosses from stage to stage; each input of a stage has one. ``outputs``: which
-    outputs of a stage a run returns, by stage; by default its loss and those that no edge takes.
-    ``credits``: how many receives of an edge are posted ahead. ``trace``: `spans` says when this
-    rank did what, in seconds since 1970.
+    Every rank makes the same pipeline, except for ``stages``: those that the rank holds, by number.
 
-    The schedule is taken as it is (`check` says whether it can run). Raises ScheduleError where
-    stages, edges and schedule do not fit together.
+    ``placements`` holds the placement of each stage; ranks may hold several stages, all on one
+    lane. ``edges`` are the values that cross from stage to stage; each input of a stage has one
+    edge. ``outputs`` names the outputs of a stage that a run returns, by stage. By default these
+    are its loss and the outputs that no edge uses. ``credits`` is the number of receives of an edge
+    that are posted ahead. ``trace``: record in `spans` when this rank ran which action, in seconds
+    since 1970.
+
+    The schedule is not checked (`check` does that). Raises ScheduleError if stages, edges and
+    schedule do not fit together.
     """
 
     def __init__(
@@ -54,8 +58,8 @@ class Pipeline:
         self.spans: list[Span] = []
         self._here = here
         self.lanes = lanes = lane_of([p.flat for p in placements], schedule)
-        #: From which stage to which values cross; when the optimizer steps after a run began and
-        #: ended.
+        #: Pairs of stages (source, target) between which values cross; start and end of the
+        #: optimizer steps after a run.
         self.crossing = {(e.source, e.target) for e in edges if e.source >= 0}
         self.stepped: tuple[float, float] | None = None
         self._lane = lanes.get(here.rank, -1)
@@ -67,7 +71,7 @@ class Pipeline:
         self._split = {action.stage for action in self._row if action.kind == "I"}
         self._transfer = Transfer(here, edges, schedule, lanes, credits)
         values = {r.number: r for r in self._transfer.routes if not r.back}
-        #: What brings each input of a stage; None: the call.
+        #: The route of each input of a stage; None: the call.
         self._into = {
             k: [
                 values.get(n)
@@ -90,14 +94,14 @@ class Pipeline:
     def run(
         self, inputs: Inputs | None = None, loss_scale: float = 1.0
     ) -> dict[int, list[tuple[Tensor | None, ...]]]:
-        """Run all micro-batches once -> by stage of this rank and micro-batch, its outputs
-        (detached; None for those not asked for).
+        """Run all micro-batches once, and return the outputs by stage of this rank and micro-batch.
 
-        ``inputs``: by stage and micro-batch, the local inputs that come from the call, by number.
-        ``loss_scale``: what every loss is multiplied by where backward starts; 1 / micro-batches
-        for their mean. Gradients of weights are added to their ``.grad`` and stay unsummed over the
-        ranks. All ranks of the placements must call it; others may. Raises WorldError where a rank
-        does not answer in time: the pipeline cannot run again then.
+        Outputs are detached, and None if they were not asked for. ``inputs`` holds the local inputs
+        that come from the call, by stage, micro-batch and number. ``loss_scale`` multiplies every
+        loss where backward starts; it is 1 / micro-batches for their mean. Gradients of weights are
+        added to their ``.grad`` and are not summed over the ranks. All ranks of the placements must
+        call this method; others may. Raises WorldError if a rank does not answer in time. The
+        pipeline cannot run again then.
         """
         if not self._row:
             return {}
@@ -185,8 +189,10 @@ class Pipeline:
         )
 
     def _hand_over(self, action: Action, start: float, values: list[tuple[Route, Tensor]]) -> None:
-        """Send what an action leaves: part of its time where the host does it. (On a device it is
-        queued; a trace that waited for it would wait for others.)"""
+        """Send the values that an action leaves.
+
+        On the host, sending is part of the action's time. On a device it is queued, and a trace
+        that waited for it would wait for other ranks."""
         if self._devices:
             self._done(action, start)
         while values:
@@ -204,15 +210,17 @@ class Pipeline:
         )
 
     def _start(self) -> float:
-        """When an action began, for a trace: as soon as what it needs had come. On the host that is
-        when the one before it ended, and what was waited since; a device waits by itself."""
+        """Return when an action began, for a trace: as soon as its inputs had arrived.
+
+        On the host, this is the end of the action before it, plus the time waited since. A device
+        waits on its own."""
         waited, self._transfer.waited = self._transfer.waited, 0.0
         if not self.trace:
             return 0.0
         return self._clock() if self._devices else self._mark + waited
 
     def _clock(self) -> float:
-        # What is queued on a device has no time of its own: a trace waits for it.
+        # Work queued on a device has no time of its own, so a trace waits for it.
         for kind in self._devices:
             torch.accelerator.synchronize(self._here.device(kind))
         return time.time()

@@ -1,8 +1,8 @@
-"""Schedules are data: what each lane of a pipeline does, in order. Pure; every rank makes the same
-one from the same arguments.
+"""Schedules as data: the actions of each lane of a pipeline, in order.
 
-The families (gpipe, 1f1b, interleaved, zb-h1, ...) stand in files of their own and register here; a
-user's file is as good (`Schedule.load`).
+Making a schedule is pure: every rank makes the same one from the same arguments. The families
+(gpipe, 1f1b, interleaved, zb-h1, ...) are in files of their own and register here. A user's file
+serves as well (`Schedule.load`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
-    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs only)
-    or W (backward of weights only). Written "2F0": stage 2, forward, micro-batch 0.
+    """An action of a lane, written "2F0": stage 2, forward, micro-batch 0.
+
+    ``kind`` is F (forward), B (full backward), I (backward of inputs only) or W (backward of
+    weights only).
 
     >>> str(Action("F", 2, 0))
     '2F0'
@@ -54,7 +56,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that ``str`` wrote. Raises ValueError for anything else."""
+        """Parse the text that ``str`` wrote. Raises ValueError for anything else."""
         match = _TOKEN.fullmatch(text)
         if not match:
             raise ValueError(
@@ -65,7 +67,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a lane did an action, measured or simulated; in seconds."""
+    """The start and end of a lane's action in seconds, measured or simulated."""
 
     lane: int
     action: Action
@@ -75,9 +77,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every lane does. A lane is a set of ranks that holds one or more stages; ``lanes[k]`` is
-    the lane of stage k, ``rows[l]`` what lane l does, in order. Sends and receives follow from the
-    rows and are not in them. Whether it can run is the checker's to say (`check`).
+    """A schedule: the actions of every lane, in order.
+
+    A lane is a set of ranks that holds one or more stages. ``lanes[k]`` is the lane of stage k, and
+    ``rows[l]`` holds the actions of lane l. Sends and receives follow from the rows and are not in
+    them. `check` tests whether a schedule can run.
 
     >>> print(schedule("1f1b", lanes=(0, 1), micros=3))
     1f1b: 2 stages, 3 micro-batches
@@ -93,7 +97,7 @@ class Schedule:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward: a schedule without one is for evaluation."""
+        """True if there is a backward: a schedule without one is for evaluation."""
         return any(action.kind != "F" for row in self.rows for action in row)
 
     def __str__(self) -> str:
@@ -113,16 +117,17 @@ class Schedule:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON: name, lanes, micros, and a line of actions for each lane, as
-        printed."""
+        """Write the schedule as JSON: name, lanes, micros, and a line of actions for each lane."""
         rows = [" ".join(map(str, row)) for row in self.rows]
         data = {"name": self.name, "lanes": list(self.lanes), "micros": self.micros, "rows": rows}
         write_text(path, json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read what `save` wrote, or a user wrote by hand. Raises ScheduleError, with the place,
-        where the file is no schedule; whether it could run is left to `check`."""
+        """Read a file that `save` or a user wrote.
+
+        Raises ScheduleError, with the place, if the file is not a schedule. Whether the schedule
+        can run is left to `check`."""
         with open(path, encoding="utf-8") as file:
             text = file.read()
         try:
@@ -183,9 +188,11 @@ def _row(text: str, where: str) -> tuple[Action, ...]:
 
 
 class Family(NamedTuple):
-    """A way to make schedules: ``rows(lanes, micros, **options)`` gives the rows, ``fits(lanes)``
-    says whether it can, ``layout`` which lanes it needs in words, and ``promise(lanes, micros)``
-    the most activations that each lane will ever hold."""
+    """A family of schedules.
+
+    ``rows(lanes, micros, **options)`` returns the rows, ``fits(lanes)`` whether it can make them,
+    and ``layout`` describes the lanes that it needs. ``promise(lanes, micros)`` returns the maximum
+    number of activations that each lane will ever hold."""
 
     name: str
     rows: Callable[..., Sequence[Iterable[Action]]]
@@ -208,7 +215,7 @@ def family(
     promise: Callable[..., tuple[int, ...]],
     options: Iterable[str] = (),
 ) -> Callable[[_Rows], _Rows]:
-    """Register what it decorates as the family ``name``, also spelt as ``others``."""
+    """Register the decorated function as the family ``name``, also spelt as ``others``."""
 
     def register(rows: _Rows) -> _Rows:
         FAMILIES[name] = Family(name, rows, layout, fits, promise, frozenset(options))
@@ -219,9 +226,11 @@ def family(
 
 
 def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Schedule:
-    """The schedule of this name for stages on ``lanes`` (``lanes[k]``: the lane of stage k) and
-    ``micros`` micro-batches. Case, hyphens, underscores and spaces in a name do not count. Raises
-    ScheduleError for an unknown name, and for lanes or options that the schedule cannot do.
+    """Return the schedule of this name for stages on ``lanes`` and ``micros`` micro-batches.
+
+    ``lanes[k]`` is the lane of stage k. Case, hyphens, underscores and spaces in a name do not
+    count. Raises ScheduleError for an unknown name, and for lanes or options that the schedule
+    cannot do.
 
     >>> schedule("GPipe", [0, 1], micros=2).rows[1]
     (Action(kind='F', stage=1, micro=0), Action(kind='F', stage=1, micro=1), Action(kind='B', stage=1, micro=0), Action(kind='B', stage=1, micro=1))
@@ -237,9 +246,11 @@ def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Sc
 
 
 def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | None:
-    """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text
-    that ends in ".json", as the schedule in that file; a Schedule and None as they are. Raises
-    ScheduleError for a name or a file that is none.
+    """Parse a schedule that a user passes.
+
+    Return the registered name for a name, and the schedule in the file for a path or a text that
+    ends in ".json". A Schedule and None are returned unchanged. Raises ScheduleError for an unknown
+    name, or a file without a schedule.
 
     >>> parse_schedule("ZB_H1")
     'zb-h1'
@@ -259,8 +270,9 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
 
 
 def default_schedule(lanes: Sequence[int]) -> str:
-    """The name of the schedule to take where the user names none: interleaved where lanes take
-    stages in turn more than once, else 1f1b.
+    """Return the name of the default schedule: interleaved if lanes take several stages in turn.
+
+    For other lanes it is 1f1b.
 
     >>> default_schedule((0, 1, 2)), default_schedule((0, 1, 0, 1))
     ('1f1b', 'interleaved')
@@ -270,8 +282,7 @@ def default_schedule(lanes: Sequence[int]) -> str:
 
 
 def in_turn(lanes: tuple[int, ...]) -> bool:
-    """Whether the lanes take one stage each, in the same order again and again: 0, 1, 2, 0, 1,
-    2."""
+    """Return True if the lanes take one stage each, in repeated order: 0, 1, 2, 0, 1, 2."""
     turn = lanes[: max(lanes) + 1]
     return (
         len(set(turn)) == len(turn)
@@ -283,8 +294,9 @@ def in_turn(lanes: tuple[int, ...]) -> bool:
 def find(
     name: str, lanes: Sequence[int], micros: int, options: Collection[str] = ()
 ) -> tuple[Family, tuple[int, ...], int]:
-    """The family of this name, with lanes and micros as it wants them. Raises ScheduleError where
-    `schedule` does."""
+    """Return the family of this name, with the checked lanes and micros.
+
+    Raises ScheduleError where `schedule` does."""
     found, where, count = _named(name), _lanes(lanes), _micros(micros)
     if not found.fits(where):
         able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
@@ -339,7 +351,7 @@ def _micros(micros: int) -> int:
 
 
 def _whole(number: Any) -> int:
-    """The number, or -1 if it isn't a whole one."""
+    """Return the number as an int, or -1 if it is not an integer."""
     try:
         return -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:

@@ -1,5 +1,6 @@
-"""The simulator: when each lane would do what, from what actions and transfers cost. Deterministic;
-runs nothing."""
+"""The simulator: predict when each lane runs what, from the costs of actions and transfers.
+
+It is deterministic and runs no action. Users and the search for layouts call `simulate`."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ __all__ = ["Simulation", "simulate"]
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """The timeline of a schedule. ``in_flight``: the most activations that each lane holds;
-    ``peak_bytes``: their bytes, where bytes were given."""
+    """The timeline of a simulated schedule.
+
+    ``in_flight`` is the maximum number of activations that each lane holds, and ``peak_bytes``
+    their bytes, if bytes were passed."""
 
     schedule: Schedule | None = None
     in_flight: tuple[int, ...] = ()
@@ -41,17 +44,17 @@ def simulate(
     nbytes: Sequence[int] | None = None,
     kept: Sequence[int] | None = None,
 ) -> Simulation:
-    """Run ``schedule`` on a clock. Raises ScheduleError where a cost is missing or the schedule
-    would not end.
+    """Simulate ``schedule`` and return its timeline.
 
-    ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out
-    where I and W are given. ``transfer``: seconds for what crosses from stage to stage, one number
-    or by (from, to); gradients cross (to, from), the same as (from, to) where not given. Transfers
-    overlap compute; those of one edge and direction follow one another; within a lane they cost
-    nothing. ``edges`` as for `Flow`, by default also those that ``transfer`` names. ``step``:
-    seconds of the optimizer step, of all lanes or of each, which a lane does at its end without
-    waiting for others. ``nbytes``: bytes of activations of each stage and micro-batch, ``kept``:
-    those still held between I and W, by default the same.
+    ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out if
+    I and W are present. ``transfer``: seconds of a transfer between stages, one number or by (from,
+    to). Gradients are transferred from (to) to (from), at the cost of (to, from), or else of (from,
+    to). Transfers overlap computation. Transfers of one edge and direction follow one another.
+    Within a lane they cost nothing. ``edges``: as for `Flow`, by default also those that
+    ``transfer`` names. ``step``: seconds of the optimizer step, one number or one for each lane. A
+    lane runs it at its end without waiting for others. ``nbytes``: bytes of activations of each
+    stage and micro-batch. ``kept``: bytes still held between I and W, by default the same. Raises
+    ScheduleError if a cost is missing or the schedule would not end.
 
     >>> from .schedule import schedule
     >>> run = simulate(schedule("1f1b", (0, 1), micros=3), {"F": 1.0, "B": 2.0})

@@ -1,13 +1,16 @@
-"""Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline
-Parallelism", Qi et al., ICLR 2024).
+"""Backward in two parts: the gradients of inputs now, those of weights later.
 
-`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs
-they leave the gradients of weights that are leaves to its `DeferredWeightGrads`, which keeps their
-input and the gradient of their result, no more. What other functions (norms, embeddings) give their
-weights, and what weights get that are no leaves (gathered ones) or have a hook on their gradient,
-is computed with the gradients of inputs. Torch calls a hook that runs after accumulation
-(`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been
-added yet, and again when it was.
+The method is that of "Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024. `stage` uses it, and
+`pipelined_graph` puts the functions into programs.
+
+`linear`, `matmul` and the convolutions compute as torch's do. While a stage of a zero-bubble
+schedule runs, these functions defer the gradients of weights that are leaves to the stage's
+`DeferredWeightGrads`. `DeferredWeightGrads` saves only their input and the gradient of their
+result. Some weight gradients are computed with the gradients of inputs: those of other functions
+(norms, embeddings). The same holds for weights that are no leaves (gathered ones) or have a hook on
+their gradient. Torch calls a hook that runs after accumulation
+(`register_post_accumulate_grad_hook`) for a deferred weight too, before anything is added, and
+again after that.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ __all__ = [
 
 
 class DeferredWeightGrads:
-    """What one forward pass leaves for later: gradients of weights that `holding` put off, until
-    `run` computes them.
+    """The deferred weight gradients of one forward pass.
+
+    `holding` defers the gradients, and `run` computes them.
 
     >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), DeferredWeightGrads()
     >>> with later.recording():
@@ -63,16 +67,18 @@ class DeferredWeightGrads:
 
     @property
     def waiting(self) -> int:
-        """How many ops' weights wait."""
+        """The number of ops whose weights wait."""
         return len(self._work)
 
     def recording(self) -> AbstractContextManager[None]:
-        """The forward pass: what runs here can be put off. Can be entered again."""
+        """Return a context for the forward pass.
+
+        Weight gradients of ops in the context can be deferred. The context can be entered again."""
         return _Recording(self)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """A backward pass of inputs: weights are put off. In one outside, nothing is."""
+        """Defer weight gradients in a backward pass of inputs. A backward outside defers none."""
         # Not a ContextVar: autograd runs the backward of accelerators in threads of its own.
         self.held = True
         try:
@@ -84,8 +90,9 @@ class DeferredWeightGrads:
         self._work.append(work)
 
     def run(self) -> None:
-        """Compute what was put off and add it to the leaves' ``.grad``, hooks included, as a
-        backward pass does; each is let go once it is done."""
+        """Compute the deferred gradients and add them to the leaves' ``.grad``.
+
+        Hooks run as in a backward pass. Each saved input is freed once its gradient is computed."""
         work, self._work = self._work, []
         work.reverse()
         while work:
@@ -109,11 +116,11 @@ class _Recording:
 
 
 def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint(..., context_fn=checkpointing)``: its second forward pass does
-    as the first did, in whichever thread it runs.
+    """Return the contexts of a checkpoint, so that its second forward pass acts as its first.
 
-    Without it that holds on the cpu only: elsewhere autograd's own threads run it, and torch finds
-    that the two differ.
+    Use it as ``torch.utils.checkpoint(..., context_fn=checkpointing)``. The passes then agree in
+    whichever thread the second one runs. Without it, they agree on the cpu only. On other devices
+    autograd's own threads run the second pass, and torch finds that the two differ.
     """
     later = _current.get()
     return (
@@ -123,7 +130,7 @@ def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManage
 
 
 def _deferring(*leaves: Tensor | None) -> DeferredWeightGrads | None:
-    """Who takes the gradient of a weight now being used; None where it is not one to put off."""
+    """Return the receiver of the gradients of the given weights, or None if none is deferred."""
     later = _current.get()
     if later is None or not torch.is_grad_enabled() or not any(_waits(leaf) for leaf in leaves):
         return None
@@ -136,14 +143,17 @@ def _waits(leaf: Tensor | None) -> bool:
 
 
 def _held(ctx: Any) -> bool:
-    """Whether weights are to be put off. Not those of a forward pass that is itself part of a
-    backward pass, which knows what it wants of it."""
+    """Return True if weight gradients are to be deferred.
+
+    A forward pass inside a backward pass defers none: that backward pass determines which gradients
+    it needs."""
     return ctx.first and ctx.later.held and not torch.is_grad_enabled()
 
 
 def _arrive(leaf: Tensor, grad: Tensor) -> None:
-    """What a backward pass does with the gradient of a leaf, hooks included; it takes an engine's
-    run of its own ten times as long."""
+    """Add a gradient to a leaf as a backward pass does, hooks included.
+
+    A separate run of the autograd engine takes ten times as long."""
     grad = grad.to(leaf.dtype)
     if leaf.grad is None:
         leaf.grad = grad
@@ -153,7 +163,7 @@ def _arrive(leaf: Tensor, grad: Tensor) -> None:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """``x`` as autocast would give it to a matrix product."""
+    """Return ``x`` as autocast would pass it to a matrix product."""
     kind = x.device.type
     if (
         any_autocast()
@@ -174,13 +184,12 @@ def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------------------- matrix products
-#
-# Who writes to a view of a product, as activations in place do, puts another op in the place of the
-# view: what tells gradients is the product itself.
+# A write to a view of a product, such as an in-place activation, replaces the view's node in the
+# autograd graph. So the hook that records gradients is on the product itself.
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
+    """Compute torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
     later = _deferring(weight)
     if (
         later is None
@@ -194,7 +203,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """torch.matmul; a second factor ``[k, n]`` that is a leaf counts as the weight."""
+    """Compute torch.matmul. A second factor ``[k, n]`` that is a leaf counts as the weight."""
     later = _deferring(other)
     if (
         later is None
@@ -208,12 +217,14 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is
-    recomputed: for autograd the weight is a constant, and its gradient comes with `Later.run`
-    alone, also after a backward pass that holds nothing."""
+    """Compute `linear` with a weight that is a constant for autograd.
+
+    This is for a program in which no code asks autograd for gradients of weights, and nothing is
+    recomputed. The weight's gradient comes from `DeferredWeightGrads.run` alone, also after a
+    backward pass that defers nothing."""
     later = _current.get()
-    # Among products that fill the caches, each step of Python takes several times what it does in a
-    # loop of its own: no more of them than these.
+    # Among products that fill the caches, each step of Python takes several times as long as in a
+    # loop of its own. So there are no more steps than these.
     if (
         later is None
         or any_autocast()
@@ -236,7 +247,7 @@ def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
-    """`matmul`, likewise."""
+    """Compute `matmul` with a constant second factor, as `lighter_linear` does."""
     later = _current.get()
     if (
         later is None
@@ -259,11 +270,11 @@ def _told(
     across: bool,
     later: DeferredWeightGrads,
 ) -> Tensor:
-    """``out``; its gradient will be there for those of weight and bias."""
+    """Return ``out``, and record its gradient for the gradients of weight and bias."""
     product = computed_by(out)
     if product is not None:
         grads: list[Sequence[Tensor]] = []
-        product.register_prehook(grads.append)  # which runs no Python
+        product.register_prehook(grads.append)  # list.append runs no Python code
         later.put(partial(_arrive_told, grads, x.detach(), x._version, across, weight, bias))
     return out
 
@@ -282,14 +293,14 @@ def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: 
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As a matrix."""
+    """Return ``x`` as a matrix."""
     if x.ndim == 2:
         return x
     return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
 
 
 def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
-    """Two matrices whose product is the gradient of the weight."""
+    """Return two matrices whose product is the gradient of the weight."""
     x, grad = _rows(x), _rows(grad)
     return (x.t(), grad) if across else (grad.t(), x)
 
@@ -297,13 +308,13 @@ def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads
 ) -> Tensor:
-    """`_Product` of an input with any number of dims before its last."""
+    """Apply `_Product` to an input with any number of dims before its last."""
     out: Tensor = _Product.apply(_rows(x), weight, bias, across, later)  # type: ignore[no-untyped-call]
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
+    """A product ``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
 
     @staticmethod
     def forward(
@@ -353,8 +364,9 @@ class _Product(torch.autograd.Function):
 def _arrive_products(
     x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """The gradients of weight and bias, as `_arrive` has it; the weight's is added up within its
-    product."""
+    """Add the gradients of weight and bias to the leaves, as `_arrive` does.
+
+    The product accumulates directly into the weight's gradient."""
     if weight is not None:
         a, b = _factors(x, grad, across)
         into = weight.grad
@@ -477,7 +489,7 @@ def _convolution_later(
     x, grad = x.detach(), grad.detach()
 
     def work() -> None:
-        # Of the weight only shape and dtype matter here.
+        # Only shape and dtype of the weight matter here.
         stand_in = grad.new_empty(1).expand(shape) if weight is None else weight.detach()
         found = _convolution_grads(
             grad, x, stand_in, how, [False, weight is not None, bias is not None]
@@ -489,7 +501,7 @@ def _convolution_later(
     return work
 
 
-#: What stands for which function of torch.
+#: Deferring functions by the torch function that they replace.
 DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
     torch.matmul: matmul,
@@ -500,7 +512,7 @@ DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv2d: conv2d,
     F.conv3d: conv3d,
 }
-#: Of these, what a program that runs as it stands may take instead.
+#: Lighter functions by the deferring one, for programs that run uncompiled.
 LIGHTER: dict[Callable[..., Any], Callable[..., Any]] = {
     linear: lighter_linear,
     matmul: lighter_matmul,

@@ -1,4 +1,6 @@
-"""``flow.pipeline``: a model cut into stages, and the schedules by which stages take turns."""
+"""``flow.pipeline``: split a model into stages, with the schedules that drive them.
+
+Users call `cut`. Plans of `flow.auto` call `staged`."""
 
 from __future__ import annotations
 
@@ -28,19 +30,22 @@ def cut(
     at: Sequence[str] | None = None,
     sbp: Any = broadcast,
 ) -> torch.nn.Module:
-    """Cut ``model`` into ``len(placements)`` pipeline stages and place its parameters; returns the
-    model. Every graph that holds it runs it in these stages.
+    """Split ``model`` into pipeline stages, place its parameters, and return the model.
 
-    ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model
-    (``named_modules``), in which they must run. None: the largest ``ModuleList`` or ``Sequential``
-    is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands
-    before it goes to the first stage, what comes after to the last. ``sbp``: as for
-    ``module.to_global``, paths being those in ``model``; one for all stages. A weight that two
-    stages use lies in the first of them and is sent to the other. Outside a graph the model runs
-    its stages one after the other, and what its forward computes between them from tensors of
-    several stages (a skip connection, a loss) takes place in the stage that ran last. Raises
-    GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks
-    than stages.
+    There is one stage for each of ``placements``. Every graph that holds the model runs it in these
+    stages.
+
+    ``at`` lists the paths of the submodules with which stages 1, 2, ... begin. They must be in the
+    order of the model (``named_modules``), which is also the order in which they must run. None:
+    the largest ``ModuleList`` or ``Sequential`` is split so that the bytes of parameters are shared
+    as evenly as its blocks allow. Modules before it then go to the first stage, modules after it to
+    the last. ``sbp`` is that of ``module.to_global``, with paths in ``model``; it applies to all
+    stages. A weight that two stages use is placed on the first of them and sent to the other.
+
+    Outside a graph the model runs its stages one after the other. Its forward may compute with
+    tensors of several stages in between (a skip connection, a loss). Such an op runs in the stage
+    that ran last. Raises GlobalTensorError if a path does not exist, if the order is another, or if
+    there are fewer blocks than stages.
 
     >>> import globaltensor as flow
     >>> here = flow.placement("cpu", [0])
@@ -80,8 +85,8 @@ def cut(
         for path, module in model.named_modules()
         if path and _outermost(path, begins)
     ]
-    # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever
-    # it is used.
+    # Modules without parameters and apart from the blocks (rotary tables, masks) run wherever they
+    # are used.
     parts = [
         (path, m)
         for path, m in parts
@@ -96,12 +101,13 @@ def staged(
     parts: Sequence[tuple[str, int]],
     sbp: Any,
 ) -> torch.nn.Module:
-    """Put submodules, none within another, into stages, in place: (path, stage), those of stage 0
-    first where a weight is tied. What holds them, and is none of them, has its own tensors in stage
-    0."""
+    """Assign submodules to stages, in place.
+
+    ``parts`` holds (path, stage), and no submodule is inside another. A tied weight is placed on
+    the stage of its first part. Tensors of modules outside all parts are placed on stage 0."""
     done: dict[
         int, tuple[Any, Any]
-    ] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
+    ] = {}  # id of a tensor -> (the tensor, its global tensor): tied weights stay tied
     inside = set()
     for path, stage in parts:
         module = model.get_submodule(path)
@@ -122,7 +128,7 @@ def staged(
 
 
 def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The module, or the modules in a list that itself is never called."""
+    """Yield the module, or the modules in a list that is never called itself."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         for child in module.children():
             yield from _running(child)
@@ -131,15 +137,17 @@ def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class _Begin:
-    """A forward pre-hook of a model in stages: from here on an op whose operands lie in several of
-    them takes place where the stage lies that ran last."""
+    """A forward pre-hook of a model in stages.
+
+    After this hook, an op with operands of several stages runs on the placement of the stage that
+    ran last."""
 
     def __init__(self, first: Placement) -> None:
         self.first = first
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         before = module.__dict__.setdefault("_met_before", [])
-        if before:  # an interrupt has left the pass before without its end
+        if before:  # an interrupt has left the former pass without its end
             before.clear()
             stage_context.models = stage_context.stages = 0
             stage_context.where = None
@@ -147,7 +155,7 @@ class _Begin:
         stage_context.models += 1
         stage_context.where = (
             None if torch_private.function_mode_on() else self.first
-        )  # under capture that is the graph's affair (graph/capture/recorders.py)
+        )  # under capture, the graph does this (graph/capture/recorders.py)
 
 
 def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -156,12 +164,13 @@ def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
 
 
 def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph
-    is captured that is the graph's affair (graph/capture/module_hooks.py).
+    """Move a stage's inputs, and the weights that it borrows, to its placement, in eager mode.
+
+    While a graph is captured, the graph does this (graph/capture/module_hooks.py).
     """
     if torch_private.function_mode_on():
         return None
-    _given_back(module)  # what an interrupt has left
+    _given_back(module)  # left by an interrupt
     where = module.__dict__["_stage"].placement
     entered: list[Any] = module.__dict__.setdefault("_entered", [])
     entered.append(stage_context.where)
@@ -171,7 +180,7 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         for held in (part._parameters, part._buffers):
             for name, t in held.items():
                 if isinstance(t, GlobalTensor) and t.placement is not where:
-                    # What training writes into a buffer goes back.
+                    # training writes into buffers, and the new values must be copied back
                     borrowed.append((held, name, t, held is part._buffers and part.training))
                     held[name] = _brought(t, where)
     these = iter([_brought(t, where) for t in object_tensors(kwargs, object_tensors(args, []))])
@@ -194,14 +203,15 @@ def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     before = entered.pop()
     stage_context.stages -= 1
     if stage_context.stages or not stage_context.models:
-        # within another stage that one goes on; between the stages of a model the last that ran
-        # counts
+        # Within another stage, that stage continues. Between the stages of a model, the last one
+        # that ran counts.
         stage_context.where = before
 
 
 def _given_back(module: torch.nn.Module, written: bool = False) -> None:
-    """Put what a stage has borrowed back to its place; ``written``: with what it has written into
-    buffers."""
+    """Put borrowed tensors back.
+
+    ``written``: copy what the stage has written into buffers to the originals."""
     for held, name, t, buffer in reversed(module.__dict__.pop("_borrowed", [])):
         lent, held[name] = held[name], t
         if written and buffer and isinstance(lent, GlobalTensor):
@@ -216,8 +226,9 @@ def _given_back(module: torch.nn.Module, written: bool = False) -> None:
 
 
 def _outermost(path: str, begins: Sequence[str]) -> bool:
-    """Whether a submodule lies in one stage, and what holds it does not: it is no ancestor of a
-    beginning, but its parent is one."""
+    """Return True if a submodule is in one stage, and the module that contains it is not.
+
+    The submodule then contains no beginning of a stage, but its parent does."""
     parent = path.rpartition(".")[0]
     return not _holds(path, begins) and (not parent or _holds(parent, begins))
 
@@ -234,7 +245,9 @@ def _place(
     done: dict[int, tuple[Any, Any]],
     recurse: bool = True,
 ) -> None:
-    """Make what is not placed yet global; patterns and callables see paths of the whole model."""
+    """Make tensors global that are not placed yet.
+
+    Patterns and callables see paths in the full model."""
     from ...parallel.module_to_global import sbp_for
 
     for prefix, part in module.named_modules() if recurse else [("", module)]:
@@ -271,7 +284,9 @@ def _global(t: torch.Tensor, placement: Placement, layout: Any) -> Any:
 
 
 def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str]:
-    """Where stages begin so that the largest has as few bytes of parameters as can be."""
+    """Return the beginnings of the most even stages.
+
+    The largest stage then has the minimum bytes of parameters."""
     lists = [
         (path, m)
         for path, m in model.named_modules()
@@ -305,7 +320,9 @@ def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str
 
 
 def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where to cut a row of sizes into so many parts, none empty, the largest as small as can be.
+    """Return where to cut a row of sizes into ``parts`` parts, so that the largest is minimal.
+
+    No part is empty.
 
     >>> _cuts([5, 1, 1, 2, 5], 3)
     [1, 4]
@@ -316,7 +333,7 @@ def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
         ends.append(ends[-1] + size)
     best = [
         (ends[j], ends[j] ** 2, [0]) for j in range(n + 1)
-    ]  # of the first j blocks in one part: (largest, how uneven, beginnings)
+    ]  # for the first j blocks in one part: (largest, unevenness, beginnings)
     for part in range(1, parts):
         best = [
             min(

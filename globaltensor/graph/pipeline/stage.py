@@ -1,5 +1,6 @@
-"""Stage: a piece of a model on one rank, and what it keeps of each micro-batch between forward and
-backward."""
+"""A stage: a piece of a model on one rank, and its saved state between forward and backward.
+
+`runtime` calls its methods for each micro-batch."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ __all__ = ["Stage"]
 
 
 class _Kept:
-    """A micro-batch under way: the inputs that get gradients, and where in the graph the outputs
-    stand (not the outputs)."""
+    """The saved state of a micro-batch.
+
+    It holds the inputs that get gradients, and the places of the outputs in the autograd graph, but
+    not the outputs."""
 
     __slots__ = ("later", "leaves", "roots", "seed")
 
@@ -41,9 +44,11 @@ class _Kept:
 
 @contextlib.contextmanager
 def _same_after() -> Iterator[None]:
-    """A part of a program says how it is cast, and may end so: what comes next, the caller's code
-    among it, finds autocast as it was before, and no parameter's cast of before the optimizer's
-    step."""
+    """Restore autocast and clear its cache afterwards.
+
+    A part of a program sets autocast and may leave it set. The code that runs next, such as the
+    caller's, must find autocast as it was. It must also not find a parameter's cast from before the
+    optimizer's step."""
     before = casting()
     try:
         yield
@@ -52,12 +57,14 @@ def _same_after() -> Iterator[None]:
 
 
 class Stage:
-    """One rank's part of a stage. ``function(*inputs) -> outputs`` maps local tensors to a tuple of
-    local tensors, with torch under autograd; it may contain collectives among the ranks of its
-    stage. Its weights' gradients are added to their ``.grad``.
+    """A stage, as far as one rank computes it.
 
-    ``differentiable``: the numbers of the inputs that get a gradient. ``loss``: the number of an
-    output from which backward starts, and how it lies.
+    ``function(*inputs) -> outputs`` maps local tensors to a tuple of local tensors, with torch
+    under autograd. It may contain collectives among the ranks of its stage. Its weights' gradients
+    are added to their ``.grad``.
+
+    ``differentiable`` holds the numbers of the inputs that get a gradient. ``loss`` is the number
+    of an output from which backward starts, and its spec.
     """
 
     def __init__(
@@ -72,14 +79,15 @@ class Stage:
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The micro-batches of which something is kept, for a backward or for weights, in order."""
+        """The micro-batches with saved state, for a backward or for weights, in order."""
         return tuple(sorted({*self._kept, *self._later}))
 
     def forward(
         self, micro: int, inputs: Sequence[Tensor], train: bool = True, split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Run one micro-batch -> outputs, without gradient. ``train``: keep what a backward needs;
-        ``split``: it will come in two parts."""
+        """Run one micro-batch and return the outputs, detached.
+
+        ``train``: save what a backward needs. ``split``: the backward will come in two parts."""
         if not train:
             with torch.no_grad(), _same_after():
                 return tuple(self.function(*inputs))
@@ -91,8 +99,8 @@ class Stage:
             later.recording() if later is not None else contextlib.nullcontext(),
         ):
             outputs = tuple(self.function(*given))
-        # A gradient edge holds the graph, not the tensor: an output that was sent takes no memory
-        # here, unless an op has saved it.
+        # A gradient edge holds the graph, not the tensor. So an output that was sent takes no
+        # memory here, unless an op has saved it.
         roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
         start = None
         if self.loss is not None:
@@ -105,11 +113,11 @@ class Stage:
     def backward(
         self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0
     ) -> dict[int, Tensor]:
-        """Whole backward, from the gradients of outputs and from the loss -> gradients of the
-        differentiable inputs. Nothing is kept.
+        """Run the full backward and return the gradients of the differentiable inputs.
 
-        ``grads``: by output, as the dual of what the output is (partial for a broadcast one); so
-        are the results.
+        Backward starts from the gradients of outputs and from the loss. The saved state is freed.
+        ``grads`` holds gradients by output, in the dual of the output's spec (partial for a
+        broadcast one). The results have dual specs too.
         """
         kept = self._kept.pop(micro)
         found = self._backward(kept, grads, loss_scale)
@@ -120,19 +128,21 @@ class Stage:
     def backward_input(
         self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0
     ) -> dict[int, Tensor]:
-        """The same, but weights whose gradients can wait (`deferred`) get theirs from
-        `backward_weight`. Activations are let go, save what that needs."""
+        """Run the backward of inputs only, with arguments and results of `backward`.
+
+        Weights whose gradients can wait (`DeferredWeightGrads`) get them from `backward_weight`.
+        Activations are freed, except those that `backward_weight` needs."""
         kept = self._kept.pop(micro)
         later = self._later[micro] = DeferredWeightGrads() if kept.later is None else kept.later
         with later.holding():
             return self._backward(kept, grads, loss_scale)
 
     def backward_weight(self, micro: int) -> None:
-        """The rest of `backward_input`. Nothing is kept."""
+        """Compute the weight gradients that `backward_input` left, and free the saved state."""
         self._later.pop(micro).run()
 
     def forget(self) -> None:
-        """Let go of everything: a run has failed."""
+        """Drop all saved state after a run has failed."""
         self._kept.clear()
         self._later.clear()
 
@@ -151,7 +161,7 @@ class Stage:
         kept.roots = []
         if start:
             try:
-                # A checkpoint's second forward pass must be like its first.
+                # The second forward pass of a checkpoint must be like its first.
                 with (
                     kept.later.recording() if kept.later is not None else contextlib.nullcontext(),
                     in_this_thread(),
@@ -163,7 +173,7 @@ class Stage:
                 reducer().abort()
                 parameter_gather.abort()
                 raise
-        # An input that reached no output: all ranks of the stage still have to say so.
+        # For an input that reached no output, all ranks of the stage still have to send zeros.
         return {
             i: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for i, leaf in kept.leaves.items()

@@ -1,4 +1,4 @@
-"""Which stage each op of a captured graph belongs to."""
+"""The assignment of a captured graph's ops to pipeline stages. `partition` calls it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def stages_of_nodes(
     memory: AliasSets,
     boxes: Collection[fx.Node],
 ) -> dict[fx.Node, int | None]:
-    """The stage of each node of a rank's program; None: of none, computed wherever it is used.
+    """Return the stage of each node of a rank's program.
 
-    A node is of the stage of the user's call that it is part of (`_stages_of_calls`), else of the
-    latest stage of what it works on. What follows from plain tensors alone is of none; but random
-    numbers are drawn once, in the first stage that uses them. ``boxes`` go between placements.
+    None means no stage: the node is computed wherever it is used. A node belongs to the stage of
+    the user's call that it is part of (`_stages_of_calls`), else to the latest stage among its
+    operands. A node that follows from plain tensors alone belongs to no stage. Random numbers are
+    an exception: they are drawn once, in the first stage that uses them. ``boxes`` are the boxings
+    between placements. Raises GraphError for a tensor on a placement without a stage.
     """
     found: dict[fx.Node, int | None] = {}
     nodes = list(captured.program.nodes)
@@ -56,10 +58,11 @@ def stages_of_nodes(
 
 
 def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSets) -> set[fx.Node]:
-    """What follows from constants and plain inputs (``given``: of each input, whether it is plain)
-    alone, and is the same each time."""
+    """Return the nodes that follow from constants and plain inputs alone.
+
+    Their values are the same each time. ``given`` states for each input whether it is plain."""
     found: set[fx.Node] = set()
-    tainted: set[Any] = set()  # memory that something else writes to
+    tainted: set[Any] = set()  # memory that other nodes write to
     while True:
         before = len(tainted)
         found.clear()
@@ -74,8 +77,8 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSe
                 ours = ours and not any(
                     t.requires_grad for t in tensors_in(node.meta.get("val"), [])
                 )
-                # a part of a global tensor, be it the placeholder that a rank outside its placement
-                # holds
+                # A node with a spec is a local tensor of a global tensor. It may be the placeholder
+                # of a rank outside the placement.
                 ours = ours and "spec" not in node.meta
             if ours and memory.of(node) not in tainted:
                 found.add(node)
@@ -86,7 +89,7 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSe
 
 
 def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict[int, int | None]:
-    """The stage of each of the user's calls, by its number."""
+    """Return the stage of each of the user's calls, by its number."""
     found: dict[fx.Node, int | None] = {}
     floating: list[fx.Node] = []
     for node in logical.nodes:
@@ -119,7 +122,7 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
         where = _placement(node)
         first = min((s for u in node.users if (s := found.get(u)) is not None), default=None)
         here = [k for k, p in enumerate(placements) if p is where]
-        # As late as can be before those who use it.
+        # the latest possible stage before its users
         found[node] = max(
             (k for k in here if first is not None and k <= first), default=here[0] if here else None
         )
@@ -127,7 +130,7 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
 
 
 def _placement(node: fx.Node) -> Placement | None:
-    """Where the first global tensor lies that a call gives."""
+    """Return the placement of the first global tensor that a call returns, or None."""
     return next(
         (
             t._spec.placement

@@ -1,10 +1,9 @@
-"""What crosses the borders between stages: values one way, gradients the other, beside the
-computation.
+"""Transfers between stages: values in one direction, gradients in the other, during computation.
 
-Each is cut into the pieces that boxing's exchange would send; a piece is a message. Between two
-ranks messages of one direction have a fixed order, that in which the sender's row of the schedule
-makes them; both sides work it out, so nothing has to be named. Receives are posted ahead, in that
-order.
+`runtime` drives them. Each value is split into the pieces that boxing's exchange would send, and a
+piece is a message. Between two ranks, messages of one direction have a fixed order: the order in
+which the sender's row of the schedule makes them. Both sides derive this order, so messages need no
+names. Receives are posted ahead, in that order.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Edge:
-    """Output number ``output`` of stage ``source``, which lies as ``src``, becomes input number
-    ``input`` of stage ``target``, lying as ``dst`` there.
+    """An edge: an output of stage ``source`` that becomes an input of stage ``target``.
 
-    Neither is partial; ``source < target``, neighbours or not. ``source`` -1: an input of the call,
-    given for each micro-batch as ``dst``.
+    ``output`` and ``input`` are their numbers. The value has the spec ``src`` in the source and
+    ``dst`` in the target. Neither is partial. ``source < target``, neighbours or not. ``source`` -1
+    is an input of the call, passed for each micro-batch as ``dst``.
     """
 
     source: int
@@ -50,8 +49,9 @@ class Edge:
 
 
 class Route(NamedTuple):
-    """One direction of an edge: its values, or its gradients (``back``). ``number`` is that of the
-    edge."""
+    """A direction of an edge: its values, or its gradients (``back``).
+
+    ``number`` is that of the edge."""
 
     number: int
     edge: Edge
@@ -59,12 +59,12 @@ class Route(NamedTuple):
 
     @property
     def ends(self) -> tuple[Spec, Spec]:
-        """(how it lies where it comes from, how where it goes)."""
+        """(spec at the sender, spec at the receiver)."""
         return (self.edge.dst, self.edge.src) if self.back else (self.edge.src, self.edge.dst)
 
     @property
     def stages(self) -> tuple[int, int]:
-        """(where it comes from, where it goes)."""
+        """(stage of the sender, stage of the receiver)."""
         return (
             (self.edge.target, self.edge.source)
             if self.back
@@ -73,7 +73,7 @@ class Route(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What its receiver waits for."""
+        """The description of the value for which its receiver waits."""
         return (
             f"the gradient of output {self.edge.output}"
             if self.back
@@ -81,8 +81,10 @@ class Route(NamedTuple):
         )
 
     def reaches(self, rank: int) -> bool:
-        """Whether a rank needs its values. An arriving gradient becomes the dual of ``src``: along
-        a broadcast axis all ranks but the first have zero."""
+        """Return True if a rank needs its values.
+
+        An arriving gradient becomes the dual of ``src``: along a broadcast axis all ranks but the
+        first have zero."""
         spec = self.ends[1]
         where = spec.placement.coordinate(rank)
         return where is not None and not (
@@ -90,17 +92,18 @@ class Route(NamedTuple):
         )
 
     def taken(self, rank: int) -> list[tuple[int, Slices, Slices]]:
-        """(from whom, where it lies there, where it goes here) of each piece that ``rank`` gets."""
+        """Return (sender, slices there, slices here) of each piece that ``rank`` receives."""
         return recv_slices(*self.ends, rank) if self.reaches(rank) else []
 
     def given(self, rank: int) -> list[tuple[int, Slices]]:
-        """(to whom, where it lies here) of each piece that ``rank`` sends."""
+        """Return (receiver, slices here) of each piece that ``rank`` sends."""
         return [piece for piece in send_slices(*self.ends, rank) if self.reaches(piece[0])]
 
 
 class _Pool:
-    """Memory of one route that serves again once nobody refers to it. (Devices other than CPUs have
-    allocators that keep what is let go.)"""
+    """A pool of memory for one route, reused once no tensor refers to it.
+
+    Devices other than CPUs have allocators that cache freed memory."""
 
     def __init__(self, idle: int) -> None:
         self._idle = idle
@@ -116,7 +119,7 @@ class _Pool:
         return room.lend(dtype)
 
     def trim(self) -> None:
-        """Keep only so many that nobody uses."""
+        """Free unused memory beyond the number of buffers to cache."""
         idle = [i for i, room in enumerate(self._all) if room.free]
         for i in reversed(idle[self._idle :]):
             del self._all[i]
@@ -125,11 +128,11 @@ class _Pool:
 class _Piece(NamedTuple):
     message: Message
     into: Slices
-    flat: Tensor | None  # where it lands, unless that is its place already
+    flat: Tensor | None  # buffer in which it arrives, unless it arrives in place
 
 
 class _Arrival:
-    """A value of one micro-batch that comes in, in pieces."""
+    """A value of one micro-batch that arrives in pieces."""
 
     __slots__ = ("out", "pieces")
 
@@ -139,7 +142,7 @@ class _Arrival:
 
 
 class _Intake:
-    """The messages from one rank, in order, and how far they have been asked for."""
+    """The messages from one rank, in order, and the number of receives posted so far."""
 
     def __init__(self, source: int) -> None:
         self.source = source
@@ -155,11 +158,13 @@ class _Intake:
 
 
 class Transfer:
-    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how
-    many idle buffers of it are kept. ``waited``: seconds for which `receive` waited for messages,
-    what it had to do itself not counted; whoever reads it may set it back.
+    """The transfers between one rank's stages and other stages.
 
-    A run begins with `begin`, ends with `finish`; between them each value is sent and received
+    ``credits`` is the number of receives of a route that may be posted, and of its idle buffers
+    that are cached. ``waited`` counts the seconds for which `receive` waited for messages, without
+    its own work; the reader may reset it.
+
+    A run starts with `begin` and ends with `finish`. In between, each value is sent and received
     once, in any order that the schedule allows.
     """
 
@@ -198,8 +203,9 @@ class Transfer:
     def _expected(
         self, schedule: Schedule, lanes: dict[int, int]
     ) -> Iterator[tuple[Route, int, int]]:
-        """(route, micro-batch, rank it comes from) of all messages to this rank; from each rank in
-        the order in which it sends them."""
+        """Yield (route, micro-batch, sending rank) of all messages to this rank.
+
+        Messages from each rank are in the order in which that rank sends them."""
         for who in sorted(
             {piece[0] for pieces in self._taken.values() for piece in pieces} - {self._here.rank}
         ):
@@ -219,7 +225,7 @@ class Transfer:
         ways = [(who, me, wire) for who, wire in self._intakes] + [
             (me, to, wire) for to, wire in out
         ]
-        # Opening a channel may wait for its other side: all ranks go by one order.
+        # Opening a channel may wait for its other side, so all ranks use one order.
         for source, target, wire in sorted(ways):
             channel = self._here.channel(source, target, self._here.device(wire))
             try:
@@ -233,7 +239,7 @@ class Transfer:
                 self._intakes[source, wire].channel = channel
 
     def leaving(self, kind: str, stage: int) -> list[Route]:
-        """What an action sends, in order."""
+        """Return the routes on which an action sends, in order."""
         return (
             [r for r in self.routes if r.stages[0] == stage and r.back == (kind != "F")]
             if kind != "W"
@@ -241,7 +247,7 @@ class Transfer:
         )
 
     def begin(self) -> None:
-        """Post the first receives. The first time all ranks come here together."""
+        """Post the first receives. The first call is collective among all ranks."""
         if not self._connected:
             self._connect()
             self._connected = True
@@ -251,8 +257,10 @@ class Transfer:
             self._ask(intake)
 
     def send(self, route: Route, micro: int, value: Tensor) -> None:
-        """Start sending what others need of a value, which must be left alone until the run ends;
-        what this rank needs itself is copied."""
+        """Start sending a value to the ranks that need it.
+
+        The value must not be changed until the run ends. Pieces that this rank needs itself are
+        copied."""
         self._check_part(route, value)
         wire = self._here.device(_wire(route))
         for to, where in self._given[route]:
@@ -283,10 +291,10 @@ class Transfer:
             )
 
     def receive(self, route: Route, micro: int) -> Tensor:
-        """A value for this rank; waits for it. A gradient comes as the dual of what its output is.
-        Raises WorldError, with what, where and from whom.
+        """Wait for a value and return it.
 
-        Whoever takes it goes on with `go_on`.
+        A gradient has the dual spec of its output. The caller must call `go_on` afterwards. Raises
+        WorldError, with what was awaited, where, and from which rank.
         """
         device = self._here.device(route.ends[1].placement.type)
         if not route.reaches(self._here.rank):
@@ -316,13 +324,13 @@ class Transfer:
         return arrival.out.to(device)
 
     def go_on(self) -> None:
-        """Post the receives that there are credits for now, and let go of what has been sent."""
+        """Post the receives for which there are credits now, and free what has been sent."""
         for intake in self._intakes.values():
             self._ask(intake)
         self.collect()
 
     def collect(self) -> None:
-        """Let go of what has been sent, and of buffers that are too many."""
+        """Free what has been sent, and surplus buffers."""
         under_way = []
         for entry in self._sent:
             if entry[0].over():
@@ -341,7 +349,7 @@ class Transfer:
             pool.trim()
 
     def forget(self) -> None:
-        """Let go of everything: a run has failed."""
+        """Drop all messages after a run has failed."""
         self._arrivals.clear()
         self._sent.clear()
 
@@ -379,8 +387,10 @@ class Transfer:
         return found
 
     def _ask(self, intake: _Intake, upto: int = -1) -> None:
-        """Post receives, in order: all up to the one at ``upto``, and more while their routes have
-        credits."""
+        """Post receives in order.
+
+        These are all receives up to the one at ``upto``, and more while their routes have credits.
+        """
         while intake.asked < len(intake.order):
             route, micro = intake.order[intake.asked]
             if intake.asked > upto and intake.open.get(route, 0) >= self._credits:
@@ -401,13 +411,13 @@ class Transfer:
 
 
 def _wire(route: Route) -> str:
-    """The type of device that the messages lie on: the host's where the two ends differ."""
+    """Return the device type of the messages: the host's if the two ends differ."""
     source, target = (spec.placement.type for spec in route.ends)
     return source if source == target else "cpu"
 
 
 def lane_of(placements: Sequence[Sequence[int]], schedule: Schedule) -> dict[int, int]:
-    """rank -> its lane. Raises ScheduleError where a rank would be on two."""
+    """Return rank -> lane. Raises ScheduleError if a rank would be on two lanes."""
     found: dict[int, int] = {}
     for stage, ranks in enumerate(placements):
         lane = schedule.lanes[stage]

@@ -1,5 +1,6 @@
-"""Timelines: when each lane did what, measured or simulated; their figures, and a Chrome trace in
-which several stand side by side."""
+"""Timelines: when each lane ran what, measured or simulated, with figures and a Chrome trace.
+
+A trace shows several timelines side by side. `simulate` and `Graph.timeline` return timelines."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ __all__ = ["Timeline", "save_trace", "timeline", "trace"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans`` in seconds, of ``lanes`` lanes (or ranks); ``steps``: (lane, start, end) of
-    optimizer steps. ``names``: of the lanes, where these have any."""
+    """A timeline of ``lanes`` lanes (or ranks), in seconds.
+
+    ``spans`` are the actions, ``steps`` holds (lane, start, end) of optimizer steps, and ``names``
+    the names of the lanes, if they have any."""
 
     spans: tuple[Span, ...]
     lanes: int
@@ -29,7 +32,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
+        """The seconds from the first start to the last end."""
         times = self._times()
         return (
             max(end for _, _, end in times) - min(start for _, start, _ in times) if times else 0.0
@@ -37,7 +40,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each lane works."""
+        """The seconds that each lane works."""
         total = [0.0] * self.lanes
         for lane, start, end in self._times():
             total[lane] += end - start
@@ -50,9 +53,10 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """The longest time that a lane takes from its own first start to its own last end: what a
-        step takes where the next one follows without waiting for all lanes (the cost in Qi et al.,
-        Zero Bubble Pipeline Parallelism, section 2.3)."""
+        """The longest time of a lane from its own first start to its own last end.
+
+        It is the time of a step if the next step does not wait for all lanes (the cost in Qi et
+        al., Zero Bubble Pipeline Parallelism, section 2.3)."""
         first, last = dict[int, float](), dict[int, float]()
         for lane, start, end in self._times():
             first[lane], last[lane] = (
@@ -68,8 +72,9 @@ class Timeline:
 
     @property
     def costs(self) -> dict[tuple[str, int], float]:
-        """(kind, stage) -> seconds, the median over micro-batches and ranks: what `simulate`
-        wants."""
+        """The costs that `simulate` accepts: (kind, stage) -> seconds.
+
+        Each is the median over micro-batches and ranks."""
         found: dict[tuple[str, int], list[float]] = {}
         for _, action, start, end in self.spans:
             found.setdefault((action.kind, action.stage), []).append(end - start)
@@ -77,8 +82,10 @@ class Timeline:
 
     @property
     def each(self) -> dict[Action, float]:
-        """action -> seconds, the median over ranks: what `simulate` wants to tell what waiting
-        there must be, whatever disturbed an action."""
+        """The cost of each action in seconds, the median over ranks.
+
+        With these costs `simulate` shows the waiting that is unavoidable, whatever disturbed an
+        action."""
         found: dict[Action, list[float]] = {}
         for _, action, start, end in self.spans:
             found.setdefault(action, []).append(end - start)
@@ -88,8 +95,9 @@ class Timeline:
         return [*((span.lane, span.start, span.end) for span in self.spans), *self.steps]
 
     def draw(self, width: int = 150) -> str:
-        """A line for each lane, to scale and at most about ``width`` wide, idle time blank. The
-        stage is left out where no lane has two."""
+        """Draw a line for each lane, to scale and at most about ``width`` columns wide.
+
+        Idle time is blank. The stage is left out if no lane has two."""
         times = self._times()
         if not self.makespan:
             return ""
@@ -132,10 +140,10 @@ def timeline(
     steps: Iterable[tuple[int, float, float]] = (),
     names: Iterable[str] = (),
 ) -> Timeline:
-    """The timeline of measured spans: (lane or rank, action, start, end). ``names``: of lanes 0, 1,
-    ..., "lane 0" and so on where there are none.
+    """Return the timeline of measured spans: (lane or rank, action, start, end).
 
-    Raises ScheduleError for a span that ends before it starts."""
+    ``names`` are the names of lanes 0, 1, ...; by default "lane 0" and so on. Raises ScheduleError
+    for a span that ends before it starts."""
     found = tuple(
         Span(lane, Action.parse(action) if isinstance(action, str) else action, start, end)
         for lane, action, start, end in spans
@@ -156,8 +164,10 @@ def timeline(
 
 
 def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
-    """The sources as one Chrome trace (the JSON that chrome://tracing and ui.perfetto.dev read),
-    each a process of its own that begins at zero, each lane a thread: ``trace(measured=spans,
+    """Return the sources as one Chrome trace.
+
+    The trace is the JSON that chrome://tracing and ui.perfetto.dev read. Each source is a process
+    that begins at zero, and each lane is a thread. Example: ``trace(measured=spans,
     simulated=simulate(...))``."""
     events: list[dict[str, Any]] = []
     for pid, (source, given) in enumerate(sources.items()):
@@ -183,7 +193,7 @@ def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
 
 
 def save_trace(path: str | os.PathLike[str], **sources: Timeline | Iterable[Span]) -> None:
-    """Write `trace` of the sources as JSON."""
+    """Write the `trace` of the sources as JSON."""
     write_text(path, json.dumps(trace(**sources)))
 
 

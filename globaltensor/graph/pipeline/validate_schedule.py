@@ -1,5 +1,7 @@
-"""The checker: whether a schedule does everything once, in an order that can end, and how many
-activations it holds on the way."""
+"""The checker of schedules, and their maximum numbers of activations.
+
+A schedule must run every action once, in an order that can end. Users and `resolve_schedule` call
+`check`."""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ __all__ = [
     "stages_in_flight",
 ]
 
-_SHOWN = 8  # of the errors of one schedule
+_SHOWN = 8  # number of errors of one schedule that a message shows
 
 
 class Flow:
-    """What waits for what. ``edges`` are all the pairs (from stage, to stage) between which values
-    cross, skip connections among them; by default each stage feeds the next. Gradients cross the
-    other way. Raises ScheduleError for an edge that doesn't go from a stage to a later one."""
+    """A dependency graph of a schedule's actions.
+
+    ``edges`` are all the pairs (from stage, to stage) between which values cross, including skip
+    connections; by default each stage feeds the next. Gradients cross in the other direction.
+    Raises ScheduleError for an edge that does not go from a stage to a later one."""
 
     def __init__(
         self, schedule: Schedule, edges: Collection[tuple[int, int]] | None = None
@@ -52,11 +56,11 @@ class Flow:
         self._halves = {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
 
     def back(self, stage: int, micro: int) -> Action:
-        """The action that makes the gradients of this stage's inputs."""
+        """Return the action that computes the gradients of this stage's inputs."""
         return Action("I" if (stage, micro) in self._halves else "B", stage, micro)
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before."""
+        """Return the actions that must run before this one."""
         kind, stage, micro = action
         if kind == "F":
             return [Action("F", source, micro) for source in self.sources[stage]]
@@ -73,10 +77,12 @@ def check(
     edges: Collection[tuple[int, int]] | None = None,
     most: Sequence[int] | None = None,
 ) -> None:
-    """Raises ScheduleError, with lane and position, unless lanes that do their rows in order, and
-    wait for what they need, do all there is exactly once: F, and B or both I and W, of every stage
-    and micro-batch (no backward at all is right, too: evaluation). ``edges`` as for `Flow`;
-    ``most``: activations that each lane may hold."""
+    """Raise ScheduleError, with lane and position, unless a schedule is complete and can run.
+
+    Lanes run their rows in order, and wait for what they need. They must run each action exactly
+    once: F, and B or both I and W, of every stage and micro-batch. A schedule without any backward
+    is valid too: evaluation. ``edges`` are as for `Flow`. ``most`` is the number of activations
+    that each lane may hold."""
     problems = _shape(schedule) or list(_counts(schedule))
     if problems:
         more = len(problems) - _SHOWN
@@ -156,8 +162,9 @@ def _counts(schedule: Schedule) -> Iterator[str]:
 
 
 def running_order(schedule: Schedule, flow: Flow) -> Iterator[tuple[int, Action]]:
-    """(lane, action) in an order in which the lanes can do their rows. Raises ScheduleError where
-    all that are left wait for one another."""
+    """Yield (lane, action) in an order in which the lanes can run their rows.
+
+    Raises ScheduleError if all remaining actions wait for one another."""
     waiting_at: dict[Action, list[int]] = {}
     at, done = [0] * len(schedule.rows), set[Action]()
     able = list(range(len(schedule.rows)))
@@ -201,8 +208,10 @@ def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[A
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most activations that each lane holds at a time: those of a stage and micro-batch
-    from F to B, or to W; none in evaluation."""
+    """Return the maximum number of activations that each lane holds at a time.
+
+    Activations of a stage and micro-batch are held from F to B, or to W. In evaluation none are
+    held."""
     return (
         tuple(peak for peak, _ in map(_peaks, schedule.rows))
         if schedule.trains
@@ -211,7 +220,7 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The same for each stage."""
+    """Return the maximum number of activations that each stage holds at a time."""
     peaks = [_peaks(row)[1] for row in schedule.rows]
     return tuple(
         peaks[lane][stage] if schedule.trains else 0 for stage, lane in enumerate(schedule.lanes)
@@ -234,9 +243,11 @@ def resolve_schedule(
     micros: int,
     edges: Collection[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or
-    the given one, checked. Raises ScheduleError where it does not exist for these lanes, was
-    written for others or another number of micro-batches, or cannot run.
+    """Return the schedule to run for stages on ``lanes``, after checking it.
+
+    It is the schedule of this name, the default one for None, or the passed one. Raises
+    ScheduleError if the name does not exist for these lanes. Also raises it if the schedule was
+    written for other lanes or another number of micro-batches, or cannot run.
 
     >>> resolve_schedule(None, (0, 1, 0, 1), 4).name
     'interleaved'
@@ -259,8 +270,9 @@ def resolve_schedule(
 def max_activations(
     name: str, lanes: Sequence[int], micros: int, **options: Any
 ) -> tuple[int, ...]:
-    """The most activations that each lane will hold with the schedule of this name, whatever the
-    order its lanes come to run in.
+    """Return the maximum number of activations that each lane will hold with a schedule.
+
+    The bound holds for any order in which its lanes come to run.
 
     >>> max_activations("1f1b", (0, 1, 2), 8), max_activations("gpipe", (0, 1, 2), 8)
     ((3, 2, 1), (8, 8, 8))

@@ -1,5 +1,7 @@
-"""Zero-bubble schedules: the backward in two halves, of which the one that nobody waits for, that
-of the weights, fills what would be idle."""
+"""Zero-bubble schedules, which run the backward in two halves.
+
+No other action waits for the half of the weights, so it fills time that would be idle. `pipeline`
+imports this module to register the families."""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ def _even(each: int, lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
     promise=lambda lanes, micros: _even(len(runs(lanes)), lanes, micros),
 )
 def zb_h1(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024): the order of 1f1b; run k lags
-    k micro-batches behind with weights, so that all hold as many activations as the first of 1f1b.
-    With F = I = W, a third of its bubble."""
+    """Return the rows of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024).
+
+    The order is that of 1f1b. Run k lags k micro-batches behind with weights, so that all runs hold
+    as many activations as the first run of 1f1b. With F = I = W, the bubble is a third of that of
+    1f1b."""
     many = len(runs(lanes))
     return _straight(lanes, micros, [many - k for k in range(many)], list(range(many)))
 
@@ -47,9 +51,11 @@ def zb_h1(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     promise=lambda lanes, micros: _even(2 * len(runs(lanes)) - 1, lanes, micros),
 )
 def zb_h2(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-H2 (same paper): nearly twice the forwards at the start and twice the lag of the weights,
-    so nearly twice the activations. With F = I = W, and 2 p - 1 micro-batches or more for p runs,
-    no lane is ever idle between its first action and its last."""
+    """Return the rows of ZB-H2 (same paper).
+
+    It has nearly twice the forwards at the start and twice the lag of the weights, so nearly twice
+    the activations. With F = I = W, and at least 2 p - 1 micro-batches for p runs, no lane is ever
+    idle between its first action and its last."""
     many = len(runs(lanes))
     return _straight(
         lanes, micros, [2 * (many - k) - 1 for k in range(many)], [2 * k for k in range(many)]
@@ -59,8 +65,10 @@ def zb_h2(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
 def _straight(
     lanes: tuple[int, ...], micros: int, warm: list[int], lag: list[int]
 ) -> list[list[Action]]:
-    """Run k starts with warm[k] forwards; then I of a micro-batch, W of the one lag[k] before it,
-    the next F, and so on; the weights left over end it."""
+    """Return rows in which run k starts with warm[k] forwards.
+
+    Then follow I of a micro-batch, W of the one lag[k] before it, the next F, and so on. The
+    remaining weights end the row."""
     rows: list[list[Action]] = [[] for _ in range(max(lanes) + 1)]
     for k, run in enumerate(runs(lanes)):
         work = [("F", micro) for micro in range(warm[k])]
@@ -81,10 +89,12 @@ def _straight(
     promise=lambda lanes, micros: (2 * min(micros, max(lanes) + 1),) * (max(lanes) + 1),
 )
 def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
-    """ZB-V (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024; V-ZB there):
-    lane r has stages r ("down") and 2p - 1 - r ("up") of 2p, each half as long as with a stage per
-    lane. No bubble with F = I = W, in the memory of 1f1b's first stage, and the same for every
-    lane."""
+    """Return the rows of ZB-V.
+
+    The paper (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024) calls it
+    V-ZB. Lane r has stages r ("down") and 2p - 1 - r ("up") of 2p, each half as long as with a
+    stage per lane. With F = I = W there is no bubble. The memory is that of 1f1b's first stage, and
+    the same for every lane."""
     wide = max(lanes) + 1
     rows: list[list[Action]] = [[] for _ in range(wide)]
     for rank, lane in enumerate(lanes[:wide]):
@@ -120,6 +130,6 @@ def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
         do(after, ("I", down), ("W", down))
         do(total - next_of["W", up], ("W", up))
         do(total - next_of["W", down], ("W", down))
-    # A pipeline of fewer micro-batches than it takes to fill is a longer one with the rest left
+    # A pipeline with fewer micro-batches than it takes to fill is a longer one with the rest left
     # out.
     return [[action for action in row if action.micro < micros] for row in rows]

@@ -1,1 +1,1 @@
-"""The program of one rank: a torch.fx GraphModule and the calls of ours in it."""
+"""The program of one rank: a torch.fx GraphModule and this package's calls in it."""

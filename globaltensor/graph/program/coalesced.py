@@ -1,5 +1,8 @@
-"""Several boxings of one kind as one collective, begun now and awaited later if wanted;
-differentiable, and their gradients go as one collective back.
+"""Several boxings of one kind as one collective.
+
+The collective may start now and be awaited later. It is differentiable, and the gradients' boxings
+are one collective too. The passes `coalesce_collectives` and `overlap` write these calls into
+programs.
 
 Forward and backward (DESIGN §3): all_reduce <-> all_reduce, all_gather <-> reduce_scatter. Each is
 one move among the same ranks.
@@ -42,8 +45,9 @@ Finish = Callable[[], list[Tensor]]
 
 
 def move_of(src: Spec, dst: Spec) -> Move | None:
-    """The one move that this boxing is, and whose gradient is one such move back; None where it is
-    something else."""
+    """Return the single move of a boxing, or None if the boxing is not a single move.
+
+    The gradient of the move must be a single move among the same ranks too."""
     found = _only(src, dst)
     back = None if found is None else _only(dst.dual(), src.dual())
     return found if back is not None and found is not None and back.axes == found.axes else None
@@ -68,8 +72,10 @@ def _only(src: Spec, dst: Spec) -> Move | None:
 
 
 class CoalescedCollective(ProgramCall):
-    """Boxings that are one move of one kind each, among the same ranks, of one dtype -> their
-    results. ``routes``: (src, dst, what asked for it)."""
+    """A collective that performs several boxings and returns their results.
+
+    Each boxing is one move; all have one kind, the same ranks and one dtype. ``routes`` holds (src,
+    dst, why) of each."""
 
     __module__ = "boxing"
 
@@ -83,7 +89,7 @@ class CoalescedCollective(ProgramCall):
 
     @cached_property
     def back(self) -> CoalescedCollective:
-        """The same for the gradients."""
+        """The same call for the gradients."""
         return CoalescedCollective(
             [
                 (dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}")
@@ -97,8 +103,9 @@ class CoalescedCollective(ProgramCall):
         return tuple(self.begin(locals_)())
 
     def begin(self, locals_: Sequence[Tensor], logs: Any = None) -> Finish:
-        """Start it; the function returned waits and gives the results. ``locals_`` may be written
-        to meanwhile."""
+        """Start the collective, and return a function that waits and returns the results.
+
+        ``locals_`` may be written to meanwhile."""
         for src, dst, why in self.routes:
             log.record_boxing(plan_boxing(src, dst), why, logs)
         here, placement = world(), self.moves[0].src.placement
@@ -113,7 +120,7 @@ class CoalescedCollective(ProgramCall):
 
 
 def _joined(flats: Sequence[Tensor]) -> Tensor:
-    """The elements of all, in a buffer of their own."""
+    """Return the elements of all tensors in a new buffer."""
     return torch.cat([flatten(t) for t in flats]) if len(flats) > 1 else flatten(flats[0]).clone()
 
 
@@ -141,7 +148,7 @@ def _all_gather(
 ) -> Finish:
     shapes = [
         [m.src.local_shape(r) for r in peers] for m in joint.moves
-    ]  # of each tensor, the part on each rank
+    ]  # for each tensor, the shape of its local tensor on each rank
     numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
     mine = _joined(locals_)
     buffer = mine.new_empty(sum(map(sum, numels)))
@@ -188,7 +195,7 @@ def _reduce_scatter(
 
 
 def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
-    """Where the part of ``holder`` lies in what ``rank`` has."""
+    """Return the slices of ``holder``'s local tensor in the local tensor of ``rank``."""
     (offsets, lengths), origin = move.dst.box(holder), move.src.box(rank)[0]
     return tuple(
         slice(o - at, o - at + n) for o, n, at in zip(offsets, lengths, origin, strict=True)
@@ -203,7 +210,9 @@ _BEGIN: Final[dict[str, Callable[..., Finish]]] = {
 
 
 def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...], logs: Any) -> Finish:
-    """The gradients' way: begun, or gone where they are differentiated in turn."""
+    """Start the collective of the gradients.
+
+    If the gradients are differentiated in turn, run it to its end."""
     if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
         gone = list(joint.back(*grads))
         return lambda: gone
@@ -222,8 +231,9 @@ class _Together(torch.autograd.Function):
 
 
 class PendingCollective:
-    """A collective under way. ``tokens``: stand-ins for its results, without memory, by which
-    autograd knows what they are results of."""
+    """A collective that has started.
+
+    ``tokens`` are placeholders of its results, without memory, that carry the autograd graph."""
 
     def __init__(self, joint: CoalescedCollective) -> None:
         self.joint = joint
@@ -233,7 +243,7 @@ class PendingCollective:
 
 
 class StartCollective(ProgramCall):
-    """Starts a `CoalescedCollective`; what it gives is for `WaitCollective`."""
+    """A call that starts a `CoalescedCollective`. Its result is for `WaitCollective`."""
 
     __module__ = "boxing"
 
@@ -251,7 +261,9 @@ class StartCollective(ProgramCall):
 
 
 class WaitCollective(ProgramCall):
-    """Waits for what `StartCollective` has started -> the results; of one boxing its result."""
+    """A call that waits for a started collective and returns the results.
+
+    If the collective is one boxing, the call returns that boxing's result."""
 
     __module__ = "boxing"
 
@@ -298,7 +310,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Begun here, awaited where the gradient of the operand is wanted: what lies between runs
-        # meanwhile.
+        # The collective starts here. It is awaited where the gradient of the operand is needed, and
+        # the backward pass in between runs meanwhile.
         ctx.under_way.back = _back(ctx.under_way.joint, grads, ctx.logs)
         return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

@@ -1,5 +1,7 @@
-"""What a program calls besides torch: boxings, steps that communicate, the backward pass. All act
-on this rank's local tensors."""
+"""The functions that a program calls in addition to torch's.
+
+They are boxings, steps that communicate, and the backward pass. All act on this rank's local
+tensors. The recorders write them into programs."""
 
 from __future__ import annotations
 
@@ -33,8 +35,7 @@ set_grad_enabled = torch.set_grad_enabled
 
 
 class ProgramCall:
-    """A function of ours that is one step of a program. ``__name__`` is how the program prints
-    it."""
+    """A function of this package as a step of a program. The program prints ``__name__``."""
 
     __module__ = "steps"
 
@@ -52,8 +53,9 @@ class ProgramCall:
 
 
 class RandomCall(ProgramCall):
-    """A random op: it draws from its own stream, equal on ranks that hold equal values.
-    ``repeats``: whether it draws the same numbers when it runs again."""
+    """A random op that draws from its own stream, equal on ranks that hold equal values.
+
+    ``repeats`` says whether it draws the same numbers when it runs again."""
 
     __module__ = "steps"
     repeats = False
@@ -81,7 +83,7 @@ class BoxingCall(ProgramCall):
 
 
 class GatherCall(ProgramCall):
-    """A split parameter brought together for a use (_tensor/gradients/parameter_gather.py)."""
+    """A split parameter, gathered for a use (_tensor/gradients/parameter_gather.py)."""
 
     __module__ = "boxing"
 
@@ -101,8 +103,10 @@ def backward(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is
-    what this has yet to be divided by."""
+    """Run the backward pass of this rank's local tensors.
+
+    ``scale`` multiplies the seeds. ``count`` is a pending count by which the seeds must still be
+    divided."""
     reached = [i for i, t in enumerate(tensors) if t.requires_grad]
     if reached:
         starts = [seeds[i] if scale == 1.0 else seeds[i] * scale for i in reached]
@@ -115,8 +119,9 @@ def backward(
 
 
 def counted(spec: Spec, most: int) -> Callable[[Tensor], PendingCount]:
-    """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is
-    ``most`` at most."""
+    """Return a function from this rank's local count to the pending count of all ranks.
+
+    The local count has the layout ``spec``. The count of all ranks is at most ``most``."""
 
     def start(part: Tensor) -> PendingCount:
         count = PendingCount(GlobalTensor.wrap(part, spec), most, programmed=True)
@@ -128,13 +133,13 @@ def counted(spec: Spec, most: int) -> Callable[[Tensor], PendingCount]:
 
 
 def count_of(count: PendingCount) -> Tensor:
-    """Wait for it."""
+    """Wait for a count, and return its local tensor."""
     whole = count()
     return whole._local if isinstance(whole, GlobalTensor) else whole
 
 
 def autocast(*kinds: tuple[str, bool, torch.dtype]) -> None:
-    """Mixed precision from here on."""
+    """Set autocast from here on."""
     torch.clear_autocast_cache()
     for kind, on, dtype in kinds:
         torch.set_autocast_enabled(kind, on)

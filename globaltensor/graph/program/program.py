@@ -1,4 +1,6 @@
-"""The program of one rank: an fx GraphModule over local tensors, and where its states come from."""
+"""The program of one rank: an fx GraphModule over local tensors, and the readers of its states.
+
+`Graph` makes one for each shape, and each pipeline stage has its own."""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ State = Callable[[], torch.Tensor]
 
 
 class Program:
-    """Runs on the call's local inputs. ``print(program.module)`` is Python."""
+    """A program that runs on the call's local inputs.
+
+    ``print(program.module)`` shows it as Python code."""
 
     def __init__(
         self,
@@ -32,10 +36,10 @@ class Program:
         rest = [node for node in graph.nodes if node.op == "placeholder"][inputs:]
         self._rest: list[State | None] = [
             states[node.meta["state"]] if "state" in node.meta else None for node in rest
-        ]  # None: the scale
+        ]  # None stands for the scale
 
     def __call__(self, inputs: Sequence[torch.Tensor], scale: float = 1.0) -> tuple[Any, ...]:
-        """The local results. ``scale`` multiplies all gradients."""
+        """Return the local results. ``scale`` multiplies all gradients."""
         grad, cast = (
             torch.is_grad_enabled(),
             [
@@ -53,7 +57,9 @@ class Program:
 
 
 def reader(owner: torch.Tensor) -> State:
-    """Reads a state at each run: a parameter's local part may be another tensor then."""
+    """Return a function that reads a state at each run.
+
+    A parameter's local tensor may have been replaced between runs."""
     if isinstance(owner, GlobalTensor):
         return lambda: owner._local
     return lambda: owner

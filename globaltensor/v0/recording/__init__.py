@@ -1,1 +1,1 @@
-"""Record a job function of OneFlow 0.1 to 0.4, and run it again."""
+"""Recording of job functions of OneFlow 0.1 to 0.4, and their replay; the session uses both."""

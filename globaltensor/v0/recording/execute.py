@@ -1,5 +1,8 @@
-"""A record played in the ``build()`` of a graph: ops run on global tensors, in the mirrored view on
-this device's own; placements change by boxing."""
+"""The replay of a recorded job in the ``build()`` of a graph.
+
+The session's engine creates one `JobGraph` for each job. In the consistent view, ops run on global
+tensors; in the mirrored view, on this device's local tensors. Boxing changes placements.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ from .program import Given, Record, Ref, Step
 
 __all__ = ["HOME", "JobGraph", "Variables"]
 
-HOME = Placement("cpu", [0])  # where arrays come in and go out: the master's process
+HOME = Placement("cpu", [0])  # arrays enter and leave through the master's process
 
-Pieces = list[Any]  # a value; of an unpacked blob one for each piece, in order
+# the tensors of a value: one, or one for each piece of an unpacked blob, in order
+Pieces = list[Any]
 
 
 class Variables(torch.nn.Module):
-    """The variables of a job by name. Several jobs hold the same parameters."""
+    """The variables of a job by name. Several jobs share the same parameters."""
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         super().__init__()
-        self.numbers = {
-            name: str(i) for i, name in enumerate(named)
-        }  # names of variables may hold what torch forbids
+        # Names of variables may contain characters that torch forbids.
+        self.numbers = {name: str(i) for i, name in enumerate(named)}
         self.held = torch.nn.ParameterDict(
             dict(zip(self.numbers.values(), named.values(), strict=True))
         )
@@ -43,8 +46,11 @@ class Variables(torch.nn.Module):
 
 
 class JobGraph(Graph):
-    """One job as a graph. Inputs are global tensors at `HOME`; so are the results, one list of
-    pieces for each value that the job returns."""
+    """A job as a graph.
+
+    Inputs are global tensors at `HOME`. Results are there too, as one list of pieces for each value
+    that the job returns.
+    """
 
     def __init__(self, record: Record, layout: Layout, variables: Variables) -> None:
         super().__init__()
@@ -74,8 +80,10 @@ class _Replay:
         self._brought: dict[tuple[int, int, Placement], torch.Tensor] = {}
 
     def take(self, given: Given, value: torch.Tensor) -> None:
-        """An input: cut over the job's devices; in the mirrored view ``value`` has the devices'
-        arrays along a new first dim."""
+        """Box an input to the job's devices, split along its batch dim if it has one.
+
+        In the mirrored view, ``value`` holds the devices' arrays along a new first dim.
+        """
         where = self.layout.placement(given.devices)
         if given.mirrored:
             value = value.to_global(where, split(0)).to_local()[0]  # type: ignore[attr-defined]
@@ -101,8 +109,7 @@ class _Replay:
         self.values.update(zip(step.outs, pieces, strict=True))
 
     def loss(self) -> torch.Tensor:
-        """What the gradients are of: the sum over the losses of the mean over each one's
-        elements."""
+        """Return the training objective: the sum of the losses' means over their elements."""
         total: Any = None
         for ref in self.record.losses:
             pieces = self.values[ref.index]
@@ -116,8 +123,10 @@ class _Replay:
         return total  # type: ignore[no-any-return]
 
     def home(self, ref: Ref, value: Any) -> torch.Tensor:
-        """A result where the master has it whole; of the mirrored view with one entry for each
-        device along a new first dim."""
+        """Gather a result on the master.
+
+        In the mirrored view, the result has one entry for each device along a new first dim.
+        """
         if self.record.mirrored_of[ref.index]:
             value = value.detach().unsqueeze(0).to_global(self.everyone, split(0))
         found: torch.Tensor = value.to_global(HOME, broadcast)
@@ -135,7 +144,7 @@ class _Replay:
             found = self._brought[key] = moved(value, where)
         return found
 
-    # Steps of its own: (step, placement, arguments) -> pieces
+    # The replay's own steps: methods that turn (step, placement, arguments) into pieces
 
     def _variable(self, step: Step, where: Placement, name: str, trainable: bool) -> Pieces:
         found = self.variables[name]
@@ -163,8 +172,10 @@ class _Replay:
         return [full(tuple(shape), value, dtype=dtype, placement=where, sbp=broadcast)]
 
     def _assign(self, step: Step, where: Placement, name: str, ref: Ref, keep: float) -> Pieces:
-        """A variable gets a value, in the mirrored view the mean of the devices' values; of several
-        pieces one after the other."""
+        """Write a value into a variable; several pieces are written one after the other.
+
+        In the mirrored view, the mean of the devices' values is written.
+        """
         held = self.variables[name]
         with torch.no_grad():
             for value in self._all(ref, step, where):
@@ -175,8 +186,10 @@ class _Replay:
         return self._variable(step, where, name, False)
 
     def _random(self, step: Step, where: Placement, op: Any, ref: Ref, *args: Any) -> Pieces:
-        """An op that draws numbers: other ones for each part of a split batch, in the mirrored view
-        for each device."""
+        """Run an op that draws random numbers.
+
+        Each shard of a split batch gets its own numbers. In the mirrored view, each device does.
+        """
         out = []
         for x in self._all(ref, step, where):
             if step.mirrored:
@@ -217,7 +230,7 @@ class _Replay:
     def _joined(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
         out = []
         for x in self.values[ref.index]:
-            if variable:  # every device has it
+            if variable:  # replicated: use the first device's copy
                 x = x.unsqueeze(0).to_global(self.everyone, split(0))[0]
             else:
                 x = (x if x.dim() else x.unsqueeze(0)).to_global(self.everyone, split(0))
@@ -231,8 +244,7 @@ class _Replay:
 
 
 def moved(x: Any, where: Placement) -> Any:
-    """A global tensor on another placement, lying as it did; sums that are not made yet are
-    made."""
+    """Box a global tensor to another placement, keeping its sbp; partial becomes broadcast."""
     return x.to_global(where, [broadcast if e.is_partial else e for e in x.sbp])
 
 

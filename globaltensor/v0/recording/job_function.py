@@ -1,5 +1,8 @@
-"""Job functions: ``@flow.global_function(type="train")``. A job function is run once, when the
-session starts, on blobs; a call runs what it recorded."""
+"""Job functions: ``@flow.global_function(type="train")``.
+
+User code decorates functions with it. When the session starts, each job function runs once on blobs
+and is recorded. Calls replay the recording.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ __all__ = ["JobFunction", "global_function"]
 
 
 class JobFunction:
-    """A job: called with arrays, it returns arrays."""
+    """A job, which accepts and returns arrays when called."""
 
     def __init__(
         self, function: Callable[..., Any], training: bool, config: FunctionConfig
@@ -33,8 +36,11 @@ class JobFunction:
         self.signature = Signature.of(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the job; the first call starts the session. Raises JobError for arguments that do not
-        fit, or in a job function, SessionError where a machine fails."""
+        """Run the job; the first call starts the session.
+
+        Raise JobError for arguments that do not fit, or inside a job function. Raise SessionError
+        if a machine fails.
+        """
         tape = taping()
         if tape is not None:
             raise JobError(
@@ -44,7 +50,10 @@ class JobFunction:
         return session().call(self, self.signature.given(args, kwargs))
 
     def recorded(self, layout: Layout) -> Record:
-        """Run the function once on blobs -> what it came to. Raises JobError."""
+        """Run the function once on blobs and return its record.
+
+        Raise JobError if the function is invalid as a job.
+        """
         config = self.config
         record = Record(self.name, self.training, options=dict(config.options))
         devices = layout.all if config.scope is None else config.scope.devices
@@ -102,12 +111,14 @@ class JobFunction:
 def global_function(
     type: str | FunctionConfig = "predict", function_config: FunctionConfig | None = None
 ) -> Callable[[Callable[..., Any]], JobFunction]:
-    """Make a function a job. ``type``: "train" or "predict"; ``function_config``: its settings (the
-    older form gives them first).
+    """Return a decorator that makes a function a job.
 
-    Parameters are annotated with placeholders, the return annotation says what the caller gets
-    (`flow.typing`). All jobs must be defined before the session starts. Raises JobError for another
-    type, annotations that make no sense, or a job defined too late or twice.
+    ``type`` is "train" or "predict". ``function_config`` holds the job's settings; the older form
+    passes them first.
+
+    Parameters are annotated with placeholders. The return annotation says what the caller gets
+    (`flow.typing`). All jobs must be defined before the session starts. Raise JobError for another
+    type, for invalid annotations, or for a job defined too late or twice.
     """
     if isinstance(type, FunctionConfig):
         logger.warning(

@@ -1,5 +1,8 @@
-"""What a job function comes to: a list of steps on values that are known by number. Pure data, the
-same on every machine, that devices replay in a graph."""
+"""The record of a job function: a list of steps on numbered values.
+
+A record is pure data and the same on every machine. The recorder writes it, and devices replay it
+in a graph (execute.py).
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,18 @@ __all__ = ["Declared", "Given", "Record", "Ref", "Step"]
 
 
 class Ref(NamedTuple):
-    """A value of a record."""
+    """A reference to a value of a record."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """``op``: a function of tensors, or the name of one of the replay's own steps. ``times``: how
-    often it runs at each call (pieces of an unpacked blob)."""
+    """A step of a record.
+
+    ``op`` is a function of tensors, or the name of one of the replay's own steps. ``times`` is the
+    number of runs per call (one for each piece of an unpacked blob).
+    """
 
     op: Callable[..., Any] | str
     args: tuple[Any, ...]
@@ -48,8 +54,10 @@ class Step:
 
 
 def _told(value: Any) -> str:
-    """A value in words that are the same in every process: functions, which some steps are given,
-    by name instead of by where they lie in memory."""
+    """Format a value identically in every process.
+
+    Functions, which some steps have as arguments, are named instead of printed with their address.
+    """
     if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
         return f"({', '.join(map(_told, value))})"
     return str(getattr(value, "__qualname__", None) or repr(value))
@@ -57,9 +65,12 @@ def _told(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Declared:
-    """A variable as a job first names it. ``regularizer``: factors of |w| and w**2 / 2 in the loss;
-    ``seed``: of its starting values, None: by its name; ``model_name``: "weight" or "bias", which
-    older settings give learning rates of their own."""
+    """A variable as the first job that names it declares it.
+
+    ``regularizer`` has the factors of |w| and w**2 / 2 in the loss. ``seed`` is that of the
+    starting values; None derives it from the name. ``model_name`` is for example "weight" or
+    "bias"; older settings have a separate learning rate for "bias".
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -75,8 +86,10 @@ class Declared:
 
 @dataclass(frozen=True)
 class Given:
-    """An input of a job: an array of this shape, or in the mirrored view one for each device.
-    ``split``: the dim that is cut over the devices."""
+    """An input of a job: an array of this shape, or in the mirrored view one array per device.
+
+    ``split`` is the dim that is split over the devices.
+    """
 
     name: str
     index: int
@@ -89,8 +102,11 @@ class Given:
 
 @dataclass
 class Record:
-    """A job, recorded. ``results``: what the function returned, blobs replaced by `Ref`s;
-    ``optimizer``: an `optimizer.Optimizer`, for a job that trains."""
+    """A recorded job.
+
+    ``results`` is the function's return value with blobs replaced by `Ref`s. ``optimizer`` is an
+    `optimizer.Optimizer` if the job trains.
+    """
 
     name: str
     training: bool
@@ -105,7 +121,7 @@ class Record:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the variables that this job trains."""
+        """The names of the variables that this job trains."""
         return [
             name
             for name, declared in self.variables.items()
@@ -119,7 +135,7 @@ class Record:
         return list(found)
 
     def lines(self) -> list[str]:
-        """The record as text, a line each."""
+        """Format the record as text, one list item per line."""
         kind = "train" if self.training else "predict"
         out = [
             (
@@ -138,5 +154,5 @@ class Record:
         ]
 
     def digest(self) -> str:
-        """Equal for records that do the same."""
+        """Return a hash that is equal for records that do the same."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:16]

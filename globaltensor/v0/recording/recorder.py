@@ -1,4 +1,7 @@
-"""The job that is being recorded."""
+"""The recorder: the tape of the job that is being recorded.
+
+`JobFunction.recorded` creates a tape; ops add steps to it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,15 @@ _current: ContextVar[Tape | None] = ContextVar("globaltensor.v0.recording.record
 
 
 def taping() -> Tape | None:
-    """The job that is being recorded here; None outside of job functions."""
+    """Return the tape of the job that is being recorded here, or None outside of job functions."""
     return _current.get()
 
 
 class Tape:
-    """Records one job. ``devices``, ``mirrored``, ``dtype``: what ops get where no scope says
-    otherwise."""
+    """A recorder of one job.
+
+    ``devices``, ``mirrored`` and ``dtype`` are the defaults of ops where no scope says otherwise.
+    """
 
     def __init__(
         self, record: Record, layout: Layout, devices: Devices, mirrored: bool, dtype: Any
@@ -44,7 +49,7 @@ class Tape:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """What is done to blobs in this block is recorded here."""
+        """Record all ops on blobs in this block on this tape."""
         token = _current.set(self)
         try:
             with default_view(self.mirrored):
@@ -53,16 +58,16 @@ class Tape:
             _current.reset(token)
 
     def scoped_view(self) -> bool:
-        """Whether the next op gets the mirrored view."""
+        """Return True if the next op gets the mirrored view."""
         return mirrored_view_enabled()
 
     def scoped_devices(self) -> Devices:
-        """The devices that the next op gets."""
+        """Return the devices of the next op. Raise JobError if the session does not have them."""
         devices = current_scope().devices
         return self.devices if devices is None else self.layout.check(devices)
 
     def input(self, given: Given, blob: Any) -> Any:
-        """The ``blob`` of an input."""
+        """Create the blob of an input; ``blob`` is the class `Blob`."""
         self.record.mirrored_of[given.index] = given.mirrored
         step = Step("input", (), {}, (given.index,), given.devices, given.mirrored, 1, given.name)
         return blob(self, given.index, given.shape, given.dtype, step)
@@ -71,7 +76,7 @@ class Tape:
         return next(self._values)
 
     def seen(self, blob: Any) -> Any:
-        """The blob, which must be of this job."""
+        """Return the blob. Raise JobError if it belongs to another job."""
         if blob.tape is not self:
             raise JobError(
                 f"{blob!r} is of job {blob.tape.record.name}, but is used in {self.record.name}: "
@@ -90,7 +95,10 @@ class Tape:
         devices: Devices | None = None,
         mirrored: bool | None = None,
     ) -> Step:
-        """Record a step on the values ``args``."""
+        """Record a step on the values ``args``, with ``outs`` results.
+
+        Raise JobError for a step in the mirrored view that is not placed on all devices.
+        """
         mirrored = self.scoped_view() if mirrored is None else mirrored
         devices = devices or self.scoped_devices()
         if mirrored and len(devices.ids) != self.layout.size:

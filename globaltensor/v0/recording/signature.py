@@ -1,5 +1,8 @@
-"""What a job function's annotations say: which arrays go in, in which nest, and how what comes out
-is handed over."""
+"""The signature of a job function, read from its annotations.
+
+It describes the pytree of arrays that go in, and the form in which results are returned.
+`JobFunction` checks calls and results with it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,11 @@ _NUMPY_OF = {torch.bfloat16: np.float32}
 
 @dataclass(frozen=True)
 class Signature:
-    """``parameters``: by name a nest of `Placeholder` classes. ``returns``: what comes back,
-    without `Callback`; None: nothing is said."""
+    """The annotations of a job function.
+
+    ``parameters`` maps each name to a pytree of `Placeholder` classes. ``returns`` is the return
+    annotation without `Callback`, or None if there is none.
+    """
 
     job: str
     signature: inspect.Signature
@@ -36,8 +42,11 @@ class Signature:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Signature:
-        """Raises JobError where some parameters are annotated and others not, or with something
-        else."""
+        """Read the signature of a function.
+
+        Raise JobError if a parameter has no annotation or an unsupported one, or if the return
+        annotation is unsupported.
+        """
         job = getattr(function, "__name__", "job")
         signature = inspect.signature(function)
         try:
@@ -66,8 +75,10 @@ class Signature:
         return Signature(job, signature, parameters, returns, callback)
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values of a call for each placeholder, in order. Raises JobError for a call that does
-        not fit."""
+        """Return a call's value for each placeholder, in order.
+
+        Raise JobError for a call that does not fit.
+        """
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -80,18 +91,18 @@ class Signature:
         return out
 
     def placeholders(self) -> Iterator[tuple[str, type[Placeholder]]]:
-        """(name, placeholder) in the order of `given`."""
+        """Yield (name, placeholder) in the order of `given`."""
         for name, wanted in self.parameters.items():
             for path, leaf, _ in _pairs(self.job, name, wanted, wanted):
                 yield path, leaf
 
     def filled(self, blobs: Sequence[Any]) -> dict[str, Any]:
-        """The function's arguments, placeholders replaced by these, in order."""
+        """Return the function's arguments, with placeholders replaced by ``blobs``, in order."""
         these = iter(blobs)
         return {name: _filled(wanted, these) for name, wanted in self.parameters.items()}
 
     def check(self, returned: Any) -> None:
-        """Raises JobError where a job function returned something else than it says."""
+        """Raise JobError if a job function's return value does not match its annotation."""
         if self.returns is None:
             return
         for path, kind, blob in _outputs(self.job, "what it returns", self.returns, returned):
@@ -118,7 +129,7 @@ class Signature:
         pieces: Mapping[int, list[np.ndarray[Any, Any]]],
         mirrored: Mapping[int, bool],
     ) -> Any:
-        """What the caller gets: ``results`` with its Refs replaced by arrays."""
+        """Return the caller's result: ``results`` with its Refs replaced by arrays."""
         kinds: dict[int, type[Kind]] = {}
         if self.returns is not None:
             kinds = {
@@ -142,8 +153,11 @@ class Signature:
 def array_of(
     job: str, path: str, leaf: type[Placeholder], value: Any, devices: int
 ) -> np.ndarray[Any, Any]:
-    """The array for a placeholder; for a mirrored one the devices' arrays along a new first dim.
-    Raises JobError for another shape or kind of dtype."""
+    """Return the array for a placeholder.
+
+    In the mirrored view, the devices' arrays are stacked along a new first dim. Raise JobError for
+    another shape or kind of dtype.
+    """
     if not leaf.kind.mirrored:
         return _array(f"job {job}: {path}", leaf, value)
     if not isinstance(value, (list, tuple)) or len(value) != devices:
@@ -205,7 +219,10 @@ def _joined(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 
 
 def _input(job: str, name: str, annotation: Any) -> Any:
-    """A nest of placeholders."""
+    """Return the pytree of placeholders of a parameter's annotation.
+
+    Raise JobError for another annotation.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Placeholder):
         return annotation
     if origin(annotation) is tuple:
@@ -257,7 +274,10 @@ def _filled(wanted: Any, these: Iterator[Any]) -> Any:
 def _outputs(
     job: str, path: str, annotation: Any, value: Any
 ) -> Iterator[tuple[str, type[Kind], Any]]:
-    """(path, kind, blob) of each value that is returned, in the order of the nest."""
+    """Yield (path, kind, blob) for each returned value, in the order of the pytree.
+
+    Raise JobError if the value does not match the annotation.
+    """
     kind = origin(annotation)
     if kind is None:
         yield path, annotation, value

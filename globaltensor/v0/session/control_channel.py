@@ -1,5 +1,8 @@
-"""The line between the master and another process of its session: JSON values, one on a line, over
-TCP. No code and no arrays travel here."""
+"""The control connection between the master and another process of its session.
+
+It carries JSON values over TCP, one per line, but no code and no arrays. Rendezvous, workers and
+the worker pool use it.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,24 @@ from ..errors import SessionError
 
 __all__ = ["PROXIES", "Line", "listen", "proxies", "reached"]
 
-MOST_BYTES: Final = 1 << 22  # of one message
+MOST_BYTES: Final = 1 << 22  # maximum size of one message
 _TRY_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.2
 PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
 
 class Line:
-    """One end. ``peer``: who is at the other, in words."""
+    """One end of a control connection; ``peer`` describes the other end in words."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Keepalive notices a host that has vanished without closing the connection.
         for name, seconds in (
             ("TCP_KEEPIDLE", 10),
             ("TCP_KEEPINTVL", 5),
             ("TCP_KEEPCNT", 4),
-        ):  # a host that is gone without a word is noticed
+        ):
             if (option := getattr(socket, name, None)) is not None:
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
@@ -41,7 +45,7 @@ class Line:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> bool:
-        """Whether it could be sent: the other end may be gone."""
+        """Send a message. Return False if that fails, because the other end may be gone."""
         with self._sending:
             try:
                 self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -50,17 +54,19 @@ class Line:
         return True
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """The next message; None where the other end is gone, or this one closed, or what comes is
-        no JSON. Raises TimeoutError."""
+        """Return the next message.
+
+        Return None if the other end is gone, this end is closed, or the data is no JSON object.
+        Raise TimeoutError after ``seconds``.
+        """
         until = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
             try:
-                self.connection.settimeout(
-                    left
-                )  # fails too where this end has been closed meanwhile
+                # This also fails if this end has been closed meanwhile.
+                self.connection.settimeout(left)
                 came = self.connection.recv(1 << 16)
             except TimeoutError:
                 raise
@@ -83,7 +89,7 @@ class Line:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any that is free. Raises OSError."""
+    """Open a listening socket; port 0 chooses a free port. Raise OSError if that fails."""
     family = (
         socket.AF_INET6
         if ":" in host or (not host and socket.has_dualstack_ipv6())
@@ -103,8 +109,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reached(host: str, port: int, seconds: float, waits: Any = None) -> socket.socket:
-    """A connection, tried again and again for so many seconds. ``waits(why)`` is called after each
-    try that failed. Raises SessionError that says why."""
+    """Connect to a port, with retries for ``seconds``.
+
+    ``waits(why)`` is called after each failed try. Raise SessionError with the reason of the last
+    failure.
+    """
     until, why = time.monotonic() + seconds, ""
     while True:
         try:
@@ -121,7 +130,7 @@ def reached(host: str, port: int, seconds: float, waits: Any = None) -> socket.s
 
 
 def proxies() -> str:
-    """A sentence about proxies, where the environment names some; else nothing."""
+    """Return a sentence about the proxies that the environment names, or an empty string."""
     found = [name for stem in PROXIES for name in (stem, stem.upper()) if os.environ.get(name)]
     if not found:
         return ""

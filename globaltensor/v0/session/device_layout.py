@@ -1,8 +1,7 @@
-"""Devices by machine, as the job-function view names them: ``"0:0-3"`` are devices 0 to 3 of
-machine 0. Pure values.
+"""Devices by machine, as the job-function interface names them. Scopes and the session use them.
 
-Device d of machine m is rank ``m * each + d`` of the world, where every machine has ``each``
-devices.
+``"0:0-3"`` are devices 0 to 3 of machine 0. Device d of machine m is rank ``m * each + d`` of the
+world, where every machine has ``each`` devices. The types here are pure values.
 """
 
 from __future__ import annotations
@@ -23,16 +22,19 @@ _PATTERN: Final = re.compile(r"(\d+):(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of one kind, ``tag`` "gpu" or "cpu": (machine, device) of each, in the order
-    given."""
+    """An ordered list of devices of one kind, as (machine, device) pairs.
+
+    ``tag`` is "gpu" or "cpu".
+    """
 
     tag: str
     ids: tuple[tuple[int, int], ...]
 
     @staticmethod
     def parse(tag: str, ids: str | Sequence[str]) -> Devices:
-        """``machine:device`` or ``machine:first-last``, or a list of such. Raises JobError for
-        another tag, other text, or a device named twice.
+        """Parse ``machine:device`` or ``machine:first-last``, or a list of such texts.
+
+        Raise JobError for another tag, other text, or a device named twice.
 
         >>> Devices.parse("gpu", ["0:0-1", "1:0"]).ids
         ((0, 0), (0, 1), (1, 0))
@@ -66,8 +68,10 @@ class Devices:
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices there are: ``each`` on every one of ``machines``. ``kind``: what torch calls
-    those that are tagged "gpu"."""
+    """The devices of a session: ``each`` on every one of ``machines``.
+
+    ``kind`` is torch's device type for devices tagged "gpu".
+    """
 
     machines: int = 1
     each: int = 1
@@ -86,7 +90,7 @@ class Layout:
         )
 
     def check(self, devices: Devices) -> Devices:
-        """The same devices. Raises JobError where this layout has not all of them."""
+        """Return ``devices``. Raise JobError if this layout lacks some of them."""
         missing = [f"{m}:{d}" for m, d in devices.ids if m >= self.machines or d >= self.each]
         if missing:
             there = (
@@ -105,7 +109,7 @@ class Layout:
         return devices
 
     def placement(self, devices: Devices) -> Placement:
-        """Where tensors on these devices lie."""
+        """Return the placement of tensors on these devices."""
         return Placement(self.kind if devices.tag == "gpu" else "cpu", self.ranks(devices.ids))
 
     def ranks(self, ids: Iterable[tuple[int, int]]) -> list[int]:

@@ -1,5 +1,8 @@
-"""What one device of a session does: it holds the variables and the graphs of all jobs, and carries
-out what the master asks of all devices alike."""
+"""The engine of one device of a session: the variables and the graphs of all jobs.
+
+The session runs it on the master, and `worker` on all other devices. All devices execute the
+master's orders alike.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _SCALE = "System-Train-LossScale-"
 
 
 class _Count(NamedTuple):
-    """Numbers that every device has by itself, all the same: how to get at them."""
+    """A list of numbers that every device has locally and alike.
+
+    ``read`` and ``write`` access it.
+    """
 
     size: int
     dtype: torch.dtype
@@ -39,8 +45,11 @@ class _Count(NamedTuple):
 
 
 class Engine:
-    """The jobs of a session on this device. Every method but `names` is collective: all devices
-    call it alike; arrays are those of the master alone."""
+    """The jobs of a session on this device.
+
+    Every method except `names` and `shape_of` is collective: all devices must call it alike. Only
+    the master passes and receives arrays.
+    """
 
     def __init__(
         self, records: Sequence[Record], layout: Layout, seed: int, debug: bool = False
@@ -50,13 +59,11 @@ class Engine:
         self.declared = merged(records)
         trained = {name for record in records if record.training for name in record.trained}
         self.variables = created(self.declared, trained, layout, seed)
-        self.random = (
-            torch.Generator().manual_seed(seed).get_state()
-        )  # of the jobs' own random numbers
-        self.counts: dict[str, _Count] = {}  # steps made and the like, by name
-        self.states: dict[
-            str, tuple[torch.nn.Parameter, Update, str]
-        ] = {}  # what optimizers keep, by name
+        # state of the random generator that the jobs use
+        self.random = torch.Generator().manual_seed(seed).get_state()
+        self.counts: dict[str, _Count] = {}  # step counts and loss scales, by name
+        # optimizer states, by name
+        self.states: dict[str, tuple[torch.nn.Parameter, Update, str]] = {}
         self.graphs = {record.name: self._graph(record, debug) for record in records}
 
     def _graph(self, record: Record, debug: bool) -> JobGraph:
@@ -96,9 +103,8 @@ class Engine:
         for name in names:
             for kept in update.state[self.variables[name]]:
                 key = f"{name}-{kept}"
-                if (
-                    key in self.states or key in self.variables
-                ):  # another job trains this variable too, each with an optimizer of its own
+                # Another job trains this variable too, and each has its own optimizer.
+                if key in self.states or key in self.variables:
                     key = f"{record.name}-{key}"
                 self.states[key] = self.variables[name], update, kept
         return graph
@@ -107,12 +113,14 @@ class Engine:
         return {p.placement.type for p in self.variables.values()}  # type: ignore[attr-defined]
 
     def names(self) -> list[str]:
-        """Of all that is saved: variables, what optimizers keep, the steps made and the scales of
-        losses."""
+        """Return the names of all that is saved.
+
+        These are variables, optimizer states, step counts and loss scales.
+        """
         return [*self.variables, *self.states, *self.counts]
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of one of `names`. Not collective."""
+        """Return the shape and dtype of one of `names`. Not collective."""
         if name in self.counts:
             return (self.counts[name].size,), self.counts[name].dtype
         held = self._held(name)
@@ -121,7 +129,11 @@ class Engine:
     def run(
         self, job: str, arrays: Sequence[np.ndarray[Any, Any]] | None = None
     ) -> dict[int, list[np.ndarray[Any, Any]]]:
-        """One call of a job -> by value the pieces of what it returns, on the master."""
+        """Run one call of a job.
+
+        Return the pieces of each returned value, by its number; on other devices than the master,
+        return an empty dict.
+        """
         record, graph = self.records[job], self.graphs[job]
         inputs = []
         for i, given in enumerate(record.inputs):
@@ -137,8 +149,10 @@ class Engine:
         }
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """The values of variables, optimizer states and steps by name, on the master. Raises
-        SessionError for a name nobody knows."""
+        """Return the values of variables, optimizer states and counts by name, on the master.
+
+        Raise SessionError for an unknown name.
+        """
         out = {}
         for name in names:
             if name in self.counts:
@@ -159,7 +173,10 @@ class Engine:
     def load(
         self, names: Sequence[str], arrays: Mapping[str, np.ndarray[Any, Any]] | None = None
     ) -> None:
-        """Give variables, optimizer states and steps these values, which are of the right shape."""
+        """Set variables, optimizer states and counts to these values.
+
+        The values must have the right shapes.
+        """
         for name in names:
             if name in self.counts:
                 given: Any = (
@@ -191,7 +208,7 @@ class Engine:
     def _at_home(
         self, shape: tuple[int, ...], dtype: torch.dtype, array: np.ndarray[Any, Any] | None
     ) -> torch.Tensor:
-        """An array of the master's as a global tensor that it alone holds."""
+        """Wrap the master's array as a global tensor that only the master holds."""
         spec = Spec.make(shape, dtype, HOME, broadcast)
         if array is None:
             return GlobalTensor.wrap(placeholder(spec), spec)
@@ -202,8 +219,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """The jobs' numbers go on where the last call ended, whatever the script has drawn in
-        between: it runs on the master alone."""
+        """Continue the jobs' random numbers where the last call ended.
+
+        The script draws numbers on the master only, so the jobs must not depend on them.
+        """
         before = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
@@ -214,7 +233,7 @@ class Engine:
 
 
 def _steps(update: Update, schedule: Any) -> _Count:
-    """The steps that a job has made, by which its rate follows."""
+    """Return access to a job's step count, from which its learning rate follows."""
 
     def write(values: list[Any]) -> None:
         schedule.last_epoch = int(values[0])
@@ -226,7 +245,7 @@ def _steps(update: Update, schedule: Any) -> _Count:
 
 
 def _scale(scaler: Any) -> _Count:
-    """A loss scale that grows: the scale, and the steps since it last changed."""
+    """Return access to a dynamic loss scale: the scale, and the steps since it last changed."""
 
     def read() -> list[Any]:
         state = scaler.state_dict()
@@ -241,6 +260,6 @@ def _scale(scaler: Any) -> _Count:
 
 
 def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
-    """An array of the caller's own: nothing that the next call writes into."""
+    """Copy a tensor to a new array, which the next call does not overwrite."""
     value = value.detach().cpu()
     return (value.float() if value.dtype is torch.bfloat16 else value).numpy().copy()

@@ -1,5 +1,8 @@
-"""A process's place in the world of a session, told through the variables by which every launcher
-tells it; and device processes on this machine."""
+"""A process's place in the world of a session, and the device processes on this machine.
+
+Each process gets its place through the environment variables that every launcher sets. The session
+and the worker pool use this.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ main()
 
 @dataclass(frozen=True)
 class Place:
-    """Where all devices of a session meet, and how many there are."""
+    """The address at which all devices of a session meet, and their layout."""
 
     layout: Layout
     addr: str
@@ -54,8 +57,10 @@ class Place:
 
 @contextlib.contextmanager
 def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set in the block; what the script starts later does not take itself for a
-    rank."""
+    """Set these environment variables in the block, and restore the old values afterwards.
+
+    Processes that the script starts later must not take themselves for ranks.
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -69,20 +74,24 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class Workers:
-    """The processes of this machine's devices 1 and on. They end with this process, however it
-    ends."""
+    """The processes of this machine's devices from 1 on.
+
+    They end with this process, however it ends.
+    """
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def launch(self, devices: int) -> None:
-        """Start the processes for so many devices, this process's own not counted: they import
-        torch meanwhile, then wait to be told."""
+        """Start ``devices`` processes, which does not count this process's own device.
+
+        They import torch meanwhile, then wait for `tell`.
+        """
         threads = {}
         if devices and "OMP_NUM_THREADS" not in os.environ:
             threads["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (devices + 1)))
         for _ in range(devices):
-            # What is printed there is nobody's: the script does not run there. Errors are shown.
+            # The script does not run in these processes, so discard their stdout, but show errors.
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(
                 tethered([sys.executable, "-u", "-c", _PROGRAM]),
@@ -93,8 +102,10 @@ class Workers:
             self._write(process, json.dumps(sys.path).encode() + b"\n")
 
     def tell(self, place: Place, first: int, told: Any) -> None:
-        """Tell them that they are the devices after rank ``first``, which is this process's, and
-        what every device is told."""
+        """Send every process its rank and the instruction that all devices get.
+
+        ``first`` is this process's rank; the other processes have the ranks after it.
+        """
         parcel = _packed(told) if self.processes else b""
         for rank, process in enumerate(self.processes, first + 1):
             self._write(
@@ -106,17 +117,17 @@ class Workers:
 
     def _write(self, process: subprocess.Popen[bytes], content: bytes) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: who waits for it is told so
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its watcher reports
             process.stdin.write(content)
             process.stdin.flush()
 
     def dead(self) -> dict[int, int]:
-        """Exit codes of those that have ended, by device."""
+        """Return the exit codes of the processes that have ended, by device."""
         codes = {device: p.poll() for device, p in enumerate(self.processes, 1)}
         return {device: code for device, code in codes.items() if code is not None}
 
     def end(self, grace: float = _GRACE_SECONDS) -> None:
-        """Wait for them to end; those that do not are killed."""
+        """Wait ``grace`` seconds for the processes to end, then kill those that have not."""
         until = time.monotonic() + grace
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -133,13 +144,18 @@ class Workers:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Variables that were set after these processes had started: which network interfaces the
-    backends use."""
+    """Return the variables that name the network interfaces of the backends.
+
+    They were set after the worker processes had started.
+    """
     return ((name, value) for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME"))
 
 
 def _packed(told: Any) -> bytes:
-    """Jobs may hold functions of the script, which only cloudpickle sends by value."""
+    """Serialise an instruction, with cloudpickle if it is installed.
+
+    Jobs may hold functions of the script, which only cloudpickle sends by value.
+    """
     try:
         import cloudpickle
     except ImportError:

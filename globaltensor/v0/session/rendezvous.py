@@ -1,7 +1,8 @@
-"""How the machines of a session find each other: the same script runs once on each, every machine
-knows itself by its address in the list, the first is the master. They meet at the master's control
-port and compare what they run. Every failure is a SessionError within ``seconds()``, on all that
-have come.
+"""The rendezvous of a session's machines, which `Session.meet` runs.
+
+The same script runs once on each machine. Every machine finds itself in the list by its address,
+and the first is the master. The machines meet at the master's control port and compare what they
+run. Every failure is a SessionError within ``seconds()``, on all machines that have connected.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ _LIBRARY: Final = PACKAGE_ROOT
 
 
 def seconds() -> float:
-    """How long machines wait for each other when they meet (``GLOBALTENSOR_V0_WAIT``)."""
+    """Return how many seconds machines wait for each other to meet (``GLOBALTENSOR_V0_WAIT``)."""
     return float(os.environ.get(VARIABLE) or _WAIT_SECONDS)
 
 
 class SessionRendezvous:
-    """The machines of a session, met. ``machine``: which of them this is; on the master ``lines``
-    has the line to each other machine by its number."""
+    """A completed rendezvous of a session's machines.
+
+    ``machine`` is the number of this machine. On the master, ``lines`` has the control connection
+    to each other machine by its number.
+    """
 
     def __init__(self, settings: Settings, each: int, kind: str) -> None:
         self.settings, self.nodes = settings, settings.machines
@@ -74,7 +78,10 @@ class SessionRendezvous:
             raise
 
     def close(self) -> None:
-        """Let go of all lines, and of the interfaces: the next session may have others."""
+        """Close all connections and restore the interface variables.
+
+        The next session may use other interfaces.
+        """
         for line in [*self.lines.values(), *([self.master] if self.master else [])]:
             line.close()
         if self.server is not None:
@@ -87,27 +94,28 @@ class SessionRendezvous:
 
     @property
     def own(self) -> str:
-        """The address by which the other machines know this one."""
+        """The address at which the other machines reach this one."""
         return self.nodes[self.machine].addr
 
     def refuse(self, why: str) -> None:
-        """Tell all that have come, and raise."""
+        """Send the reason to all connected machines, and raise SessionError."""
         for line in self.lines.values():
             line.send(refused=why)
         raise SessionError(why)
 
-    # The master
+    # On the master
 
     def _serve(self) -> bool:
-        """Be the master, if its port is free; wait for all others. False: another process of this
-        machine is the master."""
+        """Become the master if its port is free, and wait for all other machines.
+
+        Return False if another process of this machine is the master.
+        """
         port = self.settings.port
         try:
             self.server = listen("", port)
         except OSError as error:
-            if (
-                len(self.here) > 1
-            ):  # all on one host, for trying out: the script that came first is the master
+            # All machines are on one host, for trials: the script that came first is the master.
+            if len(self.here) > 1:
                 return False
             told = (
                 f"port {port} of the master {self.own} is taken ({error.strerror}): by another "
@@ -208,7 +216,7 @@ class SessionRendezvous:
             )
         return f"{told}; {why}{proxies()}"
 
-    # The others
+    # On the other machines
 
     def _come(self) -> None:
         master, port = self.nodes[0], self.nodes[0].ctrl_port_agent or self.settings.port
@@ -234,9 +242,8 @@ class SessionRendezvous:
             raise SessionError(f"{told}; {hint}{proxies()}") from None
         self.master = Line(connection, f"the master ({master.addr})")
         _lead(self.nodes[mine[0]].addr, self.nodes, mine[0])
-        wait = (
-            seconds() + _TELL_SECONDS
-        )  # from here on: the master may have begun to wait for the others only now
+        # Wait anew from here, because the master may only now have begun to wait for others.
+        wait = seconds() + _TELL_SECONDS
         with _Doorbell() as bell:
             self.master.send(card=self.card, here=mine, at=bell.at)
             self.machine = int(self._heard(where, "machine", wait)["machine"])
@@ -280,8 +287,11 @@ class SessionRendezvous:
 
 
 class _Doorbell:
-    """A port that others try: do they reach this machine where its data connections will be?
-    ``at``: address, port, interface."""
+    """A port that other machines try to connect to.
+
+    It tests that they reach this machine at the address of its data connections. ``at`` is
+    [address, port, interface].
+    """
 
     def __enter__(self) -> _Doorbell:
         name = os.environ.get(_INTERFACES[0], "").split(",")[0]
@@ -295,7 +305,7 @@ class _Doorbell:
 
 
 def _unreached(at: Sequence[Any]) -> str:
-    """Why a doorbell cannot be reached; nothing where it can."""
+    """Return why a doorbell cannot be reached, or an empty string if it can."""
     if not at[0] or ipv6_local(at[0]):
         return ""
     try:
@@ -306,7 +316,7 @@ def _unreached(at: Sequence[Any]) -> str:
 
 
 def ipv6_local(address: str) -> bool:
-    """Whether an address means nothing on another machine."""
+    """Return True if the address is link-local IPv6, which means nothing on another machine."""
     return address.lower().startswith("fe80")
 
 
@@ -322,11 +332,10 @@ def _advice(whom: str, at: Sequence[Any], who: str, problem: str) -> str:
 
 
 def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
-    """Let the backends use the interface of the address by which the others know this machine. What
-    the user has set stays, if it can be right.
+    """Set the backends' interface to that of the address at which others reach this machine.
 
-    Raises SessionError where it cannot: no such interface, or the loopback interface for machines
-    that are elsewhere.
+    A value that the user has set stays, if it can be right. Raise SessionError if it cannot: the
+    interface does not exist, or it is the loopback interface while other machines are elsewhere.
     """
     found, there = interface_of(_address(own)), addresses_of()
     elsewhere = any(not is_here(n.addr) for n in nodes)
@@ -356,14 +365,14 @@ def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
 
 
 def _address(host: str) -> str:
-    """The numbers of a host's address."""
+    """Return the numeric address of a host."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return own_address(host)
 
 
 def _card(each: int, kind: str, machines: int) -> dict[str, Any]:
-    """What all machines must have alike."""
+    """Return the properties that must be equal on all machines."""
     script = _script()
     return {
         "script": hashlib.sha256(script.read_bytes()).hexdigest()[:12]
@@ -387,7 +396,7 @@ def _script() -> Path | None:
 
 
 def _library() -> str:
-    """A hash of this package's code: two copies of one version may differ."""
+    """Return a hash of this package's code, because two copies of one version may differ."""
     digest = hashlib.sha256()
     for path in sorted(_LIBRARY.rglob("*.py")):
         digest.update(path.relative_to(_LIBRARY).as_posix().encode() + path.read_bytes())
@@ -395,7 +404,7 @@ def _library() -> str:
 
 
 def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -> str:
-    """What two machines do not have alike; nothing where all is well."""
+    """Return how two machines differ, or an empty string if they do not."""
     card, own = ({**c, "python": list(c["python"])} for c in (card, own))
     if card["script"] != own["script"]:
         told = (

@@ -1,9 +1,10 @@
-"""The session: the machines and devices that run a script's jobs. It starts at the first job call,
-or the first look at a variable, and ends with the script.
+"""The session: the machines and devices that run a script's jobs.
 
-Every device is a rank of one world. The master's process is device 0; it tells the others over
-control lines what to do, and all do it alike: arrays travel as global tensors, by boxing. On the
-other machines the script never gets past the call that starts the session.
+It starts at the first job call or the first access to a variable, and ends with the script.
+
+Every device is a rank of one world. The master's process is device 0. It sends orders to the others
+over control connections, and all devices execute them alike. Arrays travel as global tensors, by
+boxing. On the other machines the script never gets past the call that starts the session.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ from .worker_pool import WorkerPool, follow_master
 __all__ = ["Fetched", "Session", "reset", "session"]
 
 _TICK_SECONDS: Final = 0.05
-_LAST_WORDS_SECONDS: Final = 3.0  # for a device that failed to say why
+_LAST_WORDS_SECONDS: Final = 3.0  # for a failed device to report why
 
 
 class Fetched:
-    """What a call returns of a job that says nothing about it: ``get()`` waits for the arrays,
-    ``async_get(f)`` has ``f`` called with them."""
+    """The result of a job without a return annotation.
+
+    ``get()`` waits for the arrays. ``async_get(f)`` calls ``f`` with them.
+    """
 
     def __init__(self, job: str, future: Future[Any], wait: Callable[[Future[Any]], Any]) -> None:
         self._future, self._wait = future, wait
-        future.add_done_callback(
-            functools.partial(_logged, job)
-        )  # nobody may ever ask for the arrays
+        # Log a failure, because user code may never ask for the arrays.
+        future.add_done_callback(functools.partial(_logged, job))
 
     def get(self) -> Any:
         return self._wait(self._future)
@@ -68,7 +70,10 @@ class Fetched:
 
 
 class Session:
-    """Jobs and what runs them. One for a script; `session` returns it."""
+    """The jobs of a script and the devices that run them.
+
+    A script has one session; `session` returns it.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Any] = {}
@@ -78,7 +83,7 @@ class Session:
         self.engine: Engine | None = None
         self._crew: WorkerPool | None = None
         self._over = ""
-        self._failed = ""  # by which call the devices came out of step, in words
+        self._failed = ""  # the error that put the devices out of step, in words
         self._log: list[logging.Handler] = []
         self._starting = threading.RLock()
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
@@ -88,14 +93,16 @@ class Session:
 
     @property
     def over(self) -> str:
-        """Why nothing can be run any more; nothing as long as it can."""
+        """The reason why nothing can run any more; empty while the session is usable."""
         return self._over or (self._crew.lost if self._crew is not None else "")
 
-    # What a script does
+    # Public API
 
     def add(self, job: Any) -> None:
-        """A job that the session will run. Raises JobError where it has started, or has one of this
-        name."""
+        """Register a job that the session will run.
+
+        Raise JobError if the session has started, or has a job of this name.
+        """
         if self.engine is not None:
             raise JobError(
                 f"job {job.name} is defined after the session has started (by the first job call, "
@@ -108,7 +115,11 @@ class Session:
         self.jobs[job.name] = job
 
     def call(self, job: Any, given: Sequence[Any]) -> Any:
-        """Run a job with these values for its placeholders, as they are now."""
+        """Run a job with the current values of the arrays for its placeholders.
+
+        Return its result. Without a return annotation, return a `Fetched` for it. With `Callback`,
+        return a function that accepts the user's callback.
+        """
         self.start()
         if self.jobs.get(job.name) is not job:
             raise SessionError(
@@ -120,9 +131,8 @@ class Session:
         ]
         record = self.records[job.name]
         fetched = job.signature.returns is None and record.results is not None
-        if (
-            job.signature.callback or fetched
-        ):  # the call returns before the job has run: the caller may reuse what it gave
+        # The call returns before the job has run, and the caller may reuse the arrays.
+        if job.signature.callback or fetched:
             arrays = [array.copy() for array in arrays]
 
         def work() -> Any:
@@ -135,19 +145,22 @@ class Session:
         return Fetched(job.name, future, self._wait) if fetched else self._wait(future)
 
     def names(self) -> list[str]:
-        """Of the session's variables."""
+        """Return the names of the session's variables."""
         return list(self._started().variables)
 
     def saved_names(self) -> list[str]:
-        """Of all that is saved: variables, what optimizers keep, the steps made."""
+        """Return the names of all that is saved.
+
+        These are variables, optimizer states, step counts and loss scales.
+        """
         return self._started().names()
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of one of `saved_names`."""
+        """Return the shape and dtype of one of `saved_names`."""
         return self._started().shape_of(name)
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Values by name."""
+        """Return values by name."""
         self.start()
         found: dict[str, np.ndarray[Any, Any]] = self._wait(
             self._later(
@@ -157,7 +170,7 @@ class Session:
         return found
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Values by name, of the right shapes."""
+        """Set values by name; they must have the right shapes."""
         self.start()
         names = list(arrays)
         self._wait(
@@ -169,8 +182,10 @@ class Session:
     # Start
 
     def meet(self) -> None:
-        """Find the other machines, if there are some. Settings count no more. Raises
-        SessionError."""
+        """Find the other machines, if there are any, and close the settings.
+
+        Raise SessionError if the machines cannot meet.
+        """
         with self._starting:
             if settings.closed:
                 return
@@ -187,8 +202,11 @@ class Session:
                     raise
 
     def start(self) -> None:
-        """Run all job functions once, start the devices. On machines other than the master this
-        does not return. Raises JobError, SessionError."""
+        """Run all job functions once, and start the devices.
+
+        On machines other than the master, this does not return. Raise JobError for an invalid job,
+        and SessionError if the session cannot start.
+        """
         with self._starting:
             if self.over:
                 raise SessionError(self.over)
@@ -218,7 +236,7 @@ class Session:
     def _fail_to_start(self, workers: Workers, error: BaseException) -> None:
         for process in workers.processes:
             process.kill()
-        if settings.closed:  # else what was wrong can be set right
+        if settings.closed:  # otherwise the script may fix the error and retry
             self._over = self._over or f"the session did not start: {error}"
             self.close()
         workers.end()
@@ -274,8 +292,8 @@ class Session:
             self._thread.start()
             self.engine = self._wait(self._later(lambda: self._join(told, place)))
         atexit.unregister(self._end_of_script)
-        # the world has registered its end meanwhile; that comes after ours now: what is queued
-        # needs the world
+        # The world has registered its own exit handler meanwhile. Register ours again, so that it
+        # runs before the world's: queued work needs the world.
         atexit.register(self._end_of_script)
         if settings.debug:
             for record in records:
@@ -291,7 +309,7 @@ class Session:
         assert self.engine is not None
         return self.engine
 
-    # Work: one thread of the master does what all devices do, in the order of the calls
+    # Work: one thread of the master executes all orders, in the order of the calls
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -315,14 +333,14 @@ class Session:
         return future
 
     def _done(self, do: str, what: Any, here: Callable[[Engine], Any]) -> Any:
-        """All devices do it."""
+        """Execute an order on all devices, and return this device's result."""
         assert self._crew is not None
         assert self.engine is not None
         self._crew.tell(do=do, what=what)
         return here(self.engine)
 
     def _wait(self, future: Future[Any]) -> Any:
-        """Its result. Raises SessionError where a device fails meanwhile."""
+        """Return the future's result. Raise SessionError if a device fails meanwhile."""
         while not future.done() and not self.over:
             with contextlib.suppress(NotYet):
                 future.exception(_TICK_SECONDS)
@@ -333,8 +351,10 @@ class Session:
         return future.result()
 
     def _fail(self, future: Future[Any]) -> None:
-        """Something has failed, here or on another device, and the devices are no longer in step.
-        Raises SessionError where the cause is another's."""
+        """Handle a failure here or on another device, after which the devices are out of step.
+
+        Raise SessionError if another device is the cause.
+        """
         until = time.monotonic() + _LAST_WORDS_SECONDS
         while time.monotonic() < until and not (self.over and future.done()):
             time.sleep(_TICK_SECONDS)
@@ -349,8 +369,11 @@ class Session:
         self.close(_failure())
 
     def close(self, failed: str = "") -> None:
-        """End all devices, after what has been called has been done. ``failed``: why the script
-        ends, where that is an error; they are told."""
+        """End all devices once all pending calls are done.
+
+        ``failed`` is the error that ends the script, if there is one; the devices get it as the
+        reason.
+        """
         atexit.unregister(self._end_of_script)
         if self._thread is not None:
             self._work.put(None)
@@ -370,8 +393,10 @@ class Session:
         self._over = self._over or "the session has ended"
 
     def _left_the_world(self) -> bool:
-        """Close the world, so that another session can start in this process, unless our thread is
-        still at work in it."""
+        """Close the world, so that another session can start in this process.
+
+        Return False, without closing it, if our thread is still at work in it.
+        """
         if self._thread is not None:
             self._thread.join(_LAST_WORDS_SECONDS)
             if self._thread.is_alive():
@@ -382,7 +407,7 @@ class Session:
 
 
 def _check_alone() -> None:
-    """Raises SessionError where a launcher has made this process one of several ranks."""
+    """Raise SessionError if a launcher has made this process one of several ranks."""
     place = detect(os.environ)
     if (place is not None and place.world_size > 1) or (
         running() is not None and get_world_size() > 1
@@ -397,8 +422,10 @@ def _check_alone() -> None:
 
 
 def _layout() -> Layout:
-    """The devices that the settings ask for. Raises SessionError where this machine has GPUs, but
-    fewer."""
+    """Return the devices that the settings ask for.
+
+    Raise SessionError if this machine has GPUs, but fewer than that.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tag = "gpu" if settings.gpus is not None or (gpus and settings.cpus is None) else "cpu"
     if gpus and tag == "gpu" and settings.devices > gpus:
@@ -416,7 +443,7 @@ def _layout() -> Layout:
 
 
 def _log() -> list[logging.Handler]:
-    """Where the log goes, as env.log_dir and the others say -> the handlers that it takes."""
+    """Set up the log as `env.log_dir` and the other settings say, and return the handlers added."""
     handlers: list[logging.Handler] = []
     if settings.log_level is not None or settings.debug:
         logger.setLevel(logging.DEBUG if settings.debug else settings.log_level or logging.DEBUG)
@@ -435,13 +462,13 @@ def _log() -> list[logging.Handler]:
 
 
 def _failure() -> str:
-    """The error that ends the script, if one does."""
+    """Return the error that ends the script, or an empty string."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _logged(job: str, future: Future[Any]) -> None:
-    """Say that a job has failed, if it has."""
+    """Log that a job has failed, if it has."""
     error = future.exception()
     if error is not None:
         logger.error("job %s has failed: %s: %s", job, type(error).__name__, error)
@@ -450,7 +477,7 @@ def _logged(job: str, future: Future[Any]) -> None:
 def _when_done(
     wait: Callable[[Future[Any]], Any], future: Future[Any], callback: Callable[[Any], Any]
 ) -> None:
-    """Call it with the result, in a thread of its own: it may call jobs."""
+    """Call ``callback`` with the result in a new thread, because it may call jobs."""
 
     def run() -> None:
         try:
@@ -469,12 +496,12 @@ _session = Session()
 
 
 def session() -> Session:
-    """The script's session."""
+    """Return the script's session."""
     return _session
 
 
 def reset() -> None:
-    """End the session; what is configured and defined from here on belongs to a new one."""
+    """End the session; later settings and jobs belong to a new one."""
     global _session
     old, _session = _session, Session()
     old.close()

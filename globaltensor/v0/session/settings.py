@@ -1,5 +1,7 @@
-"""What a script says before its session starts: devices, machines, ports, logs. ``config`` and
-``env`` write here; a session that starts closes it."""
+"""The settings of a session: devices, machines, ports, logs.
+
+``config`` and ``env`` write them before the session starts; the session closes them at its start.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a session. The agents are the ports by which others reach it, where those are
-    forwarded (containers)."""
+    """A machine of a session.
+
+    The agents are the ports at which others reach it if its ports are forwarded (containers).
+    """
 
     addr: str
     ctrl_port_agent: int | None = None
@@ -30,7 +34,10 @@ class Machine:
 
 @dataclass
 class Settings:
-    """What `config` and `env` have been told. ``closed``: a session has started with it."""
+    """The values that were set by `config` and `env`.
+
+    ``closed`` is True once a session has started with them.
+    """
 
     gpus: int | None = None
     cpus: int | None = None
@@ -48,12 +55,12 @@ class Settings:
 
     @property
     def devices(self) -> int:
-        """Devices of each machine, one process each."""
+        """The number of devices of each machine, one process each."""
         return max(self.gpus or 0, self.cpus or 0, 1)
 
     @property
     def port(self) -> int:
-        """The control port. Raises SessionError where several machines have none."""
+        """The control port. Raise SessionError if it is not set, which several machines need."""
         if self.ctrl_port is None:
             raise SessionError(
                 "several machines need a port by which they meet, the same on all: "
@@ -62,7 +69,7 @@ class Settings:
         return self.ctrl_port
 
     def check(self) -> None:
-        """Raises SessionError for settings that contradict each other."""
+        """Raise SessionError for settings that contradict each other."""
         if self.machine_num is not None and self.machine_num != max(1, len(self.machines)):
             told = (
                 f"config.machine_num({self.machine_num}), but env.machine names "
@@ -74,7 +81,7 @@ class Settings:
             )
 
     def reset(self) -> None:
-        """As it was before the script said anything."""
+        """Restore all defaults."""
         fresh = Settings()
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
@@ -84,8 +91,11 @@ settings = Settings()
 
 
 def setting(function: Callable[P, Any]) -> Callable[P, bool]:
-    """A function that says something before the session starts: returns True, or False once nothing
-    can be changed any more (that is logged)."""
+    """Decorate a function that changes settings before the session starts.
+
+    The decorated function returns True. Once the session has started, it changes nothing, logs a
+    warning and returns False.
+    """
 
     @functools.wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> bool:
@@ -103,7 +113,7 @@ def setting(function: Callable[P, Any]) -> Callable[P, bool]:
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """The value, an integer in this range. Raises SessionError for another."""
+    """Return ``value`` if it is an integer in this range. Raise SessionError otherwise."""
     if (
         not isinstance(value, int)
         or isinstance(value, bool)

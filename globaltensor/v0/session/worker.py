@@ -1,5 +1,8 @@
-"""A device of a session that is not the master: it does what the master says, until that says it is
-over, or is gone."""
+"""A device of a session that is not the master.
+
+It executes the master's orders until the master ends the session or is gone. `Workers` starts it as
+a process; on other machines, `follow_master` runs it in the script's process.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ _CONNECT_SECONDS: Final = 60.0
 
 @dataclass
 class Instruction:
-    """What every device of a session is told by the process that starts it. ``master``: address and
-    port of the control line."""
+    """The instruction that every device of a session gets from the process that starts it.
+
+    ``master`` is the address and port of the control connection.
+    """
 
     records: list[Record]
     layout: Layout
@@ -47,7 +52,7 @@ class Instruction:
 
 
 def joined(told: Instruction, variables: Mapping[str, str]) -> Engine:
-    """Join the world as the rank that the variables say, and get ready. Collective."""
+    """Join the world as the rank that ``variables`` name, and create the engine. Collective."""
     if told.layout.size > 1:
         if running() is not None:
             reset_world()
@@ -61,11 +66,13 @@ def joined(told: Instruction, variables: Mapping[str, str]) -> Engine:
 
 
 def main() -> None:
-    """A device process: what it is comes through stdin, while it loads what it will need."""
+    """Run a device process.
+
+    It reads its rank and instruction from stdin, while it loads the modules that it will need.
+    """
     end_with(os.getppid())
-    torch.relu(
-        torch.empty(1, device="meta")
-    )  # torch loads much at the first op on a tensor without memory, as captures use them
+    # PyTorch loads many modules at the first op on a meta tensor, and captures use such tensors.
+    torch.relu(torch.empty(1, device="meta"))
     try:
         rank, variables, interfaces = pickle.load(sys.stdin.buffer)
         told: Instruction = pickle.load(sys.stdin.buffer)
@@ -80,8 +87,11 @@ def main() -> None:
 def follow(
     line: Line, told: Instruction, variables: Mapping[str, str], workers: Workers | None
 ) -> None:
-    """Do what the master says; ends this process. ``workers``: the devices that it has started, if
-    it runs the script; then it also says why it ends."""
+    """Execute the master's orders, then end this process.
+
+    ``workers`` are the device processes that this process has started, if it runs the script. In
+    that case it also logs why it ends.
+    """
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -92,9 +102,8 @@ def follow(
         while (message := line.receive()) is not None:
             if message.get("do") == "end":
                 over.set()
-                if message.get(
-                    "why"
-                ):  # also where this process waits in a collective: nobody will come
+                # Leave even out of a collective, because the other ranks will not come.
+                if message.get("why"):
                     leave(f"the master has ended: {message['why']}", 1)
             orders.put(message)
         if not over.is_set():
@@ -121,8 +130,10 @@ def follow(
 
 
 def _leave(words: str, code: int, workers: Workers | None) -> None:
-    """End at once, without what the script would do after its first job call: that is the
-    master's."""
+    """End this process at once, without running the rest of the script.
+
+    The script continues on the master only. ``words`` are logged, if there are any.
+    """
     if words:
         logger.error(words)
     if workers is not None:

@@ -1,5 +1,8 @@
-"""The other devices of a session as its master sees them: it starts those of its own machine, hears
-of the others, tells all what to do and when it is over."""
+"""The devices of a session other than the master, as the master sees them.
+
+The session uses the pool to start the devices of its own machine, to send orders to all devices,
+and to learn of failures.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ from .worker import Instruction, follow
 
 __all__ = ["WorkerPool", "follow_master"]
 
-_START_SECONDS: Final = 120.0  # for device processes: they import torch
+_START_SECONDS: Final = 120.0  # for device processes to start; they import torch
 _TELL_SECONDS: Final = 10.0
 _HELLO_SECONDS: Final = 10.0
 
 
 class WorkerPool:
-    """Devices 1 and on. ``lost``: what has become of one that failed, in words; nothing as long as
-    all is well."""
+    """The devices of a session from 1 on.
+
+    ``lost`` describes the failure of a device; it is empty while all is well.
+    """
 
     def __init__(self, layout: Layout, meeting: SessionRendezvous | None, workers: Workers) -> None:
         self.layout, self.meeting, self.workers, self.lost = layout, meeting, workers, ""
@@ -36,8 +41,10 @@ class WorkerPool:
             self.server = listen("127.0.0.1", 0)
 
     def agree(self, digests: Mapping[str, str], place: Place, told: Instruction) -> None:
-        """Every machine has recorded the same jobs, and learns where the devices meet. Raises
-        SessionError, on all machines, where one has not."""
+        """Check that all machines recorded the same jobs, and send the place where devices meet.
+
+        Raise SessionError, on all machines, if one has recorded others.
+        """
         meeting = self.meeting
         if meeting is None:
             return
@@ -57,8 +64,10 @@ class WorkerPool:
             line.send(place=[place.addr, data], seed=told.seed, token=told.token)
 
     def gather(self, place: Place, told: Instruction) -> None:
-        """Tell the devices of this machine who they are, and wait until all have come. Raises
-        SessionError where one ends before, or does not come in time."""
+        """Send the devices of this machine their ranks, and wait until all have connected.
+
+        Raise SessionError if a device ends before, or does not connect in time.
+        """
         each = self.layout.each
         self.workers.tell(place, 0, told)
         if self.meeting is not None:
@@ -90,13 +99,15 @@ class WorkerPool:
             ).start()
 
     def tell(self, **order: Any) -> None:
-        """All of them."""
+        """Send an order to all devices."""
         for line in self.lines.values():
             line.send(**order)
 
     def close(self) -> None:
-        """Let go of all, who have been told that it is over. The processes of this machine are gone
-        afterwards."""
+        """Close all connections, after the devices have received the order to end.
+
+        The processes of this machine are gone afterwards.
+        """
         self.workers.end()
         for line in self.lines.values():
             line.close()
@@ -120,7 +131,7 @@ class WorkerPool:
         self.lines[rank] = line
 
     def _watch(self, line: Line) -> None:
-        """What a device says of itself."""
+        """Record the failure that a device reports, or the loss of its connection."""
         while (message := line.receive()) is not None:
             if "failed" in message:
                 self.lost = self.lost or f"{line.peer} has failed:\n{message['failed'].rstrip()}"
@@ -134,8 +145,11 @@ def follow_master(
     records: list[Any],
     digests: Mapping[str, str],
 ) -> None:
-    """What the first device of another machine does: tell the others there who they are, then what
-    the master says. Does not return; raises SessionError where the machines do not agree."""
+    """Run the first device of another machine.
+
+    Send the other devices there their ranks, then execute the master's orders. This does not
+    return. Raise SessionError if the machines do not agree.
+    """
     line = meeting.master
     assert line is not None
     asked = _heard(line, "the master")
@@ -162,8 +176,10 @@ def follow_master(
 
 
 def _heard(line: Line, who: str) -> dict[str, Any]:
-    """A machine's answer; it may still be on its way to its first job call. Raises SessionError
-    where it has ended."""
+    """Wait for a machine's answer; its script may not have reached its first job call yet.
+
+    Raise SessionError if the machine's script has ended.
+    """
     told = time.monotonic()
     while True:
         try:

@@ -1,5 +1,8 @@
-"""Blocks of attention scores: some rows with some keys, their result and log-sum-exp, and gradients
-from the log-sum-exp of all keys. On local tensors."""
+"""Blocks of attention scores on local tensors: some rows with some keys.
+
+Ring attention calls these functions for a block's result and log-sum-exp. From the log-sum-exp over
+all keys follow the gradients of a block.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +35,34 @@ __all__ = [
 ]
 
 Stretch = tuple[int, int]  # (offset, length) among all rows, or all keys
-Rows = tuple[Stretch, ...]  # the stretches that one rank has, one after the other
+Rows = tuple[Stretch, ...]  # the stretches that one rank has, in order
 
-_SCORES: Final = 1 << 22  # scores computed at a time where no kernel does without holding them
+# The number of scores that are computed at a time where no kernel avoids holding them.
+_SCORES: Final = 1 << 22
 HALF: Final = (torch.float16, torch.bfloat16)
 
 
 def sees(rows: Stretch, keys: Stretch, causal: bool) -> bool:
-    """Whether some of these rows sees some of these keys."""
+    """Return True if some of these rows see some of these keys."""
     return any(True for _ in _visible(rows, keys, causal))
 
 
 def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """What of a block of scores is not masked, as rectangles and squares -> (rows, keys, whether it
-    is a square of which row i sees keys up to i)."""
+    """Yield the regions of a block of scores that are not masked -> (rows, keys, square).
+
+    A region is a rectangle. Where ``square`` is True, it is a square in which row i sees keys up to
+    i.
+    """
     (a, n), (b, m) = rows, keys
     if not causal:
         if n and m:
             yield slice(0, n), slice(0, m), False
         return
+    # The first row that sees a key, and the number of leading keys that all these rows see.
     first, before = (
         max(0, b - a),
         min(m, max(0, a - b)),
-    )  # the first row that sees a key; keys before it, which all these rows see
+    )
     if first < n and before:
         yield slice(first, n), slice(0, before), False
     side = min(n - first, m - before)
@@ -65,13 +73,15 @@ def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice
 
 
 def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, bool]]:
-    """What is visible of a rank's rows and a block of keys, by where they lie there, in few large
-    rectangles and squares: kernels take more rows at a time."""
+    """Return the visible regions of a rank's rows and a block of keys.
+
+    Positions count within these rows and this block. The regions are few and large, because kernels
+    take more rows at a time.
+    """
     total = sum(n for _, n in rows)
     if causal and total and rows == keys and all(a + n <= b for (a, n), (b, _) in pairwise(rows)):
-        return [
-            (slice(0, total), slice(0, total), True)
-        ]  # in the order of the whole, each row sees the keys up to itself
+        # In the order of all rows, each row sees the keys up to its own position.
+        return [(slice(0, total), slice(0, total), True)]
     found: list[tuple[slice, slice, bool]] = []
     for at, row in _placed(rows):
         for here, key in _placed(keys):
@@ -91,7 +101,7 @@ def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, 
 
 
 def _placed(stretches: Rows) -> Iterator[tuple[int, Stretch]]:
-    """Each stretch and where it lies among them."""
+    """Return each stretch with its start in the concatenation of all stretches."""
     return zip(accumulate((n for _, n in stretches), initial=0), stretches, strict=False)
 
 
@@ -100,12 +110,12 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _fitted(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of a tensor that was broadcast."""
+    """Sum the gradient of a broadcast tensor to the tensor's shape."""
     return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
 
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's kernel, which holds no scores, can do it."""
+    """Return True if torch's kernel, which holds no scores, can compute the block."""
     return (
         mask is None
         and torch_private.has_flash_attention(q, k, v)
@@ -115,8 +125,10 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 @lru_cache(maxsize=64)
 def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel gives on this device what ordinary functions give, tried once on few rows:
-    it is a private one, which each device has its own of."""
+    """Return True if the kernel's results on this device match those of ordinary functions.
+
+    The kernel is private and differs between devices, so it is tried once on few rows.
+    """
     source, scale = torch.Generator().manual_seed(0), width**-0.5
     try:
         with torch.no_grad(), torch_private.without_function_modes(), torch_private.real_tensors():
@@ -124,9 +136,8 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
                 torch.randn(1, 1, h, 16, width, generator=source).to(device, dtype)
                 for h in (2, 1, 1, 2)
             )
-            every = torch.ones(
-                16, 16, dtype=torch.bool, device=device
-            )  # a mask that hides nothing: the other way
+            # A mask that hides nothing selects the path without the kernel.
+            every = torch.ones(16, 16, dtype=torch.bool, device=device)
             good = True
             for square in (False, True):
                 out, total = block(q, k, v, every, square, scale)
@@ -152,15 +163,17 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Alike but for rounding in half precision."""
+    """Return True if two tensors are equal up to rounding in half precision."""
     return a.shape == b.shape and bool(
         (a.float() - b.float()).abs().max() <= 0.05 * (1.0 + b.float().abs().max())
     )
 
 
 def _in_common(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether heads of queries (dim -3), several in each group of dim -4, have their keys in
-    common."""
+    """Return True if the query heads in a group share their keys.
+
+    Groups are dim -4, and the several heads of a group are dim -3.
+    """
     return (
         min(q.ndim, k.ndim, v.ndim) > 4
         and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3]
@@ -169,8 +182,11 @@ def _in_common(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _as_heads(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
-    """[..., n, e] -> [b, h, n, e], as a kernel takes them; ``others`` are like the queries. On a
-    GPU keys may have fewer heads, elsewhere they are copied."""
+    """Reshape [..., n, e] to [b, h, n, e], as kernels require.
+
+    ``others`` have the shape of the queries. On a GPU keys may have fewer heads. On other devices
+    they are copied for each query head.
+    """
     lead = shared(q, k, v)
     if q.device.type != "cpu" and _in_common(q, k, v):
         return [t.flatten(-4, -3).flatten(0, -4) for t in map(_dense, (q, k, v, *others))]
@@ -231,8 +247,10 @@ def _kernel_backward(
 def block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, square: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(result, log-sum-exp [..., n, 1]) of some rows and some keys; -inf where a row sees no
-    key."""
+    """Return the (result, log-sum-exp [..., n, 1]) of some rows and some keys.
+
+    The log-sum-exp is -inf where a row sees no key.
+    """
     if _by_kernel(q, k, v, mask):
         return _kernel(q, k, v, square, scale)
     q, k, v = (wide(t) for t in (q, k, v))
@@ -256,12 +274,15 @@ def block_backward(
     scale: float,
     of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the mask; ``out`` and ``total`` are those of all keys."""
+    """Return the gradients of q, k, v and the mask.
+
+    ``out`` and ``total`` are the result and the log-sum-exp over all keys.
+    """
     if _by_kernel(q, k, v, mask):
         return (*_kernel_backward(grad, q, k, v, out, total, square, scale), None)
     shapes = q.shape, k.shape, v.shape
     grad, q, k, v, out = (wide(t) for t in (grad, q, k, v, out))
-    # A row that sees no key has no share in anything.
+    # A row that sees no key contributes nothing.
     share = (
         _scores(q, k, mask, square, scale) - total.masked_fill(total == -math.inf, math.inf)
     ).exp()
@@ -279,9 +300,12 @@ def block_backward(
 def members(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> list[Callable[[Tensor], Tensor]]:
-    """What a kernel is called for -> functions from a tensor to its part: all at once, or one by
-    one the heads (dim -3) that have their keys in common, where there are others for each core: a
-    kernel would be given the keys once for each of them."""
+    """Return the selections for which a kernel is called, as functions from a tensor to its slice.
+
+    There is one selection of everything, or one for each query head (dim -3). The latter serves
+    where heads share their keys and the other dims provide work for each core. A single call would
+    copy the keys for each head.
+    """
     common = (
         _by_kernel(q, k, v, mask)
         and q.device.type == "cpu"
@@ -306,8 +330,11 @@ def wide(t: Tensor) -> Tensor:
 def tasks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
-    """The work of a rank's rows with a block of keys -> (rows, keys, their mask, square): as few
-    pieces as can be for a kernel, else such whose scores may be held."""
+    """Yield the work of a rank's rows with a block of keys -> (rows, keys, their mask, square).
+
+    A kernel gets as few pieces as possible. Without a kernel, the scores of each piece are few
+    enough to be held.
+    """
     if _by_kernel(q, k, v, mask):
         yield from ((r, c, None, square) for r, c, square in _together(rows, keys, causal))
         return
@@ -344,7 +371,10 @@ def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 def merge(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> None:
-    """Take the result of further keys into account, in place; ``more`` is used up."""
+    """Merge the result of further keys into ``out`` and ``total``, in place.
+
+    ``more`` is overwritten.
+    """
     both = torch.logaddexp(total, its)
     base = both.masked_fill(both == -math.inf, 0.0)
     out.mul_((total - base).exp()).add_(more.mul_((its - base).exp()))
@@ -352,7 +382,10 @@ def merge(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> None:
 
 
 def key_slice(keys: Rows, part: slice) -> slice:
-    """A slice of a block of keys, which lies in one stretch -> the same among all keys."""
+    """Return a slice of a block of keys as the same slice among all keys.
+
+    The slice must be within one stretch.
+    """
     at = 0
     for start, length in keys:
         if part.start < at + length:

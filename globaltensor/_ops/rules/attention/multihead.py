@@ -1,9 +1,8 @@
-"""Multi-head attention (Vaswani et al. 2017), as nn.MultiheadAttention and the layers of
-nn.Transformer call it.
+"""Multi-head attention (Vaswani et al. 2017) for nn.MultiheadAttention and nn.Transformer layers.
 
 torch's own body joins sequence and batch into one dim for the output projection, and batch and
-heads for the masks. What is split in the inner one of two joined dims cannot stay split, so here
-the dims stay apart: split sequences, batches and heads all pass through.
+heads for the masks. A split of the inner one of two joined dims cannot be kept. So the body here
+keeps the dims separate: split sequences, batches and heads all pass through.
 """
 
 from __future__ import annotations
@@ -34,13 +33,15 @@ def _multi_head_attention_forward(
     static_k: Tensor | None = None, static_v: Tensor | None = None,
     average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """query [l, n, e] or [l, e], key and value [s, n, e] or [s, e] -> (result like query, weights
-    [n, l, s], or [n, h, l, s], or None)."""
+    """Compute the arguments' attention as ``F.multi_head_attention_forward`` does.
+
+    query [l, n, e] or [l, e], key and value [s, n, e] or [s, e] -> (result like query, weights [n,
+    l, s], or [n, h, l, s], or None).
+    """
     single = query.ndim == 2
     if single:
-        batched = {
-            id(t): t.unsqueeze(1) for t in (query, key, value)
-        }  # what was one tensor stays one
+        # An argument that is passed several times stays one tensor.
+        batched = {id(t): t.unsqueeze(1) for t in (query, key, value)}
         query, key, value = (batched[id(t)] for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     weights = (
@@ -81,8 +82,11 @@ def _multi_head_attention_forward(
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The three projections; in one product where one tensor is all three and the weights lie in
-    one."""
+    """Return the three projections.
+
+    One product computes several of them where their inputs are one tensor and their weights are one
+    tensor.
+    """
     biases = (None, None, None) if bias is None else bias.chunk(3)
     if isinstance(weights, tuple):
         return tuple(
@@ -110,7 +114,10 @@ def _mask(
     keys: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores; keys that were appended are seen."""
+    """Return both masks as one that is added to the scores.
+
+    Keys that were appended are visible.
+    """
     both = None
     if attn_mask is not None:
         both = _added(attn_mask, keys, dtype)

@@ -1,18 +1,20 @@
-"""Attention of the rows a rank has to keys that lie on several ranks, exact, and never holding all
-of them. On local tensors, differentiable.
+"""Exact ring attention of a rank's rows to keys that several ranks hold, on local tensors.
 
-The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023,
-"Ring attention with blockwise transformers"), and each block's result is merged by its log-sum-exp
-(Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the
-result and the log-sum-exp of each row alone; the backward sends the blocks round again, their
-gradients a round behind, and these home from the last rank that adds to them. Blocks travel while
-those before them are worked on. Large ones go round a few heads at a time, so that what is held
-beside inputs and results is small.
+The rule of attention (sdpa.py) calls `ring_attention`, which is differentiable and never holds all
+keys.
 
-Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have
-unequal work: the last does the most. Rows and keys may then be dealt out in pairs first, chunk i
-with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of
-chunks), after which every rank does the same work in every round.
+The queries stay. Blocks of keys and values are sent round a ring of ranks (Liu, Zaharia, Abbeel
+2023, "Ring attention with blockwise transformers"). Each block's result is merged by its
+log-sum-exp (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward
+saves only the result and the log-sum-exp of each row. The backward sends the blocks round again,
+with their gradients one round later. The last rank that adds to these gradients returns them to the
+block's owner. Communication of a block overlaps with computation on the one before. Large blocks
+are sent a few heads at a time, so that memory beyond inputs and results is small.
+
+Under a causal mask a block is sent only as far as a rank sees it. Ranks with contiguous rows then
+have unequal work, and the last rank has the most. Rows and keys may therefore be dealt out in pairs
+first: chunk i with chunk 2p-1-i. (This is the load balance of Brandon et al. 2023, "Striped
+attention", by pairs of chunks.) After that every rank does the same work in every round.
 """
 
 from __future__ import annotations
@@ -50,23 +52,21 @@ from .blocks import (
 
 __all__ = ["RingLayout", "ring_attention", "zigzag_chunks"]
 
-Block: TypeAlias = (
-    Tensor | tuple[Tensor, Tensor]
-)  # the keys and values of a rank, flat in one tensor as they travel, or the two of them
+# The keys and values of a rank: flat in one tensor for sending, or as two tensors.
+Block: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
-_BLOCK: Final = (
-    1 << 20
-)  # bytes of keys and values that go round the ring at a time, if they can be cut so
-_DEAL: Final = 1 << 24  # bytes of tensors that are dealt at a time
+# The bytes of keys and values that are sent round the ring at a time, if they can be cut so.
+_BLOCK: Final = 1 << 20
+_DEAL: Final = 1 << 24  # The bytes of tensors that are dealt at a time.
 
 
 @dataclass(frozen=True)
 class RingLayout:
-    """How the rows and keys of an attention lie, seen by one rank.
+    """The layout of the rows and keys of an attention, seen by one rank.
 
-    ``ring``: the ranks round which keys go, in the order of their keys. ``merged``: the ranks that
-    have the same rows and other keys. ``rows``, ``keys``: what each rank of the ring holds.
-    ``dealt``: the same after dealing in pairs; None where nothing is dealt. ``holders``: (rank,
+    ``ring``: the ranks round which keys are sent, in the order of their keys. ``merged``: the ranks
+    that have the same rows and other keys. ``rows``, ``keys``: what each rank of the ring holds.
+    ``dealt``: the same after dealing in pairs, or None where nothing is dealt. ``holders``: (rank,
     keys) of every rank of the ring or merged, in the order of their keys.
     """
 
@@ -81,13 +81,15 @@ class RingLayout:
 
     @cached_property
     def turns(self) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
-        """(rows, keys) of each rank of the ring, as they are worked on."""
+        """The (rows, keys) that each rank of the ring works on."""
         return self.dealt or (tuple((r,) for r in self.rows), tuple((k,) for k in self.keys))
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """How far along the ring each rank's block of keys goes: to the last rank with a row that
-        sees some of it."""
+        """The number of hops that each rank's block of keys travels along the ring.
+
+        A block ends at the last rank with a row that sees some of it.
+        """
         rows, keys = self.turns
         p = len(self.ring)
         seen = [
@@ -101,8 +103,9 @@ class RingLayout:
 
 
 def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
-    """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p
-    with chunk 2p-1-i.
+    """Deal out ``n`` rows so that under a causal mask all ranks have equal work.
+
+    Chunk i of 2p is paired with chunk 2p-1-i.
 
     >>> zigzag_chunks(8, 2)
     (((0, 2), (6, 2)), ((2, 2), (4, 2)))
@@ -111,17 +114,18 @@ def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
     return tuple((chunks[i], chunks[2 * parts - 1 - i]) for i in range(parts))
 
 
-# ------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------ communication
 
 
 def _dealt(
     way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool = False
 ) -> list[Tensor]:
-    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on,
-    or back. No gradient.
+    """Exchange tensors [..., n, e] of rows and keys between holders and ranks that work on them.
 
-    They go in one exchange, large ones one by one. The lists are emptied, so that what nobody else
-    holds makes room for what comes.
+    With ``back``, the tensors return to their holders. There is no gradient.
+
+    The tensors are sent in one exchange, large ones one by one. The lists are emptied. A tensor
+    without other references is thereby freed, which makes room for what arrives.
     """
     assert way.dealt is not None
     tensors = [*rows, *keys]
@@ -150,7 +154,7 @@ def _dealt(
                     for s in some
                 ]
             )
-        # The sender goes through its own stretches in order, and so come the parts.
+        # The sender goes through its own stretches in order, so the pieces arrive in that order.
         takes[i] = [
             [s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)]
             for before, after in moves
@@ -190,7 +194,7 @@ def _row_bytes(t: Tensor) -> int:
 
 
 def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
-    """The rows that both have -> where they lie in the one and in the other."""
+    """Return the rows that both have, as pairs of slices of the one and of the other."""
     found, at = [], 0
     for a, n in mine:
         there = 0
@@ -206,8 +210,11 @@ def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
 
 
 class _Round:
-    """The rounds of a ring as one of its ranks goes through them: which block it has, whether it
-    gets another, and what it passes on."""
+    """The rounds of a ring, seen by one of its ranks.
+
+    The object knows which block the rank has, if the rank gets another one, and what the rank sends
+    on.
+    """
 
     def __init__(self, way: RingLayout, k: Tensor, v: Tensor) -> None:
         self.comm: Communicator = world().comm(way.ring)
@@ -218,19 +225,19 @@ class _Round:
         self.count = max(way.hops) + 1
 
     def block(self, t: int) -> int:
-        """Whose keys come to this rank in round ``t``."""
+        """Return the index of the rank whose keys this rank has in round ``t``."""
         return (self.me - t) % self.p
 
     def has(self, t: int) -> bool:
         return t <= self.hops[self.block(t)]
 
     def sizes(self, j: int) -> list[int]:
-        """Elements of rank j's keys and of its values."""
+        """Return the number of elements of rank j's keys, and of its values."""
         n = sum(length for _, length in self.keys[j])
         return [each * n for each in self.each]
 
     def opened(self, flat: Block, j: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of rank j's block."""
+        """Return the keys and the values of rank j's block."""
         if isinstance(flat, tuple):
             return flat
         n = sum(length for _, length in self.keys[j])
@@ -240,8 +247,11 @@ class _Round:
         )
 
     def pass_on(self, t: int, flat: Block | None, like: Tensor) -> Callable[[], Tensor | None]:
-        """Start passing on the block of round ``t`` -> a function that waits for that of the next
-        round, None where this rank gets none."""
+        """Start passing on the block of round ``t``.
+
+        The function returned waits for the block of the next round, and returns None where this
+        rank gets none.
+        """
         if t + 1 == self.count:
             return lambda: None
         sends = (
@@ -258,9 +268,12 @@ class _Round:
     def hand_on(
         self, t: int, sums: Tensor | None, like: Tensor
     ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        """Start handing on the gradients of the block of round ``t``, with what this rank and those
-        before it add: to the next rank that sees the block, or home -> a function that waits for
-        (those of the next round's block so far, those of the own block if they come home now)."""
+        """Start passing on the gradients of round ``t``'s block, with this rank's contribution.
+
+        The gradients are sent to the next rank that sees the block, or to the block's owner. The
+        function returned waits for the next round's gradients so far, and for the gradients of the
+        own block if they return now.
+        """
         me, p, j = self.me, self.p, self.block(t)
         if self.count == 1:
             return lambda: (None, sums)
@@ -297,14 +310,16 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> Tensor:
-    """softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys: [..., l, e], [...,
-    s, e], [..., s, f] -> [..., l, f].
+    """Return softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys.
 
-    Leading dims broadcast. ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1]. Every
-    rank of ``way.ring`` and ``way.merged`` must call it. A row that sees no key is zero, as in
-    torch. The gradients of k and v are those of the own keys, by all ranks of the ring; those of q
-    and the mask are of the own rows, by the ring's keys: along ``merged`` they are shares.
-    Differentiable any number of times (then the keys are gathered).
+    Shapes: q [..., l, e], k [..., s, e], v [..., s, f] -> [..., l, f]. Leading dims broadcast.
+    ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1].
+
+    Every rank of ``way.ring`` and ``way.merged`` must call this function. A row that sees no key is
+    zero, as in torch. The gradients of k and v are those of the own keys, summed over all ranks of
+    the ring. The gradients of q and the mask are those of the own rows, from the ring's keys. Along
+    ``merged`` these two gradients are partial sums. The function is differentiable any number of
+    times (then the keys are gathered).
     """
     if (
         not (
@@ -323,7 +338,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Ri
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
 ) -> tuple[Tensor, Tensor]:
-    """(result, log-sum-exp of the rows as they are worked on)."""
+    """Return the (result, log-sum-exp of the rows as they are worked on)."""
     if _dry(way):
         lead = shared(q, k, v)
         return q.new_empty(*lead, q.shape[-2], v.shape[-1]), q.new_empty(
@@ -343,7 +358,7 @@ def _forward(
 
 
 def _dry(way: RingLayout) -> bool:
-    """Whether nobody looks at more than shapes. Ranks still meet, once."""
+    """Return True in a dry run, where only shapes matter. The ranks still meet, once."""
     here = world()
     if here.dry:
         for ranks in (way.ring, way.merged):
@@ -362,7 +377,7 @@ def _some_forward(
     out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=_kind(q))
     total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=_kind(q))
     held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
-    del k, v  # one block is held while the next one comes, and no other
+    del k, v  # while the next block arrives, no more than one other block is held
     for t in range(ring.count):
         passing, j = ring.pass_on(t, held, q), ring.block(t)
         if held is not None:
@@ -386,7 +401,7 @@ def _attend_to(
     keys: Rows,
     way: RingLayout,
 ) -> None:
-    """Take a block of keys into account."""
+    """Merge the result of a block of keys into ``out`` and ``total``."""
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
         for of in members(q, k, v, part):
             merge(
@@ -399,17 +414,17 @@ def _attend_to(
 
 
 def _kind(t: Tensor) -> torch.dtype:
-    """In which results are merged and gradients summed."""
+    """Return the dtype in which results are merged and gradients are summed."""
     return torch.float32 if t.dtype in HALF else t.dtype
 
 
 def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[Tensor], Tensor]]:
-    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a
-    tensor to its part.
+    """Return functions that each select the heads (or samples) that go round the ring at one time.
 
-    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that
-    have their keys in common may be parted too: the keys then go round once for each part, which is
-    of no fewer bytes than they are.
+    The selections are the same on every rank. Where rows are dealt, the bytes of rows count as
+    those of keys do, as the rows are then held twice. Query heads that share their keys may also be
+    separated. The keys are then sent once for each group of rows, and each such group has at least
+    as many bytes as the keys.
     """
     if len(way.ring) == 1:
         return [lambda t: t]
@@ -426,7 +441,7 @@ def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[
 
 
 def _parts(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], Tensor]]:
-    """The longest of these dims in as many parts as are wanted, if there are."""
+    """Cut the longest of these dims into ``wanted`` slices, or into as many as it has elements."""
     if not dims or wanted < 2:
         return [lambda t: t]
     dim = max(dims, key=lambda d: q.shape[d])
@@ -441,12 +456,12 @@ def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
 
 
 def _worked_on(way: RingLayout) -> int:
-    """How many rows this rank works on."""
+    """Return the number of rows that this rank works on."""
     return sum(n for _, n in way.turns[0][way.ring.index(world().rank)])
 
 
 def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The result of the keys of all ``ranks``, on each of them."""
+    """Return, on each of ``ranks``, the result over the keys of all of them."""
     comm = world().comm(ranks)
     top = comm.all_reduce(total, "max")
     top = top.masked_fill(top == -math.inf, 0.0)
@@ -500,7 +515,7 @@ def _backward(
     elif len(shares) == 1:
         found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
     else:
-        # Keys that several parts have in common get the sum of their gradients.
+        # Keys that several groups of rows share get the sum of the gradients.
         found = [
             torch.zeros_like(t, dtype=kind, memory_format=torch.contiguous_format)
             for t, kind in ((q, q.dtype), (k, total.dtype), (v, total.dtype))
@@ -530,8 +545,8 @@ def _some_backward(
     slopes: Tensor | None,
     way: RingLayout,
 ) -> list[Tensor]:
-    """The gradients of q, k and v; that of the mask is added to ``slopes``."""
-    if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
+    """Return the gradients of q, k and v, and add that of the mask to ``slopes``."""
+    if len(way.merged) > 1:  # each of these ranks has a partial gradient of the same rows
         grad = world().comm(way.merged).all_reduce(grad)
     if way.dealt:
         grad, q, out, k, v = _dealt(way, [grad, q, out], [k, v])
@@ -539,7 +554,7 @@ def _some_backward(
     ring, dq = _Round(way, k, v), torch.zeros_like(q, dtype=total.dtype)
     held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
     del k, v
-    own: Tensor | None = None  # the gradient of the own keys and values, back from the round
+    own: Tensor | None = None  # the gradient of the own keys and values, once it returns
     handing = _none_yet
     for turn in range(ring.count):
         passing, j, sums = ring.pass_on(turn, held, q), ring.block(turn), None
@@ -552,7 +567,7 @@ def _some_backward(
             del its
         held = passing()
         before, home = handing()
-        del passing, handing  # and what they sent
+        del passing, handing  # frees the tensors that they sent
         if sums is not None and before is not None:
             sums.add_(before)
         own = own if home is None else home
@@ -580,8 +595,10 @@ def _attend_to_backward(
     keys: Rows,
     way: RingLayout,
 ) -> None:
-    """Add the gradients by a block of keys to those of (q, k, v) and the mask; ``its``: the
-    arguments of `block_backward` for all rows and the block."""
+    """Add the gradients from a block of keys to those of (q, k, v) and the mask.
+
+    ``its``: the arguments of `block_backward` for all rows and the block.
+    """
     grad, q, k, v, mask, out, total = its
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
         for of in members(q, k, v, part):
@@ -601,7 +618,7 @@ def _attend_to_backward(
                 cut(slopes, r, key_slice(keys, c)).add_(of_mask)
 
 
-# ----------------------------------------------------------------------------- differentiated again
+# ------------------------------------------------------------------------------- higher derivatives
 
 
 def _differentiably(
@@ -613,8 +630,10 @@ def _differentiably(
     way: RingLayout,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients by ordinary operations on all keys, so that they have gradients themselves
-    (create_graph). The keys are gathered for it."""
+    """Return the gradients, computed by ordinary operations on all keys.
+
+    The gradients have gradients themselves (create_graph). The keys are gathered for this.
+    """
     ranks, held = zip(*way.holders, strict=True)
     lengths = tuple(n for _, n in held)
     with torch.enable_grad():
@@ -639,16 +658,18 @@ def _differentiably(
         wanted = [
             t for t, need in zip((q, k, v, mask), needed, strict=True) if need and t is not None
         ]
-        # No element of a rank may be in the graph, but its gradients must be: the others' way round
-        # goes through here.
+        # Perhaps no element of this rank is in the graph. Its gradients must be, since the backward
+        # collectives of other ranks pass through here.
         out = out + zeros_connected((), out.dtype, [q, k, v] if mask is None else [q, k, v, mask])
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return [next(found) if need else None for need in needed]
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank's rows [..., n, e], one after the other. Its backward is `_Scattered`, whose
-    backward it is."""
+    """The rows [..., n, e] of every rank, concatenated.
+
+    Its backward is `_Scattered`, and the backward of `_Scattered` is this.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
@@ -665,7 +686,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Scattered(torch.autograd.Function):
-    """The sum over the ranks of each one's own rows."""
+    """The sum over the ranks of each rank's own rows."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:

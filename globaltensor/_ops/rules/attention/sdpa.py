@@ -1,15 +1,17 @@
-"""Attention: parallel over batch, heads and rows of queries, and over a split sequence (context
-parallelism) in one of three ways.
+"""Rules of attention, parallel over batch, heads and rows of queries; `rules` imports them.
 
-ring    keys and values go round the ranks in blocks; each rank holds its own rows and two blocks (_ops/rules/attention/ring.py)
-heads   queries, keys and values go from a split sequence to split heads in all-to-alls, the result comes back in one (Jacobs et al. 2023,
-        "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
-        transformer models")
-gather  every rank holds all keys and values
+A split sequence (context parallelism) is computed by one of three methods:
 
-Where keys are split and queries are whole on an axis, each rank attends to its keys, and the
+  ring    keys and values are sent round the ranks in blocks; each rank holds its own rows and two
+          blocks (_ops/rules/attention/ring.py)
+  heads   queries, keys and values are boxed from a split sequence to split heads in all-to-alls;
+          the result returns in one (Jacobs et al. 2023, "DeepSpeed Ulysses: system optimizations
+          for enabling training of extreme long sequence transformer models")
+  gather  every rank holds all keys and values
+
+Where keys are split and queries are replicated on an axis, each rank attends to its keys. The
 results are merged by their log-sum-exp.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -39,26 +41,27 @@ from .ring import RingLayout, ring_attention, zigzag_chunks
 __all__ = ["context_parallel"]
 
 METHODS: Final = ("auto", "ring", "heads", "gather")
-_SMALL: Final = 1 << 18  # bytes of keys and values up to which holding them all is no matter
-# a ring's backward sends the blocks and their gradients: twice its forward, where the other ways
-# send the same again
+_SMALL: Final = 1 << 18  # bytes of keys and values up to which holding all of them costs little
+# A ring's backward sends the blocks and their gradients: twice its forward. The backward of the
+# other methods sends as much as their forward. So a ring counts (1 + 2) / (1 + 1).
 _THERE_AND_BACK: Final = 1.5
-_BALANCED: Final = (
-    512  # rows of a rank from which dealing causal rows out in pairs is worth its exchanges
-)
+# The rows per rank from which dealing causal rows out in pairs is worth its exchanges.
+_BALANCED: Final = 512
 
 _method: ContextVar[str] = ContextVar("globaltensor_attention", default="auto")
 
 
 @contextmanager
 def context_parallel(method: str) -> Iterator[None]:
-    """Choose how ``scaled_dot_product_attention`` works in this block if the sequence of its keys
-    is split: "ring", "heads", "gather", or "auto".
+    """Choose the method of ``scaled_dot_product_attention`` over a split sequence of keys.
 
-    "auto" takes what moves the fewest bytes among the first two ("heads" only where the heads
+    The choice holds within this block. ``method`` is "ring", "heads", "gather", or "auto". "auto"
+    chooses the one of the first two that moves the fewest bytes ("heads" only where the heads
     divide by the ranks), and "gather" for short sequences. Dropout needs "heads" or "gather"; with
-    "ring" it gathers. All ranks must say the same. Raises SbpError for another name, and at an
-    attention without heads or batch to split under "heads".
+    "ring" it gathers. All ranks must choose the same method.
+
+    Raises SbpError for another name. Under "heads", an attention without heads or batch to split
+    raises SbpError too.
 
     >>> with context_parallel("ring"):
     ...     pass
@@ -74,7 +77,7 @@ def context_parallel(method: str) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------- the rule
 
-_L, _S = "l", "s"  # the sequence of queries and of keys
+_L, _S = "l", "s"  # the sequence of queries, and that of keys
 
 
 def _describe(
@@ -82,20 +85,23 @@ def _describe(
     dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> None:  # fmt: skip
-    """Parallel over all but the keys; under a causal mask not over rows either, for a row's mask
-    depends on its place."""
+    """Describe attention as parallel over all dims but the keys.
+
+    Under a causal mask it is not parallel over rows either, as a row's mask depends on its
+    position.
+    """
     shapes = [a.shape[:-2] for a in (query, key, value)]
     groups = shapes[0][-1] // max(1, shapes[1][-1]) if enable_gqa and query.ndim > 2 else 1
     if groups > 1 and shapes[1][-1] == shapes[2][-1]:
         named, lead = align([s[:-1] for s in shapes])
         if _common(query, key, groups):
-            # Heads of queries are the factor; who has some of them has all heads of keys.
+            # Query heads are the factor. A rank that has some of them has all key heads.
             named, lead = (
                 [(*n, name) for n, name in zip(named, ("q", None, None), strict=True)],
                 (*lead, "q"),
             )
         else:
-            # Heads of keys are the factor; each stands for a group of heads of queries.
+            # Key heads are the factor. Each stands for a group of query heads.
             named, lead = [(*n, "h") for n in named], (*lead, "h")
             op.scale = {(query.index, query.ndim - 3): groups, (~0, query.ndim - 3): groups}
     else:
@@ -116,8 +122,10 @@ def _describe(
 
 
 def _common(query: Arg, key: Arg, groups: int) -> bool:
-    """Whether ranks that share out the heads of queries cannot share out those of keys, which are
-    fewer, as evenly: then all of them have these."""
+    """Return True if the ranks that split the query heads cannot split the key heads as evenly.
+
+    There are fewer key heads. In this case every rank holds all of them.
+    """
     by_heads = _axes(query.spec, query.ndim - 3)
     ranks = math.prod(
         query.spec.placement.shape[a] for a in by_heads or _axes(key.spec, key.ndim - 2)
@@ -129,14 +137,16 @@ def _common(query: Arg, key: Arg, groups: int) -> bool:
 def _with_own_heads(
     split: LocalContext, groups: int, function: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """``function``, given of all heads of keys and values those of this rank's heads of queries."""
+    """Wrap ``function`` so that it gets the key and value heads of this rank's query heads.
+
+    The wrapper receives all key and value heads.
+    """
     if not split.is_split("q"):
         return function
     first, n = split.box("q")
     start, stop = first // groups, -(-(first + n) // groups)
-    even = stop - start <= 1 or not (
-        first % groups or n % groups
-    )  # else heads of keys serve here unequal numbers of heads of queries
+    # If not even, the key heads serve unequal numbers of query heads on this rank.
+    even = stop - start <= 1 or not (first % groups or n % groups)
     each = None if even else torch.arange(first, first + n) // groups
 
     def own(t: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ def _attention(
 
 
 def _axes(spec: Spec, dim: int) -> list[int]:
-    """The axes of more than one rank that split a dim."""
+    """Return the axes of more than one rank that split a dim."""
     return [a for a in spec.axes_of(dim) if spec.placement.shape[a] > 1]
 
 
@@ -196,8 +206,10 @@ def _over_sequence(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _by(method: str) -> Callable[..., Tensor]:
-    """Attention by one method, as a function that has a rule of its own: plans are kept by
-    function, so each method has its plans."""
+    """Return attention by one method, as a function that has a rule of its own.
+
+    Plans are cached by function, so each method has its own plans.
+    """
 
     def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -248,8 +260,11 @@ def _by(method: str) -> Callable[..., Tensor]:
 
 @dataclasses.dataclass
 class _Call:
-    """One attention over a split sequence, as planned: what may be done on each axis, what it
-    costs, and what a rank then runs."""
+    """One attention over a split sequence, as planned.
+
+    Its methods list the admissible signatures of each axis, price a choice, and build what a rank
+    runs.
+    """
 
     op: OpDescription
     method: str
@@ -263,15 +278,14 @@ class _Call:
 
     @property
     def heads(self) -> Factor | None:
-        """The factor that is split where the sequence no longer is: heads, or the batch where there
-        are none."""
+        """The factor that is split where the sequence no longer is: heads, else the batch."""
         lead = self.op.out[0][:-2]
         return lead[-1] if lead else None
 
     def split_keys(self, entry: Sbp, arg: Arg) -> bool:
         return entry.is_split and entry.dim == arg.ndim - 2
 
-    # what may be done
+    # admissible signatures
 
     def menu(self, axis: int) -> list[Signature]:
         derived = list(self.op.derived(axis))
@@ -301,12 +315,13 @@ class _Call:
             found += ways["heads"]
         if self._held(axis) <= _SMALL or not found:
             found += rows
-        # Where the queries are split over batch or heads already, keys and values may come to them.
+        # Where the queries are already split over batch or heads, keys and values may be boxed to
+        # match.
         own = self.op.dims[self.query.index][q.dim] if q.is_split else None
         return found + [s for s in derived if own is not None and own != _L and s.factor == own]
 
     def _with_keys(self, rows: Signature, unit: int) -> Signature:
-        """Rows split, and keys too."""
+        """Return the signature that splits the rows and also the keys."""
         ins = [
             Sbp("split", a.ndim - 2, unit) if a is self.key or a is self.value else e
             for a, e in zip(self.op.args, rows.ins, strict=True)
@@ -314,7 +329,7 @@ class _Call:
         return Signature(tuple(ins), rows.outs, _L)
 
     def _merging(self, q: Sbp, unit: int) -> list[Signature]:
-        """Keys split, rows whole."""
+        """Return the signatures that split the keys and keep the rows replicated."""
         none = next(
             s
             for s in self.op.derived(0)
@@ -330,7 +345,7 @@ class _Call:
         return [Signature(s.ins, (back,), s.factor) for s in found]
 
     def _others(self, arg: Arg, axis: int, dim: int | None = None) -> int:
-        """Over how many ranks other axes split an operand, or one dim of it."""
+        """Return the number of ranks over which other axes split an operand, or one dim of it."""
         entries = enumerate(arg.spec.layout)
         return math.prod(
             arg.spec.placement.shape[a]
@@ -352,12 +367,12 @@ class _Call:
     def _held(self, axis: int) -> int:
         return (self.key.spec.nbytes + self.value.spec.nbytes) // self._others(self.key, axis)
 
-    # what it costs
+    # costs
 
     def _kinds(
         self, ins: tuple[Spec, ...], factors: dict[Factor, tuple[int, ...]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes along which keys go round, and those along which results are merged."""
+        """Return the axes along which keys go round, and those along which results merge."""
         keys = ins[self.key.index]
         return tuple(
             a for a in factors.get(_L, ()) if self.split_keys(keys.layout[a], self.key)
@@ -366,11 +381,11 @@ class _Call:
     def _natural(
         self, ins: tuple[Spec, ...], out: Spec, factors: dict[Factor, tuple[int, ...]]
     ) -> Spec:
-        """How the result lies as it is computed: split as the heads are, where they are."""
+        """Return the spec of the result as it is computed: split as the heads are, if they are."""
         layout = list(out.layout)
         for axis in factors.get(self.heads, ()):
-            # Of an operand with one element for each of the factor: a spec forgets units that
-            # change nothing, which others' multiples need.
+            # Take the unit from an operand with one element per element of the factor. A spec drops
+            # units that make no difference, but multiples of them on other operands need them.
             having = [
                 (i, dims.index(self.heads))
                 for i, dims in enumerate(self.op.dims)
@@ -384,8 +399,10 @@ class _Call:
         return out.replace(layout=layout)
 
     def traffic(self, choice: SignatureChoice) -> float:
-        """Seconds for which the local functions communicate: rounds of a ring, the merging of
-        results, the way back from split heads."""
+        """Return the seconds for which the local functions communicate.
+
+        Included are rounds of a ring, the merging of results, and the boxing back from split heads.
+        """
         placement, cluster, out = self.query.spec.placement, current_cluster(), choice.outs[0]
         ring, merged = self._kinds(choice.ins, choice.factors)
         seconds = 0.0
@@ -400,9 +417,8 @@ class _Call:
                 * (len(ranks) - 1)
                 * cluster.seconds("exchange", key + value, ranks[:2])
             )
-            if self._deals(
-                len(ranks)
-            ):  # all three there, as many rows of results as of queries back
+            # Queries, keys and values are dealt out. As many rows of results as of queries return.
+            if self._deals(len(ranks)):
                 seconds += cluster.seconds("all_to_all", 2 * query + key + value, ranks)
         if merged:
             seconds += cluster.seconds(
@@ -413,7 +429,7 @@ class _Call:
         natural = self._natural(choice.ins, out, choice.factors)
         return seconds if natural is out else seconds + plan_boxing(natural, out).seconds
 
-    # what a rank runs
+    # local functions
 
     def local(self, split: LocalContext) -> Callable[..., Any]:
         natural = self._natural(split.ins, split.outs[0], split.factors)
@@ -438,7 +454,7 @@ class _Call:
         rounds = (len(way.ring) - 1) * sum(
             split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value)
         )
-        asked = _method.get() == "ring"  # plans are made for each method
+        asked = _method.get() == "ring"  # each method has its own plans
         kind = split.outs[0].dtype
 
         def run(
@@ -457,7 +473,7 @@ class _Call:
                     rounds,
                     asked,
                 )
-            # Autocast casts the arguments of torch's function, so here too.
+            # Autocast casts the arguments of torch's function, so the same is done here.
             query, key, value = query.to(kind), key.to(kind), value.to(kind)
             if attn_mask is not None:
                 attn_mask = attn_mask if attn_mask.dtype is torch.bool else attn_mask.to(kind)
@@ -467,7 +483,7 @@ class _Call:
                 if min(query.ndim, key.ndim) > 2 and key.shape[-3] > 1
                 else 1
             )
-            if groups <= 1:  # as many heads of keys, or one that they have in common
+            if groups <= 1:  # as many key heads, or one that all query heads share
                 return ring_attention(query, key, value, attn_mask, way)
             query, key, value = (
                 query.unflatten(-3, (key.shape[-3], groups)),
@@ -485,7 +501,7 @@ class _Call:
         return run
 
     def _deals(self, ranks: int) -> bool:
-        """Whether rows are dealt out in pairs, where the ranks of the ring have all of them."""
+        """Return True if rows are dealt out in pairs, given that the ring's ranks have all rows."""
         n = self.query.shape[-2]
         return self.causal and ranks > 1 and n == self.key.shape[-2] and n // ranks >= _BALANCED
 
@@ -524,8 +540,10 @@ class _Call:
 def _plain(
     op: OpDescription, split: LocalContext, rows: tuple[int, int] | None = None
 ) -> Callable[..., Any]:
-    """torch's own, on the keys there are; of ``rows`` that are not the first under a causal mask,
-    with that mask written out."""
+    """Return torch's own function, applied to the keys that this rank has.
+
+    For ``rows`` that do not start at the first one, the causal mask is written out.
+    """
 
     def run(
         query: Tensor,

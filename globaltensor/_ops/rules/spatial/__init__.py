@@ -1,2 +1,4 @@
-"""Rules of operations on images and signals: convolution, pooling, interpolation, shifts, and the
-halos that they exchange."""
+"""Rules of operations on images and signals, and the halos that these operations exchange.
+
+The operations are convolution, pooling, interpolation and shifts.
+"""

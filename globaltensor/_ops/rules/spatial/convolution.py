@@ -1,5 +1,8 @@
-"""Convolution, unpooling and sampling: parallel over batch and channels. Input channels of a
-convolution are contracted; split space needs a halo."""
+"""Rules of convolution, unpooling and sampling; `rules` imports them.
+
+These functions are parallel over batch and channels. Input channels of a convolution are
+contracted. A split dim of space needs a halo.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ _Bound = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Form:
-    """One form of call. ``windows``: of each dim of space. ``channels``: input channels of a group,
-    where there are groups.
+    """The parameters of one kind of convolution call.
 
-    ``lopsided``: torch pads one side more than the other, which no number for both sides says.
+    ``windows``: the window of each dim of space. ``channels``: input channels of a group, or None
+    without groups. ``lopsided``: torch pads one side more than the other, which no single number
+    for both sides expresses.
     """
 
     function: Any
@@ -105,22 +109,24 @@ def _conv(space: int, transposed: bool) -> None:
 
 
 def _room(op: OpDescription, x: Arg, first: int) -> Dims:
-    """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of
-    a halo."""
+    """Return the names of the dims of space, from ``first`` on, and set ``op.exchanges``.
+
+    A dim that is split may stay so, at the price of a halo.
+    """
     room: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
     op.exchanges = {f for f in room if f is not None}
     return room
 
 
 def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
-    """The window along dim ``d`` of the input, the ``k``-th of its dims of space."""
+    """Return the window along dim ``d`` of the input, the ``k``-th of its dims of space."""
     x, weight, padding = call["input"], call["weight"], call["padding"]
     kernel, stride, dilation = (
         weight.shape[weight.ndim - space + k],
         pair_up(call["stride"], space)[k],
         pair_up(call["dilation"], space)[k],
     )
-    if padding == "same":  # of an odd number the larger half stands behind
+    if padding == "same":  # of an odd total, the larger half pads the end
         return Window(x.shape[d], kernel, stride, dilation * (kernel - 1) // 2, dilation)
     return Window(
         x.shape[d],
@@ -134,7 +140,10 @@ def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
 def _grouped(
     op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool
 ) -> None:
-    """Whole groups of channels may be split; the dims of one group may not."""
+    """Describe a grouped convolution.
+
+    A split may separate groups of channels, but not cut the dims of one group.
+    """
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     op.set(x, (*lead, "g", *room))
     op.set(weight, ("g", *[None] * (weight.ndim - 1)))
@@ -155,8 +164,11 @@ def _grouped(
 def _local_conv(
     form: _Form, over_space: Callable[..., Callable[..., Tensor]]
 ) -> Callable[[LocalContext], Callable[..., Any]]:
-    """What a rank runs: torch's own with the groups it has, with a halo where space is split, and
-    nothing where it has no element."""
+    """Build the ``local`` of a convolution.
+
+    A rank runs torch's own function with the groups that it has. Where space is split, a halo is
+    fetched first. Without elements, the result is zeros that stay in the graph.
+    """
 
     def local(split: LocalContext) -> Callable[..., Any]:
         over, first, shape = (
@@ -187,7 +199,10 @@ def _local_conv(
 
 
 def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
-    """Of no elements: zeros that stay in the graph, and the bias."""
+    """Return the function for a rank without elements.
+
+    The function returns zeros that stay in the graph, plus the bias.
+    """
     shape = split.out_shape()
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -201,7 +216,8 @@ def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
                 None if bias is None else dummy_like(bias, 1),
             ),
         )
-        return _added(out, bias, call["weight"].ndim - 2)  # of no input channels, the bias remains
+        # without input channels, the bias remains
+        return _added(out, bias, call["weight"].ndim - 2)
 
     return run
 
@@ -213,7 +229,7 @@ def _slid(
     groups: dict[str, int],
     nothing: Callable[..., Tensor] | None,
 ) -> Callable[..., Tensor]:
-    """A convolution: the kernel slides over the part and its halo."""
+    """Return the local convolution: the kernel slides over the local tensor and its halo."""
     ours = {d: w for d, w in form.windows.items() if d in over or form.lopsided}
     geometry = settle_windows(split, ours, over)
     padding = [0 if d in ours else w.left for d, w in form.windows.items()]
@@ -237,8 +253,10 @@ def _spread(
     groups: dict[str, int],
     nothing: Callable[..., Tensor] | None,
 ) -> Callable[..., Tensor]:
-    """A transposed convolution: each element spreads over the kernel; fetch those that reach the
-    results here, and cut off what lies beyond."""
+    """Return the local transposed convolution, in which each element spreads over the kernel.
+
+    A rank fetches the elements that reach its local results, and cuts off the rest.
+    """
     reaches, sides = {}, {}
     offsets, lengths = split.outs[0].box(split.rank)
     for d in over:
@@ -272,8 +290,10 @@ def _spread(
 
 
 def _check_bias(weight: Sequence[int], bias: Sequence[int], outputs: int, transposed: bool) -> None:
-    """Raise what torch's kernels raise of a bias of another shape; those for meta tensors take
-    it."""
+    """Raise the error that torch's kernels raise for a bias of another shape.
+
+    torch's kernels for meta tensors accept such a bias.
+    """
     if tuple(bias) != (outputs,):
         raise RuntimeError(
             f"Given {'transposed=1, ' if transposed else ''}weight of size {list(weight)}, "
@@ -283,7 +303,7 @@ def _check_bias(weight: Sequence[int], bias: Sequence[int], outputs: int, transp
 
 
 def _added(out: Tensor, bias: Tensor | None, space: int) -> Tensor:
-    """With the bias; in the dtype of ``out``, which in mixed precision is narrower."""
+    """Add the bias in the dtype of ``out``, which is narrower in mixed precision."""
     return out if bias is None else out + bias.to(out.dtype).reshape(-1, *[1] * space)
 
 
@@ -292,7 +312,7 @@ for _space in (1, 2, 3):
     _conv(_space, True)
 
 
-# ------------------------------------------------------------------------------ unpooling, sampling
+# --------------------------------------------------------------------------- unpooling and sampling
 
 
 def _unpool(
@@ -309,7 +329,7 @@ def _unpool(
     op.set(input, dims)
     op.set(indices, dims)
     op.out = [dims]
-    # The size may be given with batch and channels, of which a part has others.
+    # The size may include batch and channels, which differ for a local tensor.
     room = None if output_size is None else list(output_size)[-space:]
     op.local = lambda split: (
         lambda input, indices, *args, **kwargs: op.function(

@@ -1,9 +1,10 @@
-"""Ops over a split dim whose results need elements of neighbours: each rank fetches what its part
-of the result is made of, and nothing more.
+"""Halo exchange for ops over a split dim whose results need elements of neighbouring ranks.
 
-A rule says for an interval of the result which positions of the operand it takes; ranks of the dim
-exchange those (boxing/halo_exchange.py). The result lies balanced in its own size, whatever that
-is.
+The rules of convolution, pooling, interpolation, shifts, slices and scans use these helpers.
+
+A rule states, for an interval of the result, which positions of the operand it needs. The ranks of
+the dim exchange these positions and nothing more (boxing/halo_exchange.py). The result is split
+evenly in its own size, for any size.
 """
 
 from __future__ import annotations
@@ -29,28 +30,33 @@ __all__ = [
 
 
 def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
-    """The ranks that hold the rest of ``dim``, in its order, ``rank`` included."""
+    """Return the ranks that together hold all of ``dim``, in its order, ``rank`` included."""
     return spec.placement.fiber(rank, spec.axes_of(dim))
 
 
 def split_room(split: LocalContext) -> list[int]:
-    """The dims of operand 0 along which its rule exchanges here: split, and over more than one
-    rank."""
+    """Return the dims of operand 0 along which its rule exchanges elements here.
+
+    These dims are split over more than one rank.
+    """
     return [
         d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)
     ]
 
 
 def is_spread(split: LocalContext, dim: int) -> bool:
-    """Whether several ranks hold ``dim`` of operand 0."""
+    """Return True if several ranks hold ``dim`` of operand 0."""
     return len(fibers(split.ins[0], split.rank, dim)) > 1
 
 
 def reach_of(
     split: LocalContext, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]
 ) -> HaloPlan:
-    """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of
-    result 0 along ``out_dim`` that it makes."""
+    """Return the plan by which each rank of ``dim`` of operand 0 fetches what it needs.
+
+    ``wanted(a, b)`` returns the intervals of the operand that the elements a to b of result 0 along
+    ``out_dim`` need.
+    """
     src, dst = split.ins[0], split.outs[0]
     ranks = fibers(src, split.rank, dim)
     parts = [interval(dst, r, out_dim) for r in ranks]
@@ -63,7 +69,7 @@ def reach_of(
 
 
 def interval(spec: Spec, rank: int, dim: int) -> Interval:
-    """What of ``dim`` a rank holds."""
+    """Return the interval of ``dim`` that a rank holds."""
     offsets, lengths = spec.box(rank)
     return offsets[dim], offsets[dim] + lengths[dim]
 
@@ -73,8 +79,10 @@ def interval(spec: Spec, rank: int, dim: int) -> Interval:
 
 @dataclass(frozen=True)
 class Window:
-    """A kernel along one dim of ``size`` elements; ``left``: how much padding stands before
-    them."""
+    """A kernel that slides along one dim of ``size`` elements.
+
+    ``left`` is the amount of padding before the elements.
+    """
 
     size: int
     kernel: int
@@ -83,8 +91,10 @@ class Window:
     dilation: int = 1
 
     def span(self, a: int, b: int) -> Interval:
-        """The positions, padding included, under the windows a to b; none where there is no
-        window."""
+        """Return the interval of positions, padding included, under the windows a to b.
+
+        The interval is empty where there is no window.
+        """
         start = a * self.stride - self.left
         return (
             (start, (b - 1) * self.stride - self.left + self.dilation * (self.kernel - 1) + 1)
@@ -93,8 +103,10 @@ class Window:
         )
 
     def sources(self, a: int, b: int) -> Interval:
-        """The elements whose spread kernels (those of a transposed convolution) reach the results a
-        to b."""
+        """Return the interval of elements whose spread kernels reach the results a to b.
+
+        A transposed convolution spreads each element over the kernel.
+        """
         low = -(-(a + self.left - self.dilation * (self.kernel - 1)) // self.stride)
         return (
             clipped((low, (b - 1 + self.left) // self.stride + 1), self.size) if a < b else (0, 0)
@@ -102,15 +114,18 @@ class Window:
 
 
 def clipped(interval: Interval, n: int) -> Interval:
-    """The part of an interval within 0 to ``n``."""
+    """Return the intersection of an interval with 0 to ``n``."""
     low = min(max(interval[0], 0), n)
     return low, max(low, min(interval[1], n))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one rank does along one dim: fetch by ``reach`` (None: it has the dim whole), then pad,
-    so that it stands on ``start`` to ``stop``."""
+    """The steps of one rank along one dim: fetch by ``reach``, then pad.
+
+    ``reach`` is None where the rank has all of the dim. The local tensor then covers the positions
+    ``start`` to ``stop``.
+    """
 
     dim: int
     reach: HaloPlan | None
@@ -118,14 +133,16 @@ class Geometry:
     stop: int
     left: int
     right: int
-    mine: Interval  # which windows are its own
+    mine: Interval  # the windows whose results this rank computes
 
 
 def settle_windows(
     split: LocalContext, windows: dict[int, Window], split_dims: Sequence[int]
 ) -> list[Geometry]:
-    """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand
-    where those of the operand do."""
+    """Return this rank's geometry for each dim of operand 0 that has windows.
+
+    Dims of the result must have the same positions as those of the operand.
+    """
     found = []
     for d, w in windows.items():
         mine = interval(split.outs[0], split.rank, d)
@@ -143,8 +160,10 @@ def settle_windows(
 
 
 def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Tensor:
-    """A local part with what its windows reach over: fetched from neighbours, and padding at the
-    ends."""
+    """Return the local tensor extended by all elements that its windows cover.
+
+    Elements are fetched from neighbours, and the ends of the global tensor are padded.
+    """
     for g in geometry:
         if g.reach is not None:
             x = fetch_halo(x, g.dim, g.reach)
@@ -152,7 +171,7 @@ def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Ten
 
 
 def padded(x: Tensor, sides: dict[int, Interval], value: float = 0.0) -> Tensor:
-    """Pad (negative: crop) dims on both sides with a value."""
+    """Pad (or with negative numbers crop) dims on both sides with a value."""
     sides = {d: s for d, s in sides.items() if s != (0, 0)}
     if not sides:
         return x
@@ -161,22 +180,21 @@ def padded(x: Tensor, sides: dict[int, Interval], value: float = 0.0) -> Tensor:
 
 
 def pair_up(value: int | Sequence[int], space: int) -> tuple[int, ...]:
-    """One number for each dim of space, as torch reads an int or a list."""
+    """Return one number for each dim of space, reading an int or a list as torch does."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return tuple(int(v) for v in (values * space if len(values) == 1 else values))
 
 
-# ---------------------------------------------------------------------- elements that change places
+# ---------------------------------------------------------------------- moved and weighted elements
 
 
 def moved(
     split: LocalContext, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0
 ) -> Callable[[Tensor], Tensor]:
-    """The function that gives a rank its part of a result whose element i along ``dim`` is the
-    operand's at position ``positions``.
+    """Return the function that computes a rank's local result by moving elements along ``dim``.
 
-    ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may
-    stand at the ends only.
+    ``positions(a, b)`` returns, for the elements a to b of the result, their positions in the
+    operand. A position of -1 stands for ``value``, and may occur at the ends only.
     """
 
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
@@ -202,11 +220,10 @@ def moved(
 def weighed(
     split: LocalContext, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 ) -> Callable[[Tensor], Tensor]:
-    """The function that gives a rank its part of a result whose elements along ``dim`` are weighted
-    sums of a few of the operand's.
+    """Return the function that computes a rank's local result as weighted sums along ``dim``.
 
-    ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b -
-    a].
+    ``taps(a, b)`` returns, for the elements a to b of the result, positions in the operand and
+    their weights, both [taps, b - a].
     """
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
     positions, weights = taps(*interval(split.outs[0], split.rank, dim))
@@ -230,7 +247,7 @@ def weighed(
 
 
 def _runs(needed: np.ndarray) -> list[Interval]:
-    """Ascending positions as intervals."""
+    """Return ascending positions as intervals."""
     breaks = np.flatnonzero(np.diff(needed) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, breaks) if len(run)]
 

@@ -1,5 +1,8 @@
-"""interpolate: parallel over batch and channels; a split dim of space is resampled from the part
-and a halo, dim by dim, as the modes are products."""
+"""The rule of interpolate, which is parallel over batch and channels; `rules` imports it.
+
+A split dim of space is resampled from the local tensor and a halo. Dims are resampled one by one,
+as the modes are products.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def _interpolate(
                 return input
             if 0 in split.out_shape():
                 return zeros_connected(split.out_shape(), split.outs[0].dtype, [input])
-            # What is resampled already keeps its size.
+            # Dims that are already resampled keep their size.
             given: dict[str, Any] = {"size": split.out_shape()[2:]}
             if any(f is not None for f in factors):
                 given = {
@@ -107,7 +110,10 @@ def _step(
 
 @lru_cache(maxsize=64)
 def _nearest(n: int, m: int, mode: str, factor: float | None) -> np.ndarray:
-    """What torch takes for nearest, rounding included: asked of torch."""
+    """Return the positions that torch picks for nearest, rounding included.
+
+    torch itself is asked for them.
+    """
     given: dict[str, Any] = (
         {"size": m} if factor is None else {"scale_factor": factor, "recompute_scale_factor": False}
     )
@@ -118,7 +124,7 @@ def _nearest(n: int, m: int, mode: str, factor: float | None) -> np.ndarray:
 def _taps(
     n: int, m: int, cubic: bool, align: bool, factor: float | None, a: int, b: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and weights of the results a to b of ``m``, from ``n`` elements."""
+    """Return positions and weights of the results a to b of ``m``, from ``n`` elements."""
     o = np.arange(a, b, dtype=np.float64)
     if align:
         at = o * ((n - 1) / (m - 1) if m > 1 else 0.0)

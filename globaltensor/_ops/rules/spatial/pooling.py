@@ -1,5 +1,7 @@
-"""Pooling: parallel over batch and channels; over a split dim of space with a halo, which a pool
-without overlap hardly needs."""
+"""Rules of pooling, which is parallel over batch and channels; `rules` imports them.
+
+A split dim of space needs a halo, which is small for pools without overlap.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,15 @@ from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_roo
 
 __all__: list[str] = []
 
-#: What a pool makes of a part that is laid out: (part, arguments, windows, geometry) -> result
+#: Computes a pool of an extended local tensor: (tensor, arguments, windows, geometry) -> result
 _Pool = Callable[[Tensor, dict[str, Any], dict[int, Window], Sequence[Geometry]], Any]
 
 
 def _reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
-    """The arguments of a call by name; those without a default come first."""
+    """Return a function that reads the arguments of a call by name.
+
+    Arguments without a default come first.
+    """
     every = {**dict.fromkeys(names.split(), inspect.Parameter.empty), **defaults}
     signature = inspect.Signature(
         [
@@ -58,8 +63,11 @@ _read_power = _reader("input norm_type kernel_size", stride=None, ceil_mode=Fals
 
 
 def _parallel(op: OpDescription, space: int) -> int:
-    """Every operand: leading dims parallel, the last ``space`` whole (further operands may be
-    shorter: their leading dims count) -> how many lead."""
+    """Describe leading dims as parallel and the last ``space`` dims as not split.
+
+    Return the number of leading dims. Further operands may have fewer dims; their leading dims
+    match.
+    """
     lead = op.args[0].ndim - space
     if lead < 0:
         raise FormError(f"an operand of {op.args[0].ndim} dims")
@@ -70,7 +78,7 @@ def _parallel(op: OpDescription, space: int) -> int:
 
 
 def _keep_split(op: OpDescription, x: Arg, dims: Sequence[int]) -> None:
-    """Dims of space that are split may stay so."""
+    """Let dims of space that are split stay split."""
     op.exchanges = {d for d in dims if x.is_split(d)}
     op.set(x, tuple(d if d in op.exchanges else f for d, f in enumerate(op.dims[x.index])))
     op.out = [op.dims[x.index]]
@@ -98,8 +106,11 @@ def _windowed(
     pool: _Pool,
     lowest: bool = False,
 ) -> None:
-    """A pool whose windows lie at even distances. ``lowest``: what pads is never the largest
-    element, instead of 0."""
+    """Declare a pool whose windows have a constant stride.
+
+    ``lowest``: pad with the lowest value of the dtype, which never is the largest element, instead
+    of 0.
+    """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
@@ -145,7 +156,7 @@ def _nothing(split: LocalContext, x: Tensor) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
-# -------------------------------------------------------------------------------------- the largest
+# ------------------------------------------------------------------------------------------- maxima
 
 
 def _largest(space: int, indices: bool) -> _Pool:
@@ -170,14 +181,16 @@ def _largest(space: int, indices: bool) -> _Pool:
 def _global_indices(
     local: Tensor, extents: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """Indices into a part that is laid out from ``starts`` on -> indices into the whole space of
-    ``sizes``."""
+    """Convert indices into a local tensor to indices into the global space of ``sizes``.
+
+    The local tensor starts at ``starts``.
+    """
     whole, rest, step = torch.zeros_like(local), local, 1
     for extent, start, size in zip(
         reversed(extents), reversed(starts), reversed(sizes), strict=True
     ):
-        # In a window where nothing is larger than what pads, torch names the first element that is
-        # not padding.
+        # In a window where no element is larger than the padding, torch returns the first element
+        # that is not padding.
         whole = whole + (rest % extent + start).clamp(0, size - 1) * step
         rest, step = rest // extent, step * size
     return whole
@@ -212,8 +225,10 @@ def _average(space: int) -> _Pool:
 
 
 def _counted(g: Geometry, w: Window, padding: bool) -> list[int]:
-    """By how many elements along one dim each window here divides: padding counts or does not, what
-    is beyond it never does."""
+    """Return the number of elements by which each local window divides, along one dim.
+
+    With ``padding`` the padding counts. Positions beyond the padding never count.
+    """
     first, last = (-w.left, w.size + w.left) if padding else (0, w.size)
     starts = [o * w.stride - w.left for o in range(*g.mine)]
     return [min(s + w.kernel, last) - max(s, first) for s in starts]
@@ -242,8 +257,11 @@ def _power(function: Any, space: int) -> None:
 
 
 def _adaptive(function: Any, space: int) -> None:
-    """Where the windows divide a split dim evenly, a part of them is a pool of the same kind; else
-    the dim is made whole."""
+    """Declare an adaptive pool.
+
+    Where the windows divide a split dim evenly, each rank's windows are a pool of the same kind.
+    Otherwise the dim is replicated.
+    """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
@@ -295,8 +313,8 @@ def _fractional(function: Any, space: int) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         op.random = len(op.args) == 1
-        # of each channel of each element of the batch; there may be more than the batch has, and of
-        # no batch the first counts
+        # Samples are given for each channel of each element of the batch. There may be more of them
+        # than the batch has elements. Without a batch the first ones count.
         for samples in op.args[1:]:
             op.set(
                 samples,

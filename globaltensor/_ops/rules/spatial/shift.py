@@ -1,6 +1,8 @@
-"""Functions that move elements along a dim, pad or repeat it, or look at neighbours: flip, roll,
-rot90, pad, repeat, diff, unfold. A split dim stays split: ranks hand each other what changes
-places."""
+"""Rules of functions that move elements along a dim, pad or repeat it, or read neighbours.
+
+The functions are flip, roll, rot90, pad, repeat, diff and unfold; `rules` imports their rules. A
+split dim stays split: ranks exchange the elements that change ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from .halo import Window, interval, is_spread, moved, reach_of, split_room
 
 __all__: list[str] = []
 
-#: Positions in the operand of the elements a to b of the result
+#: Returns the positions in the operand of the elements a to b of the result.
 _Positions = Callable[[int, int], np.ndarray]
 
 
@@ -32,8 +34,10 @@ def _moves(
     rest: Callable[[Tensor, list[int]], Tensor],
     value: float = 0.0,
 ) -> None:
-    """Elements change places along the dims of ``places``. ``rest(part, dims)`` moves them along
-    those of the dims that this rank has whole."""
+    """Describe elements that change positions along the dims of ``places``.
+
+    ``rest(part, dims)`` moves elements along those of the dims that this rank has in full.
+    """
     op.exchanges = {d for d in places if x.is_split(d)}
     op.set(x, [None if d in places and d not in op.exchanges else d for d in range(x.ndim)])
     op.out = [op.dims[x.index]]
@@ -48,9 +52,8 @@ def _moves(
             for step in steps:
                 out = step(out)
             out = rest(out, whole)
-            return (
-                out.clone() if out is input else out
-            )  # where nothing moves torch gives a copy too
+            # torch returns a copy even where nothing moves
+            return out.clone() if out is input else out
 
         return run
 
@@ -103,7 +106,7 @@ def _turned(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 def _roll(op: OpDescription, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
     passes(op)
     if dims in (None, (), []) and input.ndim != 1:
-        op.out = [op.dims[0]]  # along the elements in one row
+        op.out = [op.dims[0]]  # rolls the flattened elements
         return
     along = [0] if dims in (None, (), []) else [input.dim(d) for d in _as_tuple(dims, more)]
     total = dict.fromkeys(along, 0)
@@ -158,7 +161,7 @@ def _pad(
         ]
         if not whole or part.numel():
             return F.pad(part, here, mode, value) if whole else part
-        # The other modes refuse empty parts, which have nothing to reflect.
+        # The other modes refuse empty local tensors, which have nothing to reflect.
         return connected_zeros(
             F.pad(part, here).shape,
             F.pad(dummy_like(part, *[n or 1 for n in part.shape]), here, mode, value),
@@ -207,8 +210,11 @@ def _beside(
     function: Callable[[Tensor], Tensor],
     nothing: Callable[[Tensor], Tensor],
 ) -> None:
-    """Each element of the result along ``d`` is of a window of the operand's. ``nothing(part)``:
-    the result where a rank has none of it, made of its part."""
+    """Describe a result whose elements along ``d`` each come from a window of the operand.
+
+    ``nothing(part)`` makes the result on a rank without elements of it, from the rank's local
+    operand.
+    """
     op.exchanges = {d}
 
     def local(split: LocalContext) -> Callable[..., Tensor] | None:
