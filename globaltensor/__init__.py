@@ -4,24 +4,24 @@ from typing import Any
 
 import torch as _torch_package
 
-from ._ops import foreach as _foreach  # (handlers)
-from .amp import unscale as _scaling  # (handlers)
+from ._ops import foreach as _foreach  # (adds handlers)
+from .amp import unscale as _scaling  # (adds handlers)
 from .optim import local_step as _optimizers
-from ._ops import random as _draws  # (handlers)
+from ._ops import random as _draws  # (adds handlers)
 from ._ops import autograd_function as _functions
-from .parallel import (
-    module_to_global as _modules,
-)  # (adds to_global and to_local to torch.nn.Module)
+
+# (adds to_global and to_local to torch.nn.Module)
+from .parallel import module_to_global as _modules
 from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
-from ._ops import flex_attention as _flex  # (wraps torch's when it is imported)
+from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
 from .distributed import replicated_values as _counted_once
 from ._tensor import file_savers as _savers
 from ._ops import metrics as _metrics
-from ._tensor import (
-    compiler_guard as _uncompiled,
-)  # (keeps torch.compile away, when that is imported)
+
+# (keeps torch.compile away from code on global tensors)
+from ._tensor import compiler_guard as _uncompiled
 from ._ops.legacy_constructors import (
     BFloat16Tensor,
     BoolTensor,
@@ -46,7 +46,7 @@ from .distributed.run.spawn import run, spawn
 from ._ops.local_map import local_map
 from ._ops.rank_guard import check_ranks
 from .parallel.parallelize import parallelize
-from ._tensor.serialization import rebuild_global_tensor  # (the name that files have for it)
+from ._tensor.serialization import rebuild_global_tensor  # (files contain this name)
 from .sharding.placement import Placement, placement
 from ._ops.check_replicas import check_replicas
 from ._tensor.gradients.parameter_gather import reshard_after_forward
@@ -54,16 +54,15 @@ from ._tensor.gradients.reducer import fuse_loss_count, no_sync, set_grad_reduce
 from ._ops.rules.attention.sdpa import context_parallel
 from ._ops.rules.experts import moe_experts
 from ._ops.rules.grouped_linear import grouped_linear
-from ._tensor.display import (
-    visualize_sharding,
-    visualize_sharding as show,
-)  # torch's and JAX's word, and a short one
+
+# the name in torch and JAX, and a short one
+from ._tensor.display import visualize_sharding, visualize_sharding as show
 from .sharding.spec import Spec
 from ._ops.oneflow_aliases import global_to_global, local_to_global, tensordot, transpose
 from ._ops.methods import GlobalTensor
 
-# Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also
-# the name of a module here.
+# Last: torch's creation functions with placement= and sbp=. One of them is ``tensor``, which is
+# also the name of a module here.
 from ._ops.creation import *  # noqa: F403
 
 _tracebacks.install()

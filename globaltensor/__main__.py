@@ -1,4 +1,4 @@
-"""The command ``globaltensor``: each verb is a Python function first; this file only names them.
+"""The command ``globaltensor``: its verbs, each of which is a Python function.
 
 globaltensor launch --nproc_per_node 2 script.py     start a script on several processes
 globaltensor doctor [--json]                         what this machine and this environment offer
@@ -20,8 +20,9 @@ __all__ = ["doctor", "main"]
 
 
 def doctor() -> dict[str, object]:
-    """What this process would run on: versions, devices, backends, and the world that the
-    environment describes. Starts nothing."""
+    """Return what this process would run on. Starts nothing.
+
+    The dict has versions, devices, backends, and the world that the environment describes."""
     import torch
     import torch.distributed as dist
 
@@ -58,9 +59,9 @@ def doctor() -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line -> the exit code."""
+    """Run the command line, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["launch"]:  # has options of its own, and passes the script's on
+    if arguments[:1] == ["launch"]:  # it has its own options, and passes the script's on
         from .distributed.launch import main as launch
 
         return launch(arguments[1:], prog="globaltensor launch")
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
     planner = verbs.add_parser("plan", help="find the best way to run a model on a cluster")
-    if arguments[:1] == ["plan"]:  # imports more than other verbs need
+    if arguments[:1] == ["plan"]:  # it imports more than other verbs need
         from .auto import cli
 
         planner.description = cli.DESCRIPTION
@@ -151,9 +152,8 @@ def _profile(options: argparse.Namespace) -> int:
 
     try:
         place = detect(os.environ)
-        if options.out and (
-            place is None or place.rank == 0
-        ):  # by the rank that writes it; before the measuring, not after it
+        # on the rank that writes, and before the measurements
+        if options.out and (place is None or place.rank == 0):
             check_writable(options.out)
         found = profile(
             options.seconds, options.nproc, options.device, options.backend, options.name

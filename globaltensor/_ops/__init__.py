@@ -1,1 +1,1 @@
-"""Operations: what torch functions do on global tensors."""
+"""The implementation of torch functions on global tensors."""

@@ -1,9 +1,10 @@
-"""Torch's scan with an operation of the user's (state-space models call it where a compiler looks
-on), for global tensors and in graphs.
+"""Torch's associative scan for global tensors and in graphs.
 
-Torch's own takes tensors apart below its functions (vmap), or wants a compiler. Here an operation
-that works element by element is applied to the whole sequence as often as it can be halved (Hillis
-& Steele 1986); any other one place after the other.
+The user passes the operation of the scan. State-space models call it where a compiler traces them.
+PyTorch's own scan transforms tensors below its functions (vmap), or needs a compiler. Here an
+elementwise operation is applied to the whole sequence in log2(length) doubling steps (Hillis &
+Steele 1986). Any other operation is applied to one position after the other. The package calls
+`install` on import.
 """
 
 from __future__ import annotations
@@ -83,5 +84,5 @@ def _stepping(
 
 
 def install() -> None:
-    """Let torch's scan take global tensors."""
+    """Make torch's associative scan accept global tensors."""
     torch_private.wrap_associative_scan(_around)

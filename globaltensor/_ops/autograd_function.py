@@ -1,9 +1,10 @@
 """Custom torch.autograd.Functions on global tensors.
 
-Autograd works on local parts, but a Function is written for whole tensors. So its forward and
-backward run on global tensors, as any other code does, and one node in the graph of the local parts
-stands for it: what comes back to it lies as the dual of the outputs says, what it hands on as the
-dual of the inputs.
+Autograd works on local tensors, but a Function is written for the global tensors. So its forward
+and backward run on global tensors, as any other code does. One node in the local autograd graph
+represents the Function. The gradients that arrive at this node have the dual layouts of the
+outputs. The gradients that it returns have the dual layouts of the inputs. The package calls
+`install` on import.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ __all__ = ["install"]
 
 
 class Context:
-    """What a Function's forward and backward are given as ``ctx``: torch's interface, over global
-    tensors."""
+    """The ``ctx`` of a Function's forward and backward: torch's interface, over global tensors."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -42,13 +42,14 @@ class Context:
         self._dirty: tuple[Any, ...] = ()
         self._without: tuple[Any, ...] = ()
         self._materialize = True
-        self._node: Callable[[], Any] | None = None  # weakly: the node holds this
+        # a weak reference, because the node holds this context
+        self._node: Callable[[], Any] | None = None
 
     def save_for_backward(self, *tensors: Any) -> None:
         self._saved = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """For forward-mode differentiation, which global tensors have not."""
+        """Accept tensors for forward-mode differentiation, which global tensors do not support."""
 
     def mark_dirty(self, *tensors: Any) -> None:
         self._dirty = tensors
@@ -61,7 +62,7 @@ class Context:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """As they were saved, with the graph they belong to."""
+        """The tensors as they were saved, with the autograd graph they belong to."""
         if self._node is None:
             return self._saved
         node = self._node()
@@ -76,7 +77,7 @@ class Context:
         )
 
     def _hand_over(self, node: Any) -> None:
-        """The node of the local graph keeps the tensors from here on."""
+        """Pass the saved tensors on to the local graph's node, which holds them from here on."""
         node.save_for_backward(*[_local(t) for t in self._saved])
         node.mark_dirty(*[_local(t) for t in self._dirty])
         node.mark_non_differentiable(*[_local(t) for t in self._without])
@@ -91,7 +92,9 @@ def _local(x: Any) -> Any:
 
 
 class _Node(torch.autograd.Function):
-    """Stands for a Function in the graph of the local parts. Its forward is over already."""
+    """A node that represents a Function in the local autograd graph.
+
+    It is made after the Function's forward."""
 
     @staticmethod
     def forward(
@@ -133,7 +136,10 @@ class _Node(torch.autograd.Function):
 
 
 def _home(x: Any) -> Spec | torch.Size | None:
-    """Where the gradient of an argument goes: a global one's dual, a plain one's shape, nowhere."""
+    """Return the destination of an argument's gradient.
+
+    It is the dual spec of a global tensor, the shape of a plain tensor, and None for anything
+    else."""
     return (
         x._spec.dual()
         if isinstance(x, GlobalTensor)
@@ -167,7 +173,7 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
 
 
 def _applied(function: Any, args: Sequence[Any]) -> Any:
-    """``function.apply(*args)`` where some of ``args`` are global."""
+    """Run ``function.apply(*args)`` where some of ``args`` are global."""
     refuse_transforms()
     placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
     grad = torch.is_grad_enabled()
@@ -205,18 +211,18 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
 
 
 def _promoted(x: torch.Tensor, placement: Any) -> GlobalTensor:
-    """A plain tensor whose gradient is wanted is a broadcast one inside."""
+    """Promote a plain tensor whose gradient is wanted to a broadcast global tensor."""
     spec = operand_spec(x, placement, "argument of a custom Function")
     return GlobalTensor.wrap(promote_plain_tensor(x, spec, "argument of a custom Function"), spec)
 
 
 def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function.apply``, as a recorder sees it."""
+    """Call ``function.apply``, in the form that a graph recorder sees."""
     return function.apply(*args, **kwargs)
 
 
 def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function.apply``, whoever looks on."""
+    """Call ``function.apply``, whether or not a graph recorder is active."""
     if any(isinstance(a, GlobalTensor) for a in (*args, *kwargs.values())):
         return (
             _applied(function, args)
@@ -227,8 +233,10 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class LocalFunction:
-    """``function.apply`` on arguments some of which are global, as a function of their local parts:
-    what a program keeps. Forward, backward and what they save between them are of each run."""
+    """A ``function.apply`` on arguments some of which are global, as a function of local tensors.
+
+    A captured program saves this object. Forward, backward and the tensors that they save belong to
+    one run each."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = tensors_in(kwargs, tensors_in(args, []))
@@ -237,14 +245,15 @@ class LocalFunction:
             [t._spec if isinstance(t, GlobalTensor) else None for t in given],
         )
         self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(given)))
-        # what it comes to: a nest with a placeholder for each tensor, and of each the spec, or
-        # which argument it is
+        # The result: a pytree with a placeholder for each tensor. `outs` has for each tensor its
+        # spec, or the index of the argument that it is.
         self.result: Any = None
         self.outs: list[Spec | int | None] = []
-        self.written: list[int] = []  # arguments that have other local parts afterwards
+        # indices of arguments that have other local tensors afterwards
+        self.written: list[int] = []
 
     def __call__(self, *parts: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(the parts of the tensors in the result, those of the arguments written into)."""
+        """Return (local tensors of the result, local tensors of the written arguments)."""
         given = [
             part if spec is None else GlobalTensor.wrap(part, spec)
             for part, spec in zip(parts, self.specs, strict=True)
@@ -267,14 +276,14 @@ class LocalFunction:
 
 
 _EMPTY = torch.empty(0)
-# Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
+# Since torch 2.14 `apply` is not a Python method: the descriptor itself is called with the class.
 _ORIGINAL = getattr(
     torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"]
 )
 
 
 def install() -> None:
-    """Let ``apply`` of every torch.autograd.Function take global tensors."""
+    """Make ``apply`` of every torch.autograd.Function accept global tensors."""
     original = _ORIGINAL
 
     @functools.wraps(original)

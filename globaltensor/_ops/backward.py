@@ -1,7 +1,7 @@
-"""Backward passes: how one starts from a global tensor, and what it brings to others than leaves.
+"""Backward passes that start from global tensors, and gradients of tensors that are not leaves.
 
-Autograd itself runs on the local tensors. How the gradients of leaves are summed over the ranks
-stands in _tensor/gradients/reducer.py.
+The dispatcher calls these functions in place of torch.autograd's. Autograd itself runs on the local
+tensors. The sum of leaf gradients over ranks is in _tensor/gradients/reducer.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ __all__ = ["backward", "grad", "run_with_pending_scale"]
 
 
 def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
-    """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value
-    on one rank, zero on the others."""
+    """Return the cotangent that this rank starts a backward pass from.
+
+    A broadcast output is seeded as partial: the value on one rank, zero on the others. Raises
+    RuntimeError where ``grad`` is None and the output has more than one element."""
     spec = output._spec
     record("backward", output)
     where = spec.placement.coordinate(world().rank)
@@ -55,7 +57,7 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
 
 
 def _settled(output: Any) -> Any:
-    """Partials other than sums have no cotangent of their own: reduce them first."""
+    """Reduce partials other than sums, which have no cotangent of their own."""
     if isinstance(output, GlobalTensor) and any(
         e.is_partial and e.reduce != "sum" for e in output._spec.layout
     ):
@@ -83,8 +85,8 @@ def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
         initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g
         for o, g in zip(outputs, given, strict=True)
     ]
-    # A rank outside an output's placement may hold a placeholder without a graph (a second
-    # derivative): it has nothing to do for it.
+    # A rank outside an output's placement may hold a placeholder without an autograd graph (in a
+    # second derivative). This rank has nothing to compute for that output.
     reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
     return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
 
@@ -105,7 +107,7 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """torch.autograd.backward where some outputs are global."""
+    """Run torch.autograd.backward where some outputs are global."""
     locals_, seeds = _starts(_sequence(tensors), grad_tensors)
     into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
     if not locals_:
@@ -114,8 +116,10 @@ def backward(
 
 
 def in_this_thread() -> Any:
-    """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here
-    (`no_boxing`, a method of attention) holds there."""
+    """Return a context manager that runs backward passes in the calling thread, on a GPU too.
+
+    Context settings of the caller (`no_boxing`, a method of attention) then hold in the backward
+    pass."""
     return (
         torch_private.uncompiled_backward()
         if torch_private.compiles_backward()
@@ -132,8 +136,8 @@ def run(
     into: list[Any] | None,
 ) -> None:
     here = reducer.reducer()
-    # another pass is under way: this one is part of it (a checkpoint that runs again), and its
-    # gradients are wanted now
+    # If another pass is running, this one is part of it (a recomputed checkpoint), and its
+    # gradients are needed now.
     within = here.queued
     with parameter_gather.immediate(into is not None), in_this_thread():
         try:
@@ -154,8 +158,9 @@ def grad(
     create_graph: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """torch.autograd.grad where some tensors are global: each gradient comes back in its input's
-    own sbp."""
+    """Run torch.autograd.grad where some tensors are global.
+
+    Returns one gradient per input, each with its input's sbp."""
     options.pop("only_inputs", None)
     if options.pop("is_grads_batched", False):
         return _batched(
@@ -189,8 +194,9 @@ def _batched(
     create_graph: bool,
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """One pass for each entry of the first dim of ``grads``: vmap, which torch would use, does not
-    see how the parts of a global tensor belong together."""
+    """Run one backward pass for each entry of the first dim of ``grads``.
+
+    PyTorch would use vmap, which does not see how the local tensors form a global tensor."""
     sizes = {g.shape[0] for g in grads if g is not None}
     if len(sizes) != 1 or 0 in sizes:
         raise RuntimeError(
@@ -237,7 +243,8 @@ def tensor_backward(
         and not (create_graph or torch_private.function_mode_on())
     ):
         total, count = self.owed()
-        # Elsewhere are leaves that a rank sums which does not know the count.
+        # Where the output's placement has not all ranks, a rank that sums leaves may not know the
+        # count.
         if (
             reducer.reducer().may_owe(count.started)
             and len(total._spec.placement.flat) == world().size
@@ -254,8 +261,10 @@ def tensor_backward(
 def run_with_pending_scale(
     total: torch.Tensor, start: torch.Tensor, count: PendingCount, retain_graph: bool | None
 ) -> None:
-    """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on
-    their way, the count is paid when they are summed."""
+    """Run the backward pass of ``total / count()`` from ``start``.
+
+    Where no user code observes intermediate gradients, the division by the count is deferred until
+    the gradients are summed."""
     here = reducer.reducer()
     if not here.may_owe(count.started):
         found = count()

@@ -1,5 +1,6 @@
-"""What a planned call does: box the operands, run on the local tensors, wrap the results. Plans are
-frozen by _ops/dispatch.py and kept there."""
+"""Plans of calls: box the operands, run on the local tensors, wrap the results.
+
+_ops/plan_call.py makes the plans. _ops/dispatch.py caches and runs them."""
 
 from __future__ import annotations
 
@@ -61,21 +62,21 @@ __all__ = [
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
-#: Functions that torch refuses by the strides of what they view, and those that copy it then.
+#: Functions that torch refuses because of the strides of their base, and functions that copy then.
 _REFUSED, _COPIED = (
     frozenset(("view", "unflatten", "view_as_complex")),
     frozenset(("reshape", "flatten", "ravel")),
 )
-_PLACE = torch.empty(0)  # stands where a tensor stood
-_MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
+_PLACE = torch.empty(0)  # placeholder for a tensor
+_MOST_AGAIN = 1 << 24  # repeat a failed call only if its operands have at most so many elements
 
-#: In-training random functions run through this: (function, args, kwargs, coordinates along split
-#: axes, placement). Set by globaltensor._ops.random.
+#: Random functions in training run through this function, set by globaltensor._ops.random. Its
+#: arguments: (function, args, kwargs, coordinates along split axes, placement).
 RANDOM: list[Callable[..., Any]] = []
 
 
 def describe_call(func: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """``add(f32[4, 4] S(0), f32[4, 4] B)``: a call as error messages show it."""
+    """Return a call as error messages show it: ``add(f32[4, 4] S(0), f32[4, 4] B)``."""
     shown = [
         repr(t._spec) if isinstance(t, GlobalTensor) else f"plain {list(t.shape)}" for t in tensors
     ]
@@ -102,11 +103,11 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
     )
 
 
-# ------------------------------------------------------------------------------- trees of arguments
+# ----------------------------------------------------------------------------- pytrees of arguments
 
 
 def is_index_scalar(t: torch.Tensor) -> bool:
-    """Whether a tensor may stand for a whole number: a size, an index, a dim."""
+    """Return True if a tensor may represent a whole number: a size, an index, a dim."""
     return (
         not t.dim()
         and not t.is_floating_point()
@@ -116,8 +117,9 @@ def is_index_scalar(t: torch.Tensor) -> bool:
 
 
 def with_index_scalars(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` with whole numbers in place of the tensors that stand for them, the first
-    operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
+    """Call ``func`` with numbers in place of all integer scalar tensors but the first operand.
+
+    Examples are ``x.view(n, -1)`` and ``x.narrow(0, 0, n)``."""
     found = tensors_in(kwargs, tensors_in(args, []))
     these = iter([t.item() if i and is_index_scalar(t) else t for i, t in enumerate(found)])
     return func(*replaced(args, these), **replaced(kwargs, these))
@@ -133,11 +135,11 @@ def as_on_one_device(
     kwargs: dict[str, Any],
     locals_: Sequence[torch.Tensor] = (),
 ) -> Exception | None:
-    """Return what PyTorch raises of a call on one device, where indices are out of range: a part
-    has told it in the numbers of the part.
+    """Return PyTorch's error for the call on one device, where indices are out of range.
 
-    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is
-    wrong can't be told here.
+    The error of a local call has the numbers of the local tensor. ``locals_``: operands as they
+    were boxed for the call. Returns None if the call has no indices, or if the cause cannot be
+    found here.
     """
     tensors = tensors_in(kwargs, tensors_in(args, []))
     if (
@@ -176,7 +178,7 @@ def _may_be_index(t: torch.Tensor) -> bool:
 
 
 def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an operand if this rank has the whole of it, else zeros of its shape."""
+    """Return a copy of an operand if this rank has its full value, else zeros of its shape."""
     here = part._local if isinstance(part, GlobalTensor) else part
     partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
     return (
@@ -189,16 +191,18 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 # -------------------------------------------------------------------------------------------- plans
 
 
-_MAX_CACHED_DIGESTS = 64  # of one plan
+_MAX_CACHED_DIGESTS = 64  # per plan
 
 
 def _not_recorded(digest: bytes) -> None:
-    """Of a plan that is part of another one, which is recorded."""
+    """Record nothing: the plan is part of another plan, which is recorded."""
 
 
 class CallPlan:
-    """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat:
-    done inline by ``call``."""
+    """The actions for one key of the plan cache.
+
+    If ``direct`` is True, operands need no boxing, the result is one tensor and arguments are flat.
+    Then ``call`` runs the plan inline."""
 
     __slots__ = (
         "device",
@@ -216,19 +220,17 @@ class CallPlan:
     )
 
     def __init__(self) -> None:
-        self.digest = (
-            b""  # of the call, as `record`, which adds it to what this rank has run, takes it
-        )
-        self.digests: dict[
-            Any, bytes
-        ] = {}  # number that the plan does not depend on -> digest of the call with it
+        # digest of the call, as `record` adds it to the history of this rank
+        self.digest = b""
+        # number that the plan does not depend on -> digest of the call with it
+        self.digests: dict[Any, bytes] = {}
         self.record: Callable[[bytes], None] = _not_recorded
         self.direct = self.view = False
-        # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling
-        # takes a third of making it
+        # True if the result has the default dtype and is on the cpu. A wrapper has these unless
+        # they are passed, and passing them takes a third of making the wrapper.
         self.usual = False
-        # a view function that picks from a split dim: the owner contributes it, so the result is a
-        # copy
+        # True for a view function that picks from a split dim: the owner contributes the data, so
+        # the result is a copy.
         self.picks = False
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None
@@ -237,8 +239,9 @@ class CallPlan:
         self.device: torch.device | None = None
 
     def digest_with(self, number: Any) -> bytes:
-        """Return the digest of a call with this number, and cache it: a training step uses the same
-        numbers again. The digest of 0.0 and -0.0 is the same."""
+        """Return the digest of a call with this number, and cache it.
+
+        A training step uses the same numbers again. The digest of 0.0 and -0.0 is the same."""
         if len(self.digests) >= _MAX_CACHED_DIGESTS:
             self.digests.clear()
         found = self.digests[number] = self.digest + repr(number).encode()
@@ -249,8 +252,10 @@ class CallPlan:
 
 
 class RecoverArgsPlan(CallPlan):
-    """For functions of torch that forget an argument on the way here: ``again`` with it, where it
-    was given, else the plan for the call without."""
+    """A plan for torch functions that drop an argument before ``__torch_function__``.
+
+    If the dropped argument was passed, call ``again`` with it. Otherwise run the plan for the call
+    without this argument."""
 
     __slots__ = ("again", "usual")
 
@@ -264,9 +269,11 @@ class RecoverArgsPlan(CallPlan):
 
 
 class DefaultDtypePlan(CallPlan):
-    """For results of the default dtype, from operands that have none such (whole numbers by whole
-    numbers): planned ``anew`` where another dtype has become the default. The key does not know of
-    it: every other call would pay for that."""
+    """A plan whose result has torch's default dtype, though no operand has a floating dtype.
+
+    An example is an integer divided by an integer. If the default dtype has changed, ``anew`` plans
+    the call again. The key of the plan cache does not contain the default dtype, because every
+    other call would pay for that."""
 
     __slots__ = ("anew", "default", "planned")
 
@@ -281,8 +288,9 @@ class DefaultDtypePlan(CallPlan):
 
 
 def has_default_dtype(found: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a plan's result may have the default dtype: it has one for broken numbers, and no
-    operand does."""
+    """Return True if a plan's result may have the default dtype.
+
+    This is so if a result has a floating or complex dtype and no operand has one."""
     outs = getattr(found, "outs", None) or [found.out]
     return any(o is not None and _broken(o.dtype) for o in outs) and not any(
         _broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, []))
@@ -294,7 +302,7 @@ def _broken(dtype: torch.dtype) -> bool:
 
 
 class ConstantPlan(CallPlan):
-    """The result is no tensor and follows from the specs alone."""
+    """A plan whose result is no tensor and follows from the specs alone."""
 
     __slots__ = ("value",)
 
@@ -307,7 +315,7 @@ class ConstantPlan(CallPlan):
 
 
 class DelegatePlan(CallPlan):
-    """Call another function with the same arguments: a composite of global ops, or a handler."""
+    """A plan that calls another function with the same arguments: a composite or a handler."""
 
     __slots__ = ("other",)
 
@@ -320,8 +328,10 @@ class DelegatePlan(CallPlan):
 
 
 class ReturnOperandPlan(CallPlan):
-    """Return operands themselves where the function does: results are numbered as `tensors_in`
-    does. ``inner``: what gives the other results, if any."""
+    """A plan that returns operands themselves where the function does.
+
+    Results are numbered as `tensors_in` numbers them. ``inner`` is the plan of the other results,
+    if any."""
 
     __slots__ = ("inner", "operands", "structure")
 
@@ -350,8 +360,9 @@ class ReturnOperandPlan(CallPlan):
 
 
 class RangeCheckedPlan(CallPlan):
-    """Look at operands that are indices, and of which every rank has all, before each takes its
-    part: so that all raise what is wrong, not its owner alone."""
+    """A plan that checks indices that every rank has in full, before any rank takes its shard.
+
+    So every rank raises for a bad index, not its owner alone."""
 
     __slots__ = ("inner", "ranges")
 
@@ -368,8 +379,9 @@ class RangeCheckedPlan(CallPlan):
 
 
 def check_range(index: torch.Tensor, allowed: Range) -> None:
-    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its
-    kernels do not wait for the numbers either."""
+    """Raise PyTorch's error for an index that is out of range.
+
+    On an accelerator do nothing: its kernels do not wait for the numbers either."""
     if index.device.type != "cpu" or not index.numel() or torch_private.is_fake(index):
         return
     lowest, highest = torch.aminmax(index)
@@ -383,7 +395,7 @@ def check_range(index: torch.Tensor, allowed: Range) -> None:
 
 
 class LocalPlan(CallPlan):
-    """Box the operands that need it, run on the local tensors, wrap the results."""
+    """A plan: box the operands that need it, run on the local tensors, wrap the results."""
 
     __slots__ = (
         "coordinates",
@@ -417,10 +429,10 @@ class LocalPlan(CallPlan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
-        self.structure: Any = None  # the results' nest, with meta tensors
+        self.structure: Any = None  # the pytree of the results, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operands' local tensors, boxed to where the op wants them."""
+        """Return the operands' local tensors, boxed to the layouts that the op needs."""
         if self.traffic and log.forbidden():
             for i, route in enumerate(self.routes):
                 if route is not None:
@@ -435,7 +447,8 @@ class LocalPlan(CallPlan):
                 if isinstance(t, GlobalTensor)
                 else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
             )
-            # What a view is taken of may be written into.
+            # The result of a view function may be written into, so its boxed base must not share
+            # memory.
             out.append(
                 local
                 if self.routes[i] is None
@@ -449,7 +462,7 @@ class LocalPlan(CallPlan):
         tensors = tensors_in(kwargs, tensors_in(args, []))
         locals_ = self.locals(tensors)
         if self.outside:
-            if self.random:  # the stream of random keys moves on here too
+            if self.random:  # the random stream advances here too
                 RANDOM[0](
                     lambda **k: None,
                     (),
@@ -459,9 +472,8 @@ class LocalPlan(CallPlan):
                 )
             result = nonmember_outputs(self.outs, locals_)
             if self.inplace:
-                if (
-                    result[0].requires_grad
-                ):  # without a graph (an optimizer's step) it stays the leaf that it is
+                # without an autograd graph (an optimizer's step) it stays the leaf that it is
+                if result[0].requires_grad:
                     tensors[0]._local = result[0]
                 return finish_inplace(tensors[0])
         else:
@@ -511,7 +523,7 @@ class LocalPlan(CallPlan):
         spec: Spec,
         call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
     ) -> GlobalTensor:
-        """The result of that number of a view function's call."""
+        """Wrap the ``i``-th result of a view function's call, and link it to its base."""
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):
@@ -522,7 +534,8 @@ class LocalPlan(CallPlan):
             return out
 
         index, places = args[1] if func is _GETITEM else None, repeat(_PLACE)
-        given, named = replaced(args, places), replaced(kwargs, places)  # the base is let go
+        # drop the references to the base
+        given, named = replaced(args, places), replaced(kwargs, places)
 
         def taken(source: Any) -> Any:
             these = iter([source, *others])
@@ -532,8 +545,9 @@ class LocalPlan(CallPlan):
 
 
 class StridedViewPlan(LocalPlan):
-    """A view function where parts may not tell how the whole is laid in memory: what one device
-    would have is noted, and decides (_tensor/strides.py)."""
+    """A plan of a view function whose local tensors may not determine the global memory order.
+
+    The plan notes the strides that one device would have, and these decide (_tensor/strides.py)."""
 
     __slots__ = ("decides", "known", "quick", "refuses", "rows")
 
@@ -541,17 +555,16 @@ class StridedViewPlan(LocalPlan):
         self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
     ) -> None:
         super().__init__(name, src, dst, outs)
-        self.known: dict[
-            Note, list[Note] | None
-        ] = {}  # by that of the base, those of the results; None: one device would copy
-        elsewhere = self.outside and not differ(
-            src[0].plain
-        )  # parts decide, on the ranks that have some
+        # note of the base -> notes of the results, or None if one device would copy
+        self.known: dict[Note, list[Note] | None] = {}
+        # the local tensors decide, on the ranks that have some
+        elsewhere = self.outside and not differ(src[0].plain)
         self.refuses = name in _REFUSED and not elsewhere
         self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        # the note that `base_note` returns in most cases
         self.rows = (
             Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
-        )  # as `base_note` has it, mostly
+        )
         self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -575,15 +588,15 @@ class StridedViewPlan(LocalPlan):
         return out
 
     def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the same for the first base that is laid so, and wherever something else than a view
-        of the part comes out."""
+        """Run the call on the general path.
+
+        It is for the first base with these strides, and for results that are no view of the local
+        tensor."""
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor) or others:
             return super().run(func, args, kwargs)
-        rest, named = (
-            replaced(args, repeat(_PLACE)),
-            replaced(kwargs, repeat(_PLACE)),
-        )  # the base is let go
+        # drop the references to the base
+        rest, named = replaced(args, repeat(_PLACE)), replaced(kwargs, repeat(_PLACE))
 
         def taken(x: Any) -> Any:
             these = iter([x])
@@ -604,8 +617,9 @@ class StridedViewPlan(LocalPlan):
     def _notes(
         self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]
     ) -> list[Note] | None:
-        """Return the notes of the results; None: one device would copy. Raises what torch raises of
-        strides that it refuses."""
+        """Return the notes of the results, or None if one device would copy.
+
+        Raises torch's error for strides that it refuses."""
         if laid not in self.known:
             exact = laid.exact and self.routes[0] is None and not self.picks
             strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
@@ -617,7 +631,7 @@ class StridedViewPlan(LocalPlan):
     def _of_copy(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor
     ) -> GlobalTensor:
-        """Run on a copy of the part that is laid row by row."""
+        """Run the call on a contiguous copy of the local tensor."""
         these = iter(
             [
                 GlobalTensor.wrap(
@@ -628,12 +642,14 @@ class StridedViewPlan(LocalPlan):
         out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
         if isinstance(out, RemoteView):
             out.cut()
-        out._memory = None  # nobody else has the copy
+        out._memory = None  # no other tensor shares the copy
         return out
 
 
 class LocalPlanList(CallPlan):
-    """Operands fit and stand in a list, the first argument (cat, stack); one tensor comes out."""
+    """A plan for operands that need no boxing in a list, the first argument (cat, stack).
+
+    The result is one tensor."""
 
     __slots__ = ()
 
@@ -654,7 +670,9 @@ class LocalPlanList(CallPlan):
 
 
 class InPlacePlan(CallPlan):
-    """Operands fit and stand flat among the arguments; the first one is written into."""
+    """A plan for an in-place call whose operands need no boxing and are flat among the arguments.
+
+    The first operand is the target."""
 
     __slots__ = ()
 
@@ -669,14 +687,13 @@ class InPlacePlan(CallPlan):
         (self.function or func)(*locals_, **kwargs)
         target = args[0]
         target._spec = self.out
-        if target._memory is not None:  # as moved.written does
+        if target._memory is not None:  # as `mark_written` does
             target._memory.writes += 1
         return target
 
 
 class LocalPlanMany(CallPlan):
-    """Operands fit and stand flat among the arguments; several tensors come out (split, chunk,
-    topk)."""
+    """A plan for flat operands that need no boxing, with several results (split, chunk, topk)."""
 
     __slots__ = ("kind", "outs")
 
@@ -709,8 +726,10 @@ class LocalPlanMany(CallPlan):
 
 
 def box_partial_target(name: str, target: GlobalTensor) -> None:
-    """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to
-    broadcast: ``name`` is about to write into it."""
+    """Box a partial in-place target (maximum, norm) to broadcast before ``name`` writes to it.
+
+    Raises InplaceError if the user chose its sbp, if it has aliases, or if it is a leaf that
+    requires grad."""
     if (
         target._pinned
         or has_aliases(target)
@@ -727,15 +746,18 @@ def box_partial_target(name: str, target: GlobalTensor) -> None:
 
 
 def unpartial_norm_target(name: str, target: GlobalTensor) -> None:
-    """Norms of parts are never less than zero: a target that ops have left so is brought together,
-    as ``name`` is about to put any values into it."""
+    """Box a target that is partial as a norm to broadcast before ``name`` writes to it.
+
+    Local norms are never less than zero, but ``name`` may write any values."""
     if any(e.reduce.startswith("norm") for e in target._spec.layout):
         box_partial_target(name, target)
 
 
 class MoveTargetPlan(LocalPlan):
-    """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target
-    moves to where the op can work."""
+    """A plan for an in-place op whose target has become partial and cannot stay so.
+
+    The target is boxed to a layout in which the op can run. Raises InplaceError if the user chose
+    the target's sbp, or if it is a leaf that requires grad."""
 
     __slots__ = ()
 
@@ -744,18 +766,16 @@ class MoveTargetPlan(LocalPlan):
         target = tensors[0]
         if target._pinned or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
-        if has_aliases(target) or has_partial_alias(
-            target
-        ):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
+        # An alias of the target would not follow: write the result back in the partial layout.
+        if has_aliases(target) or has_partial_alias(target):
             return ReplicatedPlan(self.name, self.src, True).run(func, args, kwargs)
-        # The move is none of the program's doing: also where it writes without gradients, the
-        # values that move keep theirs.
+        # The program did not ask for this boxing. So also under no_grad, gradients of the boxed
+        # values are recorded.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
             locals_ = self.locals(tensors)
             if not self.outside:
-                locals_[0] = locals_[
-                    0
-                ].clone()  # what boxing gives may be a view, or part of a buffer
+                # the boxed tensor may be a view, or part of a buffer
+                locals_[0] = locals_[0].clone()
         if self.outside:
             target._local = nonmember_outputs(self.outs, locals_)[0]
         else:
@@ -767,8 +787,9 @@ class MoveTargetPlan(LocalPlan):
 
 
 class ReplicatedPlan(CallPlan):
-    """The broadcast fallback: every operand whole on every rank. For functions without a rule, and
-    for shapes that depend on data."""
+    """The broadcast fallback: every operand is replicated on every rank.
+
+    It runs functions without a rule, and calls whose result shapes depend on data."""
 
     __slots__ = ("inplace", "name", "placement", "src")
 
@@ -792,7 +813,7 @@ class ReplicatedPlan(CallPlan):
         inner = LocalPlan(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
-            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+            locals_[0] = locals_[0].clone()  # the boxed tensor may be a view, or part of a buffer
         out: Any = None
         if not inner.outside:
             these = iter(locals_)
@@ -805,8 +826,8 @@ class ReplicatedPlan(CallPlan):
                     and locals_[i]._version != version
                     and not (self.inplace and i == 0)
                 ):
-                    # running statistics, say: written into what was brought together, so the parts
-                    # get it too
+                    # The call wrote into a boxed copy (running statistics, for example): write the
+                    # values back to the operand's local tensor.
                     with torch.no_grad():
                         tensors[i]._local.copy_(
                             box(locals_[i], inner.dst[i], self.src[i], why=self.name)
@@ -830,8 +851,10 @@ class ReplicatedPlan(CallPlan):
 
 
 def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
-    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its
-    value where it is no tensor."""
+    """Send the result's structure, shapes and dtypes to the ranks outside the placement.
+
+    A result that is no tensor is sent by value. The call is collective over all ranks unless the
+    placement has all of them."""
     if len(placement.flat) == world().size:
         return out
     everyone = world().comm(tuple(range(world().size)))
@@ -845,7 +868,7 @@ def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Te
 
 
 def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
-    """Wrap what came out of whole operands, as `shared` gives it."""
+    """Wrap the result of replicated operands, in the form that `shared` returns."""
     whole = [broadcast] * placement.axes
     results = [(t, t._shape if outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
     return replaced(
@@ -860,7 +883,7 @@ def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
 
 
 class _Shape:
-    """A tensor's shape and dtype, as sent to ranks outside a placement."""
+    """A shape and dtype of a tensor, as sent to ranks outside a placement."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
@@ -878,17 +901,17 @@ def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
 
 
 class _NonMember(torch.autograd.Function):
-    """A rank outside the placement computes nothing, but its backward must pass the same boxings in
-    the same order as the others'."""
+    """An autograd placeholder on a rank outside the placement, which computes nothing.
+
+    Its backward joins the same boxings in the same order as that of the other ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
-        ctx.save_for_backward(
-            NOTHING
-        )  # a checkpoint computes its region again where ranks that compute do
+        # a checkpoint recomputes its region here when the ranks that compute do
+        ctx.save_for_backward(NOTHING)
         return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
@@ -907,8 +930,10 @@ class _NonMember(torch.autograd.Function):
 def nonmember_outputs(
     outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return what a rank outside the placement holds of a call's results: nothing, tied to the
-    operands where they have gradients."""
+    """Return the placeholders that a rank outside the placement holds for a call's results.
+
+    They are empty, and linked to the operands in the autograd graph where gradients are
+    recorded."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype

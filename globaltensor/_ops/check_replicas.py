@@ -1,5 +1,7 @@
-"""Compare replicas: where a layout is broadcast, ranks hold the same values, and only the program
-can have made them differ."""
+"""Compare replicas of tensors between ranks.
+
+Ranks of a broadcast layout hold the same values, and only the program can have made them differ.
+Users call `check_replicas`."""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ from ..sharding.spec import Spec
 
 __all__ = ["check_replicas", "replica_ranks"]
 
-_SHOWN = 8  # tensors, or ranks, that an error names
+_SHOWN = 8  # maximum number of tensors, or ranks, that an error names
 
 
 def replica_ranks(spec: Spec, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same part as ``rank``, itself among them, sorted; none outside
-    the placement.
+    """Return the sorted ranks that hold the same local tensor as ``rank``, with ``rank`` itself.
+
+    The result is empty outside the placement.
 
     >>> from globaltensor.sharding.placement import placement
     >>> from globaltensor.sbp import broadcast, split
@@ -42,13 +45,13 @@ def check_replicas(
     """Compare the replicas of tensors between ranks, bit by bit. Collective.
 
     ``targets``: modules (parameters and buffers), optimizers (their state), tensors, or iterables
-    of tensors; the same on every rank. A global tensor is compared along the axes on which it is
-    broadcast, a plain one between all ranks. Raises DivergenceError, on every rank, naming tensors
-    and ranks.
+    of tensors, the same on every rank. A global tensor is compared along the axes on which it is
+    broadcast. A plain tensor is compared between all ranks. Raises DivergenceError on every rank,
+    with the names of the tensors and ranks that differ.
 
     Ranks that run the same operations keep their replicas equal, and each collective compares the
-    operations; what writes into ``to_local()`` on one rank, or loads other files there, is seen
-    here. `flow.check_ranks` does the same for every operand.
+    operations. This check also finds writes into ``to_local()`` on one rank, or other files loaded
+    there. `flow.check_ranks` does the same for every operand.
 
     >>> import globaltensor as flow
     >>> check_replicas(torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
@@ -93,7 +96,7 @@ def _grouped(digests: dict[int, str], group: Iterable[int]) -> str:
 
 
 def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the targets by a name; each once."""
+    """Yield each tensor of the targets once, with a name."""
     seen: set[int] = set()
     for i, target in enumerate(targets):
         for name, tensor in _tensors(target, f"argument {i}"):
@@ -105,7 +108,7 @@ def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             ):
                 seen.add(id(tensor))
                 if isinstance(tensor, RemoteView):
-                    tensor._local  # noqa: B018 - it may have to be fetched, on all ranks
+                    tensor._local  # noqa: B018 - this may fetch the data, on all ranks
                 yield name, tensor
 
 

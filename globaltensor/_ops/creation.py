@@ -1,9 +1,12 @@
-"""Creation: torch's functions that make tensors, with ``placement=`` and ``sbp=``; their ``_like``
-forms and ``new_`` methods on global tensors.
+"""Creation of global tensors: torch's functions with ``placement=`` and ``sbp=``.
 
-Sizes are global. A rank makes its own part only, where the values allow (constants, eye, integer
-ranges); short tensors that are computed (linspace, windows) are computed whole on every rank, so
-that they are torch's to the bit. Without ``placement`` and ``sbp`` these are torch's own functions.
+Their ``_like`` forms and the ``new_`` methods of global tensors are here too. Users call them as
+`flow.ones`, `flow.rand` and so on, and the dispatcher calls `HANDLERS`.
+
+Sizes are global. A rank makes only its own local tensor, where the values allow this (constants,
+eye, integer ranges). Short tensors that are computed (linspace, windows) are computed in full on
+every rank, so that they equal torch's bit for bit. Without ``placement`` and ``sbp`` these are
+torch's own functions.
 """
 
 from __future__ import annotations
@@ -33,22 +36,23 @@ from . import random as draws
 from .call_plan import unpartial_norm_target
 from .random import RandomFill, draw_global, fill_local, part
 
-#: (placement, sbp) of what is created without saying so (utils/global_view.py).
+#: Default (placement, sbp) of tensors that are created without them (utils/global_view.py).
 GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar(
     "globaltensor_globally", default=(None, None)
 )
 
-#: Functions that take the values themselves.
+#: Functions that accept the values themselves.
 _OF_DATA: Final = ("tensor", "as_tensor")
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 
-# --------------------------------------------------------------------------------- this rank's part
+# ------------------------------------------------------------------------------------ local tensors
 
 
 def _constant(value: Callable[..., Tensor]) -> Make:
-    """A tensor whose part is made like the whole: ``value(shape, dtype=, device=)``, given the
-    call's further arguments."""
+    """Return a maker whose local tensor is made like the global one.
+
+    It calls ``value(shape, args, kwargs, dtype=, device=)`` with the call's arguments."""
 
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         rank = world().rank
@@ -79,7 +83,7 @@ def _full(
 
 
 def _whole(name: str) -> Make:
-    """Computed whole on every rank, which keeps its part."""
+    """Return a maker that computes the global tensor on every rank and keeps the rank's shard."""
 
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if spec.placement.coordinate(world().rank) is None:
@@ -103,8 +107,8 @@ def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     rank = world().rank
     numbers = [*args, *(kwargs[k] for k in ("start", "end", "step") if k in kwargs)]
-    # Only whole numbers are the same when counted from another start: torch's vectorised float
-    # ranges round by position.
+    # Only integers are the same when counted from another start: torch's vectorised float ranges
+    # round by position.
     if (
         spec.dtype.is_floating_point
         or not all(type(a) is int for a in numbers)
@@ -140,8 +144,9 @@ def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Ma
 
 
 def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RandomFill:
-    """randint(high, size), randint(low, high, size): the size comes last among the positional
-    ones."""
+    """Return the fill of randint(high, size) or randint(low, high, size).
+
+    The size is the last positional argument."""
     numbers = [a for a in args if not isinstance(a, (tuple, list))]  # a torch.Size is a tuple
     low = kwargs.get("low", numbers[0] if len(numbers) > 1 or ("high" in kwargs and numbers) else 0)
     return RandomFill(
@@ -178,7 +183,7 @@ _WINDOWS: Final = (
     "hann_window",
     "kaiser_window",
 )
-#: name -> how a rank makes its part
+#: name -> function that makes a rank's local tensor
 MAKE: Final[dict[str, Make]] = {
     "ones": _constant(lambda shape, a, k, **o: torch.ones(shape, **o)),
     "zeros": _constant(lambda shape, a, k, **o: torch.zeros(shape, **o)),
@@ -210,7 +215,7 @@ MAKE: Final[dict[str, Make]] = {
 
 
 def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
-    """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
+    """Raise PlacementError or SbpError if the arguments do not define one global tensor."""
     if placement is None:
         raise PlacementError(
             f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, "
@@ -236,7 +241,7 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
 
 
 def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
-    """Whether ``placement`` and ``sbp`` only say again how the tensor given as ``out`` lies."""
+    """Return True if ``placement`` and ``sbp`` are those that the tensor ``out`` has already."""
     return (
         isinstance(out, GlobalTensor)
         and out.placement == placement
@@ -246,8 +251,9 @@ def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
 
 
 def _numbers(value: Any) -> Any:
-    """The same nest of arguments with global tensors, which stand for numbers there, replaced by
-    their values. Collective."""
+    """Replace global tensors, which represent numbers in these arguments, by their values.
+
+    Returns the same pytree. Collective."""
     found = tensors_in(value, [])
     return (
         replaced(value, iter([t.item() if isinstance(t, GlobalTensor) else t for t in found]))
@@ -257,7 +263,9 @@ def _numbers(value: Any) -> Any:
 
 
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Torch's own function on the meta device: it checks the arguments and says shape and dtype."""
+    """Run torch's own function on the meta device.
+
+    It checks the arguments and infers shape and dtype."""
     return getattr(torch, name)(
         *args,
         **{
@@ -296,7 +304,7 @@ def _create(
 
 
 def _spelled(arguments: Any) -> str:
-    """The numbers among a call's arguments, which ranks compare."""
+    """Return the text of the numbers among a call's arguments, which ranks compare."""
     return repr(
         replaced(arguments, iter([None] * len(tensors_in(arguments, []))))
         if _plain_numbers(arguments)
@@ -315,7 +323,7 @@ def _plain_numbers(value: Any) -> bool:
 
 
 def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The result's shape and dtype, as a meta tensor."""
+    """Return a meta tensor with the result's shape and dtype."""
     if name == "normal" and any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
         mean, std = _argument(args, kwargs, 0, "mean"), _argument(args, kwargs, 1, "std", 1.0)
         return torch.normal(*(a.to("meta") if isinstance(a, Tensor) else a for a in (mean, std)))
@@ -332,8 +340,10 @@ def _of_global(
     pin_memory: bool = False,
     **where: Any,
 ) -> GlobalTensor:
-    """``tensor`` of a global tensor is a copy that is a leaf, ``as_tensor`` the tensor itself where
-    nothing changes; both stay where it lies unless told."""
+    """Create a tensor from a global one.
+
+    ``tensor`` returns a copy that is a leaf. ``as_tensor`` returns the tensor itself if nothing
+    changes. Both keep the placement and sbp of ``data`` unless others are passed."""
     placement, _ = _placed(name, data, where["placement"], {"device": device})
     x = to_global(data.detach().clone() if name == "tensor" else data, placement, where["sbp"])
     if not isinstance(dtype, (torch.dtype, type(None))):
@@ -426,15 +436,16 @@ def _like(
     placement: Any = None,
     sbp: Any = None,
 ) -> GlobalTensor:
-    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they
-    are given, and ``device`` another type of its ranks'."""
+    """Create a tensor with the shape and dtype of ``x``.
+
+    A global ``x`` also determines placement and sbp, unless they are passed. ``device`` then
+    selects another device type of the same ranks."""
     layout: Any = sbp
     if isinstance(x, GlobalTensor):
         if sbp is None and (placement is None or placement.axes == x._spec.placement.axes):
             layout = x._spec.layout
-            if any(
-                e.is_partial and e is not partial_sum for e in layout
-            ):  # ops leave maxima and norms of parts so; other values cannot all be one
+            # Ops produce partial maxima and norms. Other values cannot all be of that kind.
+            if any(e.is_partial and e is not partial_sum for e in layout):
                 layout = tuple([broadcast if e.is_partial else e for e in layout])
         placement, kwargs = _placed(name, x, placement, kwargs)
     check_whole(name, placement, layout, kwargs)
@@ -444,14 +455,15 @@ def _like(
         kwargs.pop("requires_grad", False),
     )
     if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:
-        spec = x._spec.replace(dtype=spec.dtype)  # stored as it is, too
+        spec = x._spec.replace(dtype=spec.dtype)  # the stored layout too
     base = name.removesuffix("_like")
     if (
         base in ("empty", "full", "ones", "zeros")
         and isinstance(x, GlobalTensor)
         and spec.replace(dtype=x.dtype) is x._spec
     ):
-        # Torch's own on the part keeps its strides, as optimizers like their state.
+        # Torch's own function on the local tensor preserves its strides, which optimizers want for
+        # their state.
         return _wrapped(
             draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec),
             spec,
@@ -470,16 +482,19 @@ def _like(
 
 
 def _same_type(device: Any, placement: Placement) -> bool:
-    """Models pass ``device=x.device`` on: that is no second opinion, as long as it is the
-    placement's type."""
+    """Return True if ``device`` agrees with the placement's device type, or is None.
+
+    Models pass ``device=x.device`` on, which does not conflict with a placement of that type."""
     return device is None or torch.device(device).type == placement.type
 
 
 def _placed(
     name: str, x: GlobalTensor, placement: Placement | None, kwargs: dict[str, Any]
 ) -> tuple[Placement, dict[str, Any]]:
-    """Where what is made like ``x`` lies, and the other arguments. As in ``x.to``, a device alone
-    says its type, the ranks stay."""
+    """Return the placement of a tensor made like ``x``, and the other arguments.
+
+    As in ``x.to``, a device alone selects its type, and the ranks remain the same. Raises
+    PlacementError if the device type differs from the placement's."""
     device = kwargs.get("device")
     if placement is None:
         placement = (
@@ -533,8 +548,11 @@ NEW: Final = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given. Of a plain ``x``
-    the sizes are global."""
+    """Create a tensor for ``x.new_ones(...)``.
+
+    It has the placement and dtype of ``x``, and is broadcast, unless others are passed.
+
+    If ``x`` is plain, global tensors among the arguments are sizes."""
     if not isinstance(x, GlobalTensor):
         return getattr(x, name)(*_numbers(args), **_numbers(kwargs))  # type: ignore[no-any-return]
     kwargs = dict(kwargs)
@@ -562,15 +580,16 @@ def _method(name: str) -> Callable[..., Any]:
     return new
 
 
+# Separate methods, because torch's parser would refuse placement= and sbp=.
 for _name in NEW:
-    setattr(
-        GlobalTensor, _name, _method(_name)
-    )  # methods of its own: torch's parser would refuse placement= and sbp=
+    setattr(GlobalTensor, _name, _method(_name))
 
 
 def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``. Without
-    ``out``: the sizes are, ``torch.zeros(n, 3)``."""
+    """Run a creation function with a global ``out=``, as in ``torch.eye(n, out=x)``.
+
+    The values are written in the layout of ``x``. Without ``out`` the sizes are global tensors, as
+    in ``torch.zeros(n, 3)``."""
     target = kwargs.get("out")
     if target is None:
         return func(*_numbers(args), **_numbers(kwargs))
@@ -588,11 +607,12 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.fill_(value)`` and ``x.zero_()``: every part is filled; on a partial_sum axis coordinate
-    0 holds the value, the others zeros."""
+    """Run ``x.fill_(value)`` or ``x.zero_()``: every local tensor is filled.
+
+    On a partial_sum axis coordinate 0 holds the value, the others hold zeros."""
     x = args[0]
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
-    if isinstance(value, Tensor):  # copy_ knows about gradients of the value
+    if isinstance(value, Tensor):  # copy_ computes gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
     unpartial_norm_target(func.__name__, x)
     x._local.fill_(value if draws.owns_value(x._spec) else 0)
@@ -608,7 +628,7 @@ def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
 
 
 #: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of
-#: tensors is random's; ``linspace`` between tensors has a rule.
+#: tensors is handled in random.py. ``linspace`` between tensors has a rule.
 HANDLERS: dict[Any, Handler] = {
     **{
         getattr(torch, n): _out

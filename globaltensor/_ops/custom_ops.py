@@ -1,7 +1,8 @@
-"""Operators that programs make with torch.library and that write into their arguments.
+"""Operators made with torch.library that write into their arguments.
 
-Such an operator runs on the local tensors, as any other does. What it has written into a copy that
-boxing made is boxed back; a plain tensor that it writes into has the whole result on every rank.
+_ops/plan_call.py and _ops/fallback.py plan such calls. An operator runs on the local tensors, as
+any other does. If it writes into a copy that boxing made, the values are boxed back. A plain tensor
+that it writes into has the full result on every rank.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
 def written_operands(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Return (the positions of the operands that an operator writes into, for each result that of
-    the operand that it is, or None).
+    """Return the operands that an operator writes into, and the operands that it returns.
 
-    Raises KernelError of PyTorch's own operators, which have functions above them.
+    The first tuple has the positions of the operands written into. The second has for each result
+    the position of the operand that it is, or None. Raises KernelError for PyTorch's own operators,
+    which have functions above them.
     """
     found = (
         torch_private.written_arguments(func, args, kwargs)
@@ -51,10 +53,10 @@ def written_operands(
 
 
 def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
-    """Leave an operator's rule only what is right for operands that it writes into.
+    """Restrict an operator's rule to layouts that are right for operands that it writes into.
 
-    A rank that holds a share of a factor would write its contribution alone into an operand without
-    that factor; and what is written is no partial sum.
+    A rank that holds a share of a factor would write only its contribution into an operand without
+    that factor. And the written values are no partial sum.
     """
     op.linear, op.addends = [], frozenset()
     for i in writes:
@@ -62,7 +64,7 @@ def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
 
 
 def needs_fake(func: Any) -> GlobalTensorError:
-    """Return the error that tells what the rule of an operator lacks."""
+    """Return the error for an operator whose rule lacks a function for fake tensors."""
     return GlobalTensorError(
         f"the rule of {func} can't be used: nobody knows the shape of its result without running "
         f"it. Add a function for fake tensors, which torch.compile "
@@ -73,11 +75,11 @@ def needs_fake(func: Any) -> GlobalTensorError:
 
 
 class Writing(LocalPlan):
-    """Box the operands, run on the local tensors, box back what was written into copies.
+    """A plan: box the operands, run on the local tensors, box back the written copies.
 
-    ``writes``: the positions of the operands written into; ``returns``: for each result the
-    position of the operand that it is, or None. Without a rule every operand is whole, and what
-    comes out is known once the operator has run.
+    ``writes``: the positions of the operands written into. ``returns``: for each result the
+    position of the operand that it is, or None. Without a rule every operand is replicated, and the
+    result's shapes are known after the operator has run.
     """
 
     __slots__ = ("returns", "ruled", "writes")
@@ -102,7 +104,7 @@ class Writing(LocalPlan):
         locals_ = self.locals(tensors)
         copied = [i for i in self.writes if not self._in_place(i, tensors[i])]
         for i in copied:
-            locals_[i] = locals_[i].clone()  # boxing may give a view
+            locals_[i] = locals_[i].clone()  # the boxed tensor may be a view
         out = None
         if not self.outside:
             these = iter(locals_)
@@ -112,7 +114,7 @@ class Writing(LocalPlan):
                 if self.function is None
                 else apply(self.function, new_args, new_kwargs)
             )
-        with torch.no_grad():  # as PyTorch has it: autograd does not see what an operator writes
+        with torch.no_grad():  # as in PyTorch: autograd does not see an operator's writes
             for i in self.writes:
                 if i in copied:
                     self._copy_back(tensors[i], locals_[i], self.dst[i])
@@ -146,7 +148,7 @@ class Writing(LocalPlan):
         )
 
     def _copy_back(self, t: torch.Tensor, local: torch.Tensor, spec: Spec) -> None:
-        """Copy what was written into a copy to where it belongs. Collective."""
+        """Copy the written copy back into its operand. Collective."""
         if isinstance(t, GlobalTensor):
             t.copy_(GlobalTensor.wrap(local, spec))
             return
@@ -159,7 +161,7 @@ class Writing(LocalPlan):
         note_replicated(t)
 
     def _with_arguments(self, made: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results with arguments of the call where these were returned."""
+        """Replace results that are arguments of the call by these arguments."""
         if all(i is None for i in self.returns):
             return made
         several = isinstance(made, tuple)

@@ -1,5 +1,7 @@
-"""A call on global tensors, in five steps: key, plan, box, run locally, wrap. The cached path is
-the product's hot loop."""
+"""Dispatch of calls on global tensors, in five steps: key, plan, box, run locally, wrap.
+
+PyTorch calls `dispatch` for every function of a GlobalTensor. The cached path is the library's hot
+loop."""
 
 from __future__ import annotations
 
@@ -32,30 +34,29 @@ from .rules.deferred_mean import materialize
 
 __all__ = ["HANDLERS", "dispatch", "fresh_plans"]
 
-#: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms
-#: above.
+#: Functions that need no plan: torch function -> handler(func, args, kwargs). Modules above this
+#: one add theirs.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-_MOST = 1 << 13  # plans kept; beyond that all are forgotten
+_MOST = 1 << 13  # if the cache has so many plans, it is cleared
 _make = torch_private.make_wrapper
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch_private.any_autocast
 _Size = torch.Size
 _NUMBERS = frozenset((int, float, bool))
 _APPLY = apply_plainly.__code__
-_DEEPEST = 16  # frames searched for the apply of a custom Function
+_DEEPEST = 16  # maximum number of frames searched for the apply of a custom Function
 
 
 class _Plans(threading.local):
-    """Plans hold this rank's shapes; simulated ranks are threads, so each thread has its own."""
+    """A plan cache for each thread: plans hold a rank's shapes, and simulated ranks are threads."""
 
     def __init__(self) -> None:
         self.derived = Derived()
-        self.plans: dict[tuple[Any, ...], CallPlan] = (
-            self.derived.found
-        )  # which costs a look less in `dispatch`
+        # an alias, which saves `dispatch` a look-up
+        self.plans: dict[tuple[Any, ...], CallPlan] = self.derived.found
 
     def use(self, derived: Derived) -> Derived:
-        """Look in ``derived`` from now on -> where it was looked before."""
+        """Switch to the cache ``derived`` and return the one used before."""
         before, self.derived, self.plans = self.derived, derived, derived.found
         return before
 
@@ -65,8 +66,10 @@ _cache = _Plans()
 
 @contextlib.contextmanager
 def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
-    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on,
-    none runs by the short way. ``plans``: those of another world, kept for the next time there."""
+    """Plan calls anew within the block, in a separate cache.
+
+    A graph recorder uses it, so that no call runs by the cached path. ``plans``: the cache to use,
+    which another world saves for its next use. Without it, the cache is dropped afterwards."""
     before = _cache.use(Derived() if plans is None else plans)
     try:
         yield
@@ -89,8 +92,9 @@ def dispatch(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure
-    (benchmarks/eager_overhead.py) before changing one."""
+    """Run a call, as the ``__torch_function__`` of GlobalTensor.
+
+    Every op pays for each line here: measure (benchmarks/eager_overhead.py) before changing one."""
     if not _grad_enabled():
         _refuse_in_function(args)
     handler = HANDLERS.get(func)
@@ -98,8 +102,8 @@ def dispatch(
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, autocast_state()]
     values: list[Any] = []  # the arguments, with local tensors
-    # the number that the plan does not depend on, for the history of operations; a tuple if there
-    # are several
+    # The number that the plan does not depend on, for the history of operations. It is a tuple if
+    # there are several.
     number: Any = None
     for a in args:
         t = type(a)
@@ -111,7 +115,7 @@ def dispatch(
             key.append(a._spec)
             values.append(a._local)
             continue
-        if t is int or t is float:  # equal numbers of both are other arguments
+        if t is int or t is float:  # an int and a float that are equal are different arguments
             key.append(t)
             if func in _SCALARS:
                 number = a if number is None else (number, a)
@@ -122,7 +126,7 @@ def dispatch(
             key.append(a)
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
-        elif t is list and func not in _SCALARS:  # what `_key` returns, without the cost of a call
+        elif t is list and func not in _SCALARS:  # the result of `_key`, without the cost of a call
             key.append((list, *[v._spec if type(v) in ORDINARY else _key(v, False) for v in a]))
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)
@@ -131,9 +135,8 @@ def dispatch(
             key.append(_key(a, free := func in _SCALARS))
             if free:
                 number = (number, _numbers_in(a))
-            if (
-                t is not list and type(a) in ORDINARY
-            ):  # by now: a quotient has been taken for its key
+            # `_key` has computed the quotient of a deferred mean: it is an ordinary tensor now.
+            if t is not list and type(a) in ORDINARY:
                 a = a._local
         values.append(a)
     if kwargs:
@@ -174,7 +177,7 @@ def dispatch(
     )
     wrapped._local = out
     wrapped._spec = found.out
-    if found.view:  # as moved.share does
+    if found.view:  # as `link_alias` does
         memory = args[0]._memory
         if memory is None:
             memory = args[0]._memory = AliasGroup()
@@ -189,11 +192,12 @@ _PLAIN = frozenset({int, type(None)})
 
 
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
-    """In the forward of a custom autograd.Function gradients are off, and its backward would see
-    parts as if they were whole: say so, at its first op."""
-    for (
-        a
-    ) in args:  # not a generator: it takes four times as long, and inference pays for it in each op
+    """Raise KernelError at the first op in the forward of a custom autograd.Function.
+
+    Gradients are off there, and the Function's backward would receive local tensors as if they were
+    global."""
+    # not a generator: it takes four times as long, and inference pays for it in each op
+    for a in args:
         if type(a) in ORDINARY and a._local.requires_grad:
             break
     else:
@@ -210,7 +214,7 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 def _plan_and_cache(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool
 ) -> CallPlan:
-    """No plan is kept for this call. Where an argument cannot be hashed it is planned each time."""
+    """Plan a call that is not in the cache, and cache the plan if all arguments can be hashed."""
     version = RULES.version
     found = plan_call(func, args, kwargs)
     if hashable and call_plan.has_default_dtype(found, args, kwargs):
@@ -230,11 +234,12 @@ def _plan_and_cache(
 
 def _text(func: Any, key: Sequence[Any]) -> str:
     """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``."""
+    # without the types of numbers, which precede the numbers in the key
     arguments = [
         v
         for v, after in zip(key[1:], [*key[2:], None], strict=True)
         if not (isinstance(v, type) and type(after) is v)
-    ]  # the type of what follows
+    ]
     return f"{name_of(func)}({', '.join(map(_spelled, arguments))})"
 
 
@@ -272,14 +277,15 @@ GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignme
 
 
 def _key(a: Any, free: bool) -> Any:
-    """A hashable stand-in for an argument: what of it may matter to the plan."""
+    """Return a hashable key of an argument: the properties that may matter to the plan."""
     t = type(a)
     if t is slice:
         start, stop, step = a.start, a.stop, a.step
         if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
             return (slice, start, stop, step)
         if any(isinstance(n, torch.Tensor) for n in (start, stop, step)):
-            return []  # its value decides the result's shape: no key, so it is planned each time
+            # its value decides the result's shape: no key, so the call is planned each time
+            return []
         return (slice, _key(start, free), _key(stop, free), _key(step, free))
     if t is float or t is int or t is complex:
         return t if free else (t, a)
@@ -292,9 +298,8 @@ def _key(a: Any, free: bool) -> Any:
     if isinstance(a, torch.Tensor):
         try:
             return (torch.Tensor, a.shape, a.dtype)
-        except (
-            RuntimeError
-        ):  # of a kind without a shape: no key, so it is planned each time, which refuses
+        # A kind without a shape has no key, so the call is planned each time, which refuses it.
+        except RuntimeError:
             return []
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])

@@ -1,5 +1,6 @@
-"""Calls beside the rules: functions without one run on whole tensors; results are copied into
-``out=`` and into plain targets."""
+"""Calls without a rule, on replicated operands, and calls with ``out=`` or plain targets.
+
+_ops/plan_call.py plans them. Results are copied into ``out=`` and into plain targets."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ _OVERWRITING = frozenset(
 def plan_without_rule(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallPlan:
-    """No rule: a Python function of torch runs through its own body; anything else runs on whole
+    """Return the plan of a call without a rule.
+
+    A Python function of torch runs through its own body. Any other function runs on replicated
     tensors, with one warning."""
     if (
         any(map(call_plan.is_index_scalar, tensors_in(kwargs, tensors_in(args, []))[1:]))
@@ -87,7 +90,7 @@ def plan_without_rule(
 def plan_on_whole(
     func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]
 ) -> CallPlan:
-    """Return the plan for an operator that writes into its arguments, with every operand whole."""
+    """Return the plan for an operator that writes into arguments: every operand is replicated."""
     plan = Writing.on_whole(name_of(func), specs)
     plan.writes, plan.returns = written
     return plan
@@ -112,12 +115,12 @@ def warn_without_rule(func: Any) -> None:
 def write_into_plain(
     func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an in-place op with global operands on a plain tensor, which all ranks have alike:
-    afterwards all have the whole result in it."""
+    """Run an in-place op with global operands on a plain tensor, which is the same on all ranks.
+
+    Afterwards the tensor has the full result on every rank."""
     target = args[0]
-    overwritten = (
-        name_of(func) in _OVERWRITING
-    )  # what it held before does not matter, or has never been written
+    # the previous contents do not matter, or have never been written
+    overwritten = name_of(func) in _OVERWRITING
     stand_in = global_copy(target, placement, f"target of {name_of(func)}", checked=not overwritten)
     result = func(stand_in, *args[1:], **kwargs)
     copy_back(target, stand_in)
@@ -127,8 +130,9 @@ def write_into_plain(
 def global_copy(
     plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True
 ) -> GlobalTensor:
-    """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place.
-    `copy_back` ends this."""
+    """Return a broadcast copy of a plain tensor, as the target of an in-place op in its place.
+
+    Call `copy_back` afterwards."""
     spec = operand_spec(plain, placement, purpose)
     return GlobalTensor.wrap(
         promote_plain_tensor(plain, spec, purpose, checked=checked).clone(), spec
@@ -136,15 +140,15 @@ def global_copy(
 
 
 def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
-    """Copy the whole value of a global tensor into a plain one on every rank, those outside the
-    placement included. Collective."""
+    """Copy the full value of a global tensor into a plain tensor on every rank. Collective.
+
+    Ranks outside the placement are included."""
     placement = written.placement
     whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
     here, inside = world(), placement.coordinate(world().rank) is not None
-    if here.size > len(
-        placement.flat
-    ):  # ranks outside have the plain tensor as well, and no part in its gradient
+    # Ranks outside have the plain tensor too, but no share of its gradient.
+    if here.size > len(placement.flat):
         sent_value = apply(
             sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {}
         )
@@ -154,8 +158,10 @@ def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
 
 
 def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what PyTorch raises of a call whose ``out=`` does not fit; InplaceError where a global
-    ``out`` would have to change its shape."""
+    """Raise PyTorch's own error for a call whose ``out=`` does not fit.
+
+    Raises InplaceError if a global ``out`` would have to change its shape, or cannot hold the
+    dtype."""
     rest = {name: a for name, a in kwargs.items() if name != "out"}
     operands, targets = tensors_in(rest, tensors_in(args, [])), tensors_in(kwargs["out"], [])
     where = next(
@@ -181,15 +187,16 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which "
                     f"can't be cast to it: give a wider one"
                 )
-    given = {
-        name: a for name, a in kwargs.items() if name != "device"
-    }  # the meta device's, for this
+    # the meta device replaces it for inference
+    given = {name: a for name, a in kwargs.items() if name != "device"}
     infer_outputs(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
 
 
 def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute, then copy into the tensors given as ``out``: into global ones in their layout, into
-    plain ones the whole result on every rank."""
+    """Compute a result and copy it into the tensors passed as ``out``.
+
+    Global targets receive it in their layout, plain targets the full value on every rank. Raises
+    RuntimeError if a target or result requires grad."""
     targets = tensors_in(kwargs.pop("out"), [])
     result = func(*args, **kwargs)
     values = tensors_in(result, [])
@@ -205,8 +212,7 @@ def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a result into a tensor given as ``out``, which takes the result's shape as PyTorch has
-    it."""
+    """Copy a result into a tensor passed as ``out``, resized to the result as in PyTorch."""
     if target.shape != value.shape:
         if target.numel():
             warnings.warn(
@@ -238,7 +244,7 @@ def rule(*args: Any, **kwargs: Any) -> Any:
 
 
 def check_target(target: Any) -> None:
-    """Raise GlobalTensorError of what a rule would never be found for."""
+    """Raise GlobalTensorError for a target whose rule would never be found."""
     if isinstance(target, str):
         if not spellings_of(target):
             raise GlobalTensorError(
@@ -257,7 +263,7 @@ def check_target(target: Any) -> None:
 
 
 def _asks_classes(function: Any) -> bool:
-    """Return True if a Python function asks the classes of its tensors whether they override it."""
+    """Return True if a Python function checks its tensors for ``__torch_function__`` overrides."""
     while function is not None:
         if (getattr(function, "__module__", None) or "").startswith("torch") or function in SEEN:
             return True

@@ -1,8 +1,8 @@
-"""Torch's flex_attention on global tensors: ranks compute their batch entries and heads; a split
-sequence is made whole first.
+"""Torch's flex_attention on global tensors.
 
-Torch compiles it as it stands, down to where no function is seen any more, so it is given local
-parts.
+Each rank computes its batch entries and heads. A split sequence is gathered first. PyTorch compiles
+flex_attention down to a level where no function call is visible any more, so it receives local
+tensors. Importing this module replaces torch's function.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _around(
 
 
 def _divides(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
-    """Whether an axis may split batch entries or heads: each rank gets some, and as many of the
-    queries as it has keys for."""
+    """Return True if an axis may split batch entries or heads.
+
+    Each rank must have some, and as many of the queries as it has keys for."""
     if not entry.is_split or entry.dim > 1 or entry.unit != 1:
         return False
     parts = math.prod(
@@ -68,8 +69,9 @@ def _divides(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
 
 
 def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
-    """A function of batch entry and head, from argument ``at`` on, that counts from those of this
-    rank."""
+    """Shift the batch and head indices that a function receives to those of this rank.
+
+    They are its arguments ``at`` and ``at + 1``."""
     b, h = first
     if function is None or not (b or h):
         return function
@@ -77,7 +79,7 @@ def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
 
 
 def _cut(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
-    """A block mask of this rank's batch entries and heads. A dim of 1 stands for all."""
+    """Return the block mask of this rank's batch entries and heads. A dim of size 1 covers all."""
     wide = mask.kv_num_blocks.shape[:2]
     rows = tuple(
         slice(None) if n == 1 else slice(a, a + m)
@@ -97,7 +99,7 @@ def _refused(*given: Any) -> None:
 
 
 def install() -> None:
-    """Let torch's flex_attention take global tensors."""
+    """Make torch's flex_attention accept global tensors."""
     torch_private.wrap_flex_attention(_around, _refused)
 
 

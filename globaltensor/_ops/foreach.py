@@ -1,5 +1,7 @@
-"""Functions over lists of tensors: torch's foreach and fused optimizer kernels, run on lists of
-local tensors at the speed of local ones."""
+"""Torch's foreach and fused optimizer kernels over lists of global tensors.
+
+The dispatcher calls them through `HANDLERS`. They run on lists of local tensors, at the speed of
+local kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from .shape_inference import infer_outputs
 __all__ = ["foreach", "foreach_norm"]
 
 
-#: The kernels over lists, each with the names of its lists, and which of these it writes into.
+#: The kernels over lists: the names of a kernel's lists, and whether it writes into each list.
 KERNELS = torch_private.list_functions()
 
 
@@ -39,8 +41,10 @@ def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel over lists, element by element: what stands at index i of each list is brought
-    to the layout of the first list's tensor."""
+    """Run a kernel over lists, element by element.
+
+    The tensors at index i of each list are boxed to the layout of the first list's tensor. Raises
+    RuntimeError if the lists differ in length."""
     name = name_of(func)
     writes = name.endswith("_")
     if kwargs:
@@ -58,7 +62,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(_apart(name, t) for t in first):
             return _one_by_one(func, args, kwargs, first)
         _writable(name, first)
-    # One number for all, such as a clipping factor.
+    # A single number for all tensors, such as a clipping factor.
     factor = next((a for a in (*args, *kwargs.values()) if isinstance(a, GlobalTensor)), None)
     specs = [_column_spec(name, column, factor, writes) for column in zip(*lists, strict=True)]
     if writes and (elsewhere := _elsewhere(func, args, kwargs, specs)):
@@ -110,8 +114,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
 ) -> None:
-    """Add the call to what this rank has run: its numbers, how many tensors, and how the first
-    global one is laid out."""
+    """Add the call to this rank's history.
+
+    The entry has the call's numbers, the tensor count and the first global tensor's layout."""
     target = next(
         (t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)), None
     )
@@ -128,7 +133,7 @@ def _record(
 def _positional(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move lists that were given by name to their positions."""
+    """Move lists that were passed by name to their positions."""
     for name in list(KERNELS[func])[len(args) :]:
         if name not in kwargs:
             break
@@ -139,21 +144,20 @@ def _positional(
 def _elsewhere(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]
 ) -> list[tuple[int, int]]:
-    """Return (list, element) of each tensor that is written into and does not lie as its column
-    does, a plain one among global ones first of all."""
+    """Return (list, element) of each written tensor whose layout differs from its column's.
+
+    A plain tensor in a column with a global one is such a tensor."""
     found = []
     for k, (name, writes) in enumerate(KERNELS[func].items()):
-        if (
-            not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None)
-        ):  # gradients are written into where they are unscaled
+        # gradients are written into where they are unscaled
+        if not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None):
             continue
         for i, (t, spec) in enumerate(zip(args[k], specs, strict=False)):
             if isinstance(t, GlobalTensor):
                 if k and t._spec is not spec and t.dim():
                     found.append((k, i))
-            elif spec is not None and (
-                k == 0 or t.dim()
-            ):  # a step counter, 0-dim in a later list, is every rank's own
+            # A step counter, 0-dim in a later list, belongs to each rank alone.
+            elif spec is not None and (k == 0 or t.dim()):
                 found.append((k, i))
     return found
 
@@ -165,8 +169,9 @@ def _into_copies(
     elsewhere: Sequence[tuple[int, int]],
     specs: Sequence[Any],
 ) -> Any:
-    """Run the kernel on copies that lie as their columns do, and copy these back. Afterwards every
-    rank has the whole result in a plain tensor."""
+    """Run the kernel on copies in the layouts of their columns, and copy the results back.
+
+    Afterwards a plain tensor has the full result on every rank."""
     lists: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in args]
     for k, i in elsewhere:
         t, spec = args[k][i], specs[i]
@@ -185,8 +190,10 @@ def _into_copies(
 
 
 def _apart(name: str, t: torch.Tensor) -> bool:
-    """Whether what is written into lies as parts of a sum and has to stay so: the user has said so,
-    or another tensor shows the same parts."""
+    """Return True if a target is partial and has to stay so.
+
+    This is so if the user chose its sbp, if another tensor shares its partial values, or if it is a
+    leaf that requires grad."""
     if (
         not name.startswith("_foreach_")
         or name == "_foreach_zero_"
@@ -201,20 +208,21 @@ def _apart(name: str, t: torch.Tensor) -> bool:
     )
 
 
-#: Names that the kernels have for what their methods call otherwise.
+#: Names of the kernels' arguments that differ from those of the methods.
 NAMES = {"scalars": "value", "weights": "weight", "tensors1": "end"}
 
 
 def _one_by_one(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
 ) -> Any:
-    """Those that have to stay parts of a sum by the method of the same name, which knows what is
-    linear; the others together."""
+    """Run the kernel where some targets have to stay partial.
+
+    These targets use the method of the same name, which knows what is linear. The others use the
+    kernel."""
     name = name_of(func).removeprefix("_foreach_")
     method = getattr(torch.Tensor, name, None)
-    ordinary = getattr(
-        torch, name.removesuffix("_"), None
-    )  # of the few that have no method which writes
+    # for the few functions that have no in-place method
+    ordinary = getattr(torch, name.removesuffix("_"), None)
     alone = [i for i, t in enumerate(first) if _apart(name_of(func), t)]
     together = [i for i in range(len(first)) if i not in alone]
     if name in ("addcmul_", "addcdiv_") and len(args) > 3:
@@ -245,8 +253,9 @@ def _one_by_one(
 
 
 def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
-    """As before any other in-place op: what cannot be written as it lies moves. Raises
-    InplaceError."""
+    """Box partial targets that cannot be written as they are, as before any other in-place op.
+
+    Raises InplaceError if a target cannot be boxed."""
     for t in targets:
         if (
             isinstance(t, GlobalTensor)
@@ -259,15 +268,17 @@ def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
 def _column_spec(
     name: str, column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool
 ) -> Spec | None:
-    """Return how the result lies of what stands at one index of each list: as the first global
-    tensor there. None where all is plain."""
+    """Return the spec of the result for the tensors at one index of each list.
+
+    It is the spec of the first global tensor there, or None if all are plain."""
     owner = next((t for t in column if isinstance(t, GlobalTensor)), factor)
     if owner is None:
         return None
     spec = owner._spec
     for t in column:
         if not isinstance(t, GlobalTensor) and kind_of(t) is not None:
-            operand_spec(t, spec.placement, f"an operand of {name}")  # refuses it, on every rank
+            # raises on every rank if the kind is not supported
+            operand_spec(t, spec.placement, f"an operand of {name}")
     for t in column:
         if not (isinstance(t, GlobalTensor) and t._spec is spec) and t.shape != spec.shape:
             spec = _broadcast(column, spec, writes)
@@ -278,8 +289,10 @@ def _column_spec(
 
 
 def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec:
-    """Return the result's spec where operands have several shapes: the same where its shape is the
-    result's, else broadcast. Raises torch's own error."""
+    """Return the result's spec where operands have several shapes.
+
+    The layout is the same if the shape is the result's, else broadcast. Raises torch's own
+    error."""
     shape = column[0].shape
     for other in column[1:]:
         pair = [
@@ -298,8 +311,7 @@ def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec
 
 
 def _aligned(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
-    """Return how an operand of that shape lies so that its parts broadcast against those of
-    ``spec``."""
+    """Return the layout in which an operand's local tensors broadcast against those of ``spec``."""
     if shape == spec.shape:
         return spec.layout
     more = spec.ndim - len(shape)
@@ -350,8 +362,9 @@ def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The norm of each tensor, left as partial norms: clip_grad_norm_ then needs one reduction for
-    all of them."""
+    """Return the norm of each tensor as a partial norm.
+
+    clip_grad_norm_ then needs one reduction for all of them."""
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     if (order not in (math.inf, -math.inf) and order <= 0) or not all(
@@ -373,9 +386,8 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
     parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
-    if math.isinf(
-        order
-    ):  # torch has no largest element of nothing: of a part that is none, what changes no other
+    # torch has no largest element of an empty tensor: use the neutral element for an empty shard
+    if math.isinf(order):
         parts = [
             t if t.numel() or not s.numel else t.new_full((1,), 0.0 if order > 0 else math.inf)
             for t, s in zip(parts, specs, strict=True)
@@ -402,7 +414,9 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _together(placements: Sequence[Placement]) -> Placement | None:
-    """The ranks of all, where tensors lie on several placements (pipeline stages)."""
+    """Return a placement of all ranks if there are several placements, as in pipeline stages.
+
+    Returns None if there is one."""
     if all(p is placements[0] for p in placements):
         return None
     return Placement(placements[0].type, sorted({r for p in placements for r in p.flat}))
@@ -411,8 +425,10 @@ def _together(placements: Sequence[Placement]) -> Placement | None:
 def _contribution(
     norm: torch.Tensor | None, spec: Spec, everyone: Placement, kind: Sbp
 ) -> GlobalTensor:
-    """A norm as what each rank of all placements adds to it: nothing where the tensor does not lie,
-    and once where ranks hold the same."""
+    """Return a norm as the contribution of each rank of all placements.
+
+    A rank outside the tensor's placement adds nothing, and one of several replicas adds the
+    norm."""
     where = spec.placement.coordinate(world().rank)
     made = Spec.make((), spec.dtype if norm is None else norm.dtype, everyone, [kind])
     if (
@@ -433,7 +449,7 @@ def _powsum(t: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -
     return (t if dtype is None else t.to(dtype)).abs().pow(ord).sum()
 
 
-#: What does not go element by element: of each tensor, or pair of tensors, this.
+#: The function for each tensor, or pair of tensors, of kernels that are not elementwise.
 SINGLY: dict[str, Callable[..., torch.Tensor]] = {
     "_foreach_max": torch.max,
     "_foreach_mm": torch.mm,
@@ -442,7 +458,7 @@ SINGLY: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The function of each tensor by itself."""
+    """Apply the function of `SINGLY` to each tensor separately."""
     lists = _lists(args)
     return tuple(
         SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs)

@@ -1,4 +1,6 @@
-"""Tensors by the old constructor, ``flow.Tensor(...)``, and what NumPy makes of global tensors."""
+"""The old constructors, as ``flow.Tensor(...)``, and results of NumPy functions.
+
+Users call the constructors. NumPy's results on a global tensor are wrapped as global tensors."""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ __all__ = [
 
 
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]
-    """Of `Tensor` and the typed constructors: what they make may be global; what they are, is
-    torch's class (``_of``)."""
+    """A metaclass of `Tensor` and the typed constructors.
+
+    Their calls may create global tensors. As classes they equal torch's own (``_of``)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return (
@@ -57,15 +60,19 @@ class _Kind(type(torch.Tensor)):  # type: ignore[misc]
 
 
 class Tensor(torch.Tensor, metaclass=_Kind):
-    """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3,
-    placement=p, sbp=s)``. Sizes, or data every rank has."""
+    """A ``torch.Tensor`` whose call also accepts ``placement`` and ``sbp``.
+
+    An example is ``flow.Tensor(2, 3, placement=p, sbp=s)``. The arguments are sizes, or data that
+    every rank has."""
 
     _of = torch.Tensor
 
 
 def _typed(dtype: torch.dtype, name: str) -> Any:
-    """``flow.FloatTensor`` and its kin: torch's own, which take ``placement`` and ``sbp`` too."""
-    # By this name x.type(flow.FloatTensor) knows it.
+    """Create a typed constructor such as ``flow.FloatTensor``.
+
+    It is torch's own, and also accepts ``placement`` and ``sbp``."""
+    # x.type(flow.FloatTensor) recognises the type by this name.
     return _Kind(
         f"torch.{name}",
         (torch.Tensor,),
@@ -116,22 +123,24 @@ def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs
 
 
 def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
-    """What NumPy computes from a global tensor, on every rank from the whole value, is broadcast on
-    its placement."""
+    """Wrap a result that NumPy computed from a global tensor: broadcast on its placement.
+
+    Every rank has computed it from the full value."""
     value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
     placement = x._spec.placement
     spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
     return GlobalTensor.wrap(promote_plain_tensor(value, spec, "NumPy"), spec)
 
 
-# NumPy passes more than torch's own takes
+# NumPy passes more arguments than torch's own method accepts.
 GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]
 HANDLERS[torch.Tensor.__array_wrap__] = lambda func, args, kwargs: _wrapped(*args, **kwargs)
 
 
 def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
-    """The operators for which torch itself takes an array: what it does on the meta device it does
-    not do here."""
+    """Redefine an operator that accepts a NumPy array in torch: ``compute`` runs for an array.
+
+    PyTorch's own operator fails for an array on the meta device."""
     of_tensors = RULES[operator]
 
     def describe(op: OpDescription, input: Any, other: Any) -> None:

@@ -32,17 +32,20 @@ def local_map(
     *,
     placement: Placement | None = None,
 ) -> Callable[..., Any]:
-    """A function of local tensors -> one of global tensors. For own kernels, custom
-    ``torch.autograd.Function``s, and code that knows its ranks.
+    """Turn a function of local tensors into a function of global tensors.
 
-    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each of them;
-    None: as they come), gives ``function`` this rank's parts, and wraps what it returns with
-    ``out_sbp`` (one, or one for each result). Gradients follow by duality: the gradient that
-    ``function`` gives to a broadcast input is summed over the ranks, that of a partial result is
-    whole on every rank. ``in_sbp`` may also have an entry for each tensor, the same on every rank
-    where it is not global (None: given as it is), or for each argument in order (None: not a
-    tensor). Raises SbpError where a number of sbp does not fit; ShapeError where the parts that
-    came back do not form a tensor.
+    Use it for own kernels, custom ``torch.autograd.Function``s, and code that knows its ranks.
+
+    The result accepts global tensors and boxes them to ``in_sbp``: one sbp, or one for each of
+    them. None leaves their layouts as they are. Then it calls ``function`` with this rank's local
+    tensors, and wraps the results with ``out_sbp``: one sbp, or one for each result. Gradients
+    follow by duality. The gradient that ``function`` returns for a broadcast input is summed over
+    the ranks. The gradient of a partial result is replicated on every rank.
+
+    ``in_sbp`` may also have an entry for each tensor, where a tensor that is not global is the same
+    on every rank (None: passed unchanged). Or it may have an entry for each argument in order
+    (None: not a tensor). Raises SbpError if the number of sbp does not fit, and ShapeError if the
+    local results do not form a tensor.
 
     >>> import torch
     >>> import globaltensor as flow
@@ -91,7 +94,7 @@ def local_map(
 def _asked(
     in_sbp: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], placement: Placement
 ) -> list[tuple[Sbp, ...] | None]:
-    """What each of the tensors is to lie as. None: as it does."""
+    """Return the layout for each of the tensors, or None for a tensor that is passed unchanged."""
     ours = [isinstance(t, GlobalTensor) for t in tensors]
     if (
         isinstance(in_sbp, (list, tuple))
@@ -137,19 +140,21 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
 
 
 def _watched(result: torch.Tensor) -> None:
-    """The function may use leaves of its own, or hook into tensors. The ranks do not know of one
-    another whether it has."""
+    """Watch a result for gradients that ``function`` may use in a way that ranks cannot know.
+
+    The function may use leaves of its own, or add hooks to tensors. Ranks do not know whether other
+    ranks do."""
     if result.requires_grad:
         observe_gradients(result)
     else:
-        Watcher(reducer().watchers)  # gone at once
+        Watcher(reducer().watchers)  # it is released at once
 
 
 def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     here = world()
     results = tensors_in(out, [])
-    # The ranks tell each other the shapes of their parts; those outside the placement learn the
-    # structure of the result too.
+    # The ranks exchange the shapes of their local results. Ranks outside the placement also receive
+    # the structure of the result.
     mine = (
         ([described(t) for t in results], replaced(out, iter([torch.empty(0)] * len(results))))
         if inside

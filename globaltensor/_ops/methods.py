@@ -1,5 +1,7 @@
-"""What a global tensor can do, and what plain tensors and modules gain: ``to_global``,
-``to_local``, reading values, casting, copying, pickling."""
+"""Methods of global tensors, and methods that plain tensors and modules gain.
+
+They are ``to_global``, ``to_local``, reading values, casting, copying and pickling. Users call them
+on tensors. Importing this module installs them."""
 
 from __future__ import annotations
 
@@ -69,15 +71,15 @@ __all__ = ["GlobalTensor", "gather_global_value", "install"]
 
 
 class _ToGlobal(torch.autograd.Function):
-    """Local parts become one global tensor. Backward: each part gets the gradient of what it stands
-    for."""
+    """A conversion of local tensors into one global tensor.
+
+    Backward: each local tensor receives the gradient of the values it contributed."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.spec, ctx.device = spec, local.device
-        return _equalised(
-            local.detach(), spec
-        ).detach()  # a view of the buffer it came in, which autograd would let nobody write into
+        # a view of a communication buffer: without detach, autograd would forbid to write into it
+        return _equalised(local.detach(), spec).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -87,8 +89,9 @@ class _ToGlobal(torch.autograd.Function):
 
 
 def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """On broadcast axes the first rank's data counts: send it to the others. On the meta device
-    nobody has any."""
+    """Send the first rank's data along broadcast axes: it is the value there.
+
+    Meta tensors have no data and are returned as they are."""
     axes = [] if local.is_meta else _held_alike(spec)
     return (
         world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0)
@@ -98,7 +101,7 @@ def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _held_alike(spec: Spec) -> list[int]:
-    """The axes along which several ranks hold the same data."""
+    """Return the axes along which several ranks hold the same data."""
     return (
         [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
         if spec.numel
@@ -115,13 +118,15 @@ def local_to_global(
     check_meta: bool = True,
     copy: bool = False,
 ) -> GlobalTensor:
-    """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the
-    placement must call too.
+    """Make a global tensor from each rank's local tensor.
 
-    Split: the parts are joined (their sizes must follow the balanced rule); broadcast: the first
-    rank's data; partial: the value is the sum of the parts. ``check_meta=False`` skips the exchange
-    of shapes: right only where every rank holds the same shape and dtype. Raises KindError and
-    ShapeError naming who holds what, SbpError, PlacementError.
+    Collective over all ranks of the world.
+
+    Ranks outside the placement must call too. The value depends on the sbp. Split: the local
+    tensors are joined, and their sizes must follow the balanced rule. Broadcast: the first rank's
+    data. Partial: the sum of the local tensors. ``check_meta=False`` skips the exchange of shapes,
+    which is right only if every rank holds the same shape and dtype. Raises KindError and
+    ShapeError with the ranks and what they hold, SbpError, and PlacementError.
     """
     if placement is None or sbp is None:
         missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
@@ -138,23 +143,23 @@ def local_to_global(
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
-        # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so
-        # that ranks agree on who has one.
+        # The result of `to_local` on this rank is a placeholder too. The gradient passes through
+        # it, so that ranks agree on which of them has one.
         kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         if not graph:
             return GlobalTensor.wrap(placeholder(spec), spec)
         nothing = self if kept else placeholder(spec).requires_grad_()
-        local = nothing.view_as(nothing).to(world().outside(placement.type))  # no leaf, as inside
+        # not a leaf, as inside the placement
+        local = nothing.view_as(nothing).to(world().outside(placement.type))
         reducer.observe_gradients(local)
         return GlobalTensor.wrap(local, spec)
     local = self.to(world().device(placement.type), copy=copy)
     told_alike = alike and len(placement.flat) == world().size and not differ(spec)
-    if (
-        not local.is_contiguous() and not told_alike
-    ):  # questions about layout in memory have one answer on all ranks
+    # questions about memory layout have one answer on all ranks
+    if not local.is_contiguous() and not told_alike:
         local = local.contiguous()
-    # a part that nobody else holds is a view of the local tensor, which autograd follows when
-    # either is written into
+    # A local tensor that no other rank holds is a view of the input. Autograd follows the view when
+    # either is written into.
     if graph:
         out = GlobalTensor.wrap(
             _ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec
@@ -175,9 +180,11 @@ def global_to_global(
     check_meta: bool = False,
     copy: bool = False,
 ) -> GlobalTensor:
-    """The same value on another placement or with another sbp. What is not given stays.
-    ``grad_sbp``: the sbp that the gradient is brought to on its way back (default: the dual of this
-    tensor's sbp). Collective. Raises SbpError, PlacementError."""
+    """Return the same value on another placement or with another sbp. Collective.
+
+    A placement or sbp that is not passed stays the same. ``grad_sbp``: the sbp to which the
+    gradient is boxed in backward (default: the dual of this tensor's sbp). Raises SbpError,
+    PlacementError."""
     src, shown = self._spec, self._spec.shown
     where = shown.placement if placement is None else placement
     check_placement(where)
@@ -200,9 +207,8 @@ def global_to_global(
     )
     if dst is shown and back is None:
         return self.clone() if copy else self
-    local = box(
-        self._local, src, dst, back, why="to_global", alias=False
-    )  # writing into the result must not reach this tensor
+    # without an alias, because a write into the result must not reach this tensor
+    local = box(self._local, src, dst, back, why="to_global", alias=False)
     if local is self._local:
         local = local.clone() if copy else local.view_as(local)
     out = GlobalTensor.wrap(local, dst)
@@ -211,8 +217,9 @@ def global_to_global(
 
 
 class _ToLocal(torch.autograd.Function):
-    """This rank's part as an ordinary tensor; its gradient comes back as a part with
-    ``grad_sbp``."""
+    """A conversion to the local tensor.
+
+    The gradient is a local tensor of a global one with ``grad_sbp``."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, grad: Spec, dual: Spec) -> torch.Tensor:
@@ -227,12 +234,13 @@ class _ToLocal(torch.autograd.Function):
 def tensor_to_local(
     self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False
 ) -> torch.Tensor:
-    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No
-    communication, save for a parameter that ZeRO keeps in shares, a view that had to move and whose
-    base was written into since, and, where `fuse_loss_count`, a mean loss before its backward pass.
-    ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual
-    of the sbp, so of a broadcast tensor they are summed; where every rank computes the same from
-    it, say ``grad_sbp=broadcast``.
+    """Return this rank's local tensor, an ordinary tensor. It is empty outside the placement.
+
+    The call does not communicate, with three exceptions. One is a parameter that ZeRO shards. One
+    is a view that needed communication and whose base was written into since. One is a mean loss
+    before its backward pass, with `fuse_loss_count`. ``grad_sbp``: the sbp of the gradients that
+    the ranks pass back. Its default is the dual of the sbp, so the gradients of a broadcast tensor
+    are summed. If every rank computes the same from the local tensor, pass ``grad_sbp=broadcast``.
     """
     self = parameter_gather.to_logical(self)
     local, dual = self._local, self._spec.dual()
@@ -273,8 +281,9 @@ def _renamed(old: str, new: str) -> property:
 
 
 def gather_global_value(x: GlobalTensor) -> torch.Tensor:
-    """The whole value as a plain CPU tensor, on every rank of the world. Collective. Raises
-    NotImplementedError, as torch does, on the meta device."""
+    """Return the full value as a plain CPU tensor on every rank of the world. Collective.
+
+    Raises NotImplementedError on the meta device, as torch does."""
     if x.is_meta:
         raise NotImplementedError(
             "Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values"
@@ -291,7 +300,9 @@ def gather_global_value(x: GlobalTensor) -> torch.Tensor:
 
 
 def numpy(self: GlobalTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
-    """The whole value as an array, on every rank of the world. Collective."""
+    """Return the full value as an array on every rank of the world. Collective.
+
+    Raises RuntimeError if the tensor requires grad, unless ``force``."""
     if self.requires_grad and not force and torch.is_grad_enabled():
         raise RuntimeError(
             "Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or "
@@ -354,8 +365,9 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
 
 
 def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
-    """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another
-    tensor, or both."""
+    """Convert as torch does: to a dtype, a device type, that of another tensor, or both.
+
+    A device type is "cpu" or "cuda": the placement's ranks stay the same."""
     if args and isinstance(args[0], type) and args[0] in SEEN_AS:
         return args[0](self)
     switches = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
@@ -412,10 +424,10 @@ def detach(self: GlobalTensor) -> GlobalTensor:
 
 
 def detach_(self: GlobalTensor) -> GlobalTensor:
-    """Take the tensor out of the graph.
+    """Detach the tensor from the graph in place.
 
-    Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged
-    for one that is not.
+    PyTorch detaches no view in place. A local tensor that is a view, for example of a communication
+    buffer, is replaced by one that is not.
     """
     if isinstance(self, RemoteView):
         self.detach_origin()
@@ -440,9 +452,8 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
     if torch_private.function_mode_on() or part_tells(self):
         local = self._local.contiguous(memory_format=memory_format)
-        if (
-            local is self._local and not torch_private.function_mode_on()
-        ):  # what a recorder sees must not depend on strides
+        # the graph that a recorder captures must not depend on strides
+        if local is self._local and not torch_private.function_mode_on():
             return self
         return GlobalTensor.wrap(local, self._spec)
     if is_contiguous(self, memory_format):
@@ -459,8 +470,9 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
-    """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole
-    value, the same on every rank."""
+    """Copy a tensor's value into this one, boxed to this one's sbp.
+
+    A plain tensor counts as the full value, the same on every rank."""
     unpartial_norm_target("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
@@ -482,7 +494,7 @@ def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def of_local(name: str) -> Callable[..., Any]:
-    """A question that the local part answers for the whole."""
+    """Return a method that answers for the global tensor by asking the local one."""
     method = getattr(torch.Tensor, name)
     return lambda self, *args, **kwargs: method(self._local, *args, **kwargs)
 
@@ -491,7 +503,7 @@ def of_local(name: str) -> Callable[..., Any]:
 
 
 def turned(name: str) -> Callable[..., GlobalTensor]:
-    """The in-place form of a view: the tensor itself takes the view's shape."""
+    """Return the in-place form of a view method: the tensor itself takes the view's shape."""
     view = getattr(torch.Tensor, name)
 
     def run(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
@@ -506,7 +518,7 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         forget_note(self)
         copy_noted_strides(out, self)
         if isinstance(out, RemoteView) and not alone:
-            self.__class__ = RemoteView  # type: ignore[assignment]  # of what it was
+            self.__class__ = RemoteView  # type: ignore[assignment]  # a view of its former value
             self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
         else:
             self._local = out._local
@@ -596,8 +608,7 @@ METHODS: dict[str, Any] = {
     **storage.METHODS,
 }  # fmt: skip
 
-#: Those that make or move tensors: a graph that is being captured sees them as it sees torch's
-#: functions.
+#: Methods that make or move tensors. A graph capture records them as it records torch's functions.
 RECORDED = {
     "to_global", "global_to_global", "to_local", "to", "type", "cpu", "cuda", "float", "double",
     "half", "bfloat16", "int", "long", "short", "char", "byte",
@@ -606,7 +617,7 @@ RECORDED = {
     *[f"{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")],
 }  # fmt: skip
 
-#: What ordinary tensors gain.
+#: Methods and properties that ordinary tensors gain.
 PLAIN: dict[str, Any] = {
     "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local,
     "is_global": property(lambda self: False),
@@ -619,7 +630,9 @@ PLAIN: dict[str, Any] = {
 
 
 def install() -> None:
-    """The one place where torch's classes are added to."""
+    """Add the methods to GlobalTensor and to torch.Tensor.
+
+    Only this function adds to torch's classes."""
     for name, value in METHODS.items():
         setattr(GlobalTensor, name, visible(value, name) if name in RECORDED else value)
     for name, value in PLAIN.items():
@@ -630,7 +643,7 @@ def install() -> None:
 
 
 def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``plain.to(global)``: as in PyTorch the dtype alone is taken over."""
+    """Run ``plain.to(global)``, which takes over only the dtype, as in PyTorch."""
     if isinstance(args[0], GlobalTensor):
         return GlobalTensor.to(*args, **kwargs)
     return args[0].to(
@@ -639,8 +652,10 @@ def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``plain.type_as(global)``: a global tensor as in OneFlow, of that dtype, placement and, where
-    the shape allows it, sbp. The plain one, alike on every rank, is the whole value."""
+    """Run ``plain.type_as(global)``, which returns a global tensor as in OneFlow.
+
+    It has the dtype and placement of the global one and, where the shape allows it, the sbp. The
+    plain tensor must be the same on every rank, and is the full value."""
     if isinstance(args[0], GlobalTensor):
         return GlobalTensor.type_as(*args, **kwargs)
     other = args[1] if len(args) > 1 else kwargs["other"]
@@ -648,15 +663,17 @@ def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A global tensor takes what a global one holds, wherever that lies (`contents.set_data`), and
-    stays tied, and known to its optimizer; from the meta device too, where torch makes new
-    parameters."""
+    """Return True if all tensors are global: a global tensor can take over the data of any other.
+
+    `set_data` replaces the data whatever the layouts, also from the meta device, where torch makes
+    new parameters. The tensor stays tied and known to its optimizer."""
     return all(isinstance(t, GlobalTensor) for t in args)
 
 
 def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank
-    holds whole. Others are gathered for each call anyhow."""
+    """Move a recurrent layer's weights into one piece of memory, as it wants them on a GPU.
+
+    This is done if every rank holds the full weights. Others are gathered for each call anyhow."""
     weights, *rest = args
     if not torch_private.recording.on and all(
         isinstance(w, GlobalTensor)
@@ -686,7 +703,7 @@ for _name in (
 HANDLERS.update(storage.HANDLERS)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
-for _name in ("is_contiguous", "stride"):  # torch names the method of the tensor's own class
+for _name in ("is_contiguous", "stride"):  # torch calls the method of the tensor's own class
     HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[METHODS[_name]] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(
@@ -695,7 +712,7 @@ HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(
 HANDLERS[torch_private.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[torch_private.may_take_data] = _may_take_data
 HANDLERS[torch.Tensor.to], HANDLERS[torch.Tensor.type_as] = _plain_to, _plain_type_as
-for _name in METHODS:  # called by way of the class: torch.Tensor.float(x)
+for _name in METHODS:  # for calls through the class: torch.Tensor.float(x)
     if (
         callable(METHODS[_name])
         and callable(getattr(torch.Tensor, _name, None))

@@ -1,5 +1,7 @@
-"""Metrics of the torchmetrics library that are fed global tensors: what they count is already that
-of the whole batch, and is not added up over ranks again."""
+"""Metrics of the torchmetrics library on global tensors.
+
+Their counts are already those of the global batch, so they must not be summed over ranks again. The
+package calls `install` on import."""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["install"]
 
-#: In a metric's ``__dict__``: True if its last update was given global tensors.
+#: Key in a metric's ``__dict__``: True if its last update received global tensors.
 _FED: Final = "_globaltensor_fed"
 
 
 def _change(home: Any) -> None:
-    """Change ``torchmetrics.metric.Metric``: ``update`` notes what it is given, and ``sync`` does
-    nothing after global tensors."""
+    """Patch ``torchmetrics.metric.Metric``.
+
+    ``update`` records whether it received global tensors, and ``sync`` then does nothing."""
     metric = home.Metric
     sync, wrap_update = metric.sync, getattr(metric, "_wrap_update", None)
-    if (
-        wrap_update is None
-    ):  # then the collectives refuse what would count twice (distributed/replicated_values.py)
+    # Without it, the collectives refuse to count twice (distributed/replicated_values.py).
+    if wrap_update is None:
         return
 
     @functools.wraps(wrap_update)

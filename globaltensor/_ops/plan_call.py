@@ -1,5 +1,6 @@
-"""What a cache miss does: from the rule of a function to the plan of a call. `dispatch` keeps the
-plan by the call's key."""
+"""Planning of calls: from the rule of a function to the plan of a call.
+
+`dispatch` calls `plan_call` on a cache miss, and caches the plan by the call's key."""
 
 from __future__ import annotations
 
@@ -75,12 +76,13 @@ def autocast_state() -> tuple[Any, ...]:
 
 class _Meeting(threading.local):
     where: Placement | None = None
-    models = 0  # in stages, that run
-    stages = 0  # that run, one within another
+    models = 0  # number of models in stages that run
+    stages = 0  # number of stages that run, one within another
 
 
-#: Where operands of several placements meet, while a model that is cut into stages runs: on the
-#: stage that runs, or has run last (graph/pipeline/split_model.py).
+#: The placement where operands of several placements are brought together, while a model cut into
+#: stages runs. It is that of the running stage, or of the last one that ran
+#: (graph/pipeline/split_model.py).
 stage_context = _Meeting()
 
 
@@ -111,10 +113,11 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
 
 
 def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
-    """Where operands of several placements meet if all of one placement are but single numbers,
-    which go anywhere (as torch lets them from device to device).
+    """Return the common placement if the operands on all other placements are 0-dim.
 
-    None: tensors with dims lie on several placements. Of numbers alone, all ranks that have some.
+    Such scalars may be moved freely, as torch allows between devices. Returns None if tensors with
+    dims have several placements. If all are scalars, returns a placement of all ranks that hold
+    one.
     """
     places = list(
         dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor))
@@ -138,7 +141,7 @@ def lies_at(t: torch.Tensor, where: Placement) -> bool:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function writes into its first argument, by its name."""
+    """Return True if a function writes into its first argument, judged by its name."""
     name = getattr(func, "__name__", "")
     return (
         name in ("__setitem__", "__set__")
@@ -148,8 +151,10 @@ def writes(func: Any) -> bool:
 
 
 def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with what lies elsewhere brought to where operands meet, with its sbp as it is
-    where that has as many axes. Raises PlacementError where nothing says where."""
+    """Call ``func`` with all operands boxed to their common placement.
+
+    An operand keeps its sbp if the placement has as many axes. Raises PlacementError if there is no
+    common placement."""
     tensors = tensors_in(kwargs, tensors_in(args, []))
     where = _common_placement(func, tensors)
     away = [isinstance(t, GlobalTensor) and t._spec.shown.placement is not where for t in tensors]
@@ -165,8 +170,9 @@ def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _with_scalars(
     func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``func`` with the numbers that lie elsewhere brought to ``where``: those that lie alike
-    together."""
+    """Call ``func`` with the scalars of other placements boxed to ``where``.
+
+    Scalars of one spec are boxed together."""
     tensors = tensors_in(kwargs, tensors_in(args, []))
     groups: dict[Spec, list[GlobalTensor]] = {}
     for t in tensors:
@@ -184,7 +190,7 @@ def _with_scalars(
 
 
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """A cache miss: find the rule, choose layouts, and freeze what to do."""
+    """Plan a call after a cache miss: find the rule, select layouts, and freeze the plan."""
     rule = rule_of(func, kwargs)
     kernel, written = torch_private.is_kernel(func), None
     if kernel:
@@ -221,9 +227,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         return plan_without_rule(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
         return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
-    taken = [
-        s.shown for s in specs
-    ]  # what is stored otherwise counts as what it is shown to be, but stays where it is stored
+    # A tensor that is stored in another layout is planned by its logical spec, but stays stored.
+    taken = [s.shown for s in specs]
     stored = specs[0] if rule.inplace and isinstance(specs[0], StorageSpec) else None
     if stored is not None:
         taken[0] = stored.plain
@@ -236,11 +241,11 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
     except RuntimeError:
-        # of shapes that do not fit, say: in the words of the function itself, if it refuses the
-        # call as well
+        # For example of shapes that do not fit. If the function itself refuses the call, its own
+        # error is raised.
         infer_outputs(func, specs, args, kwargs)
         raise
-    if op.composite is not None:  # before the meta run: what comes out may depend on data
+    if op.composite is not None:  # before the meta run, because the result may depend on data
         meta, structure = infer_outputs(func, specs, args, kwargs) if op.checked else (None, None)
         if (same := _same(func, rule, meta or (), args)) and None not in same:
             return ReturnOperandPlan(same, structure, None)
@@ -258,9 +263,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
             if written is None
             else plan_on_whole(func, specs, written)
         )
-    meta, structure = infer_outputs(
-        func, specs, args, kwargs
-    )  # a call that is wrong fails here, with torch's own error
+    # an invalid call fails here, with torch's own error
+    meta, structure = infer_outputs(func, specs, args, kwargs)
     if meta is None:
         if kernel and torch_private.is_custom(func):
             raise needs_fake(func)
@@ -290,14 +294,13 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
     if rule.inplace and outs[0].shape != specs[0].shape:
-        return ReplicatedPlan(name_of(func), specs, True)  # which says why it cannot be
+        return ReplicatedPlan(name_of(func), specs, True)  # its run raises the error
     choice = select_signature(op, outs, keep=0 if rule.inplace else None)
     kind: type[LocalPlan] = LocalPlan if written is None else Writing
     if choice is None:
+        # compute on replicated tensors and copy the target's shard back
         if not any(e.is_partial for e in specs[0].layout):
-            return ReplicatedPlan(
-                name_of(func), specs, True
-            )  # compute on whole tensors and bring the target's part back
+            return ReplicatedPlan(name_of(func), specs, True)
         choice, kind = select_signature(op, outs, alike=True), MoveTargetPlan
         if choice is None:
             return ReplicatedPlan(name_of(func), specs, True)
@@ -313,8 +316,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
 
 
 def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
-    """Return the operands that are indices, that every rank has whole, and of which each rank's
-    kernel will see a part."""
+    """Return the index operands of which every rank has the full value, but its kernel a shard."""
     if not isinstance(plan, LocalPlan) or torch_private.recording.on or not op.ranges:
         return []
     cut = [
@@ -328,10 +330,10 @@ def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
 def _same(
     func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]
 ) -> tuple[int | None, ...]:
-    """Return which operand each result is, for all calls that a plan is for.
+    """Return for each result the operand that it is, valid for all calls of the plan.
 
-    In-place functions see to that themselves, and functions of this library may give their operand
-    in another layout.
+    In-place functions handle this themselves. Functions of this library may return their operand in
+    another layout.
     """
     free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
     return (
@@ -342,7 +344,7 @@ def _same(
 
 
 def _is_ours(func: Any) -> bool:
-    """Return True of a function of this library."""
+    """Return True if a function belongs to this library."""
     return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
 
 
@@ -373,11 +375,12 @@ def _build_call_plan(
     rank = world().rank
     if not done.outside:
         if op.local is not None:
+            # The tensors that it makes beforehand are part of a recorded program too.
             with (
                 torch_private.real_tensors()
                 if torch_private.recording.on
                 else contextlib.nullcontext()
-            ):  # what it makes beforehand is for the program, too
+            ):
                 done.function = op.local(
                     LocalContext(rank, choice.ins, choice.outs, choice.factors, op)
                 )
@@ -391,7 +394,7 @@ def _build_call_plan(
         and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     )
     if torch_private.function_mode_on():
-        return done  # a recorder is at work: it wants to be asked at each step
+        return done  # a recorder is active and must see each step
     if (
         kind is not LocalPlan
         or done.outside
@@ -425,8 +428,7 @@ def _build_call_plan(
 
 
 def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
-    """Return True of a view function whose parts may not tell how the whole results are laid in
-    memory."""
+    """Return True if local tensors may not determine the memory order of a view's results."""
     if base.placement.coordinate(world().rank) is None or any(
         differ(s.plain) for s in (base, *outs)
     ):
@@ -435,7 +437,7 @@ def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structur
 
 
 def _is_list(args: tuple[Any, ...]) -> bool:
-    """Whether all tensors are in the first argument, a list of global ones."""
+    """Return True if all tensors are in the first argument, a list of global ones."""
     first = args[0] if args else None
     return (
         type(first) in (tuple, list)
@@ -452,8 +454,11 @@ def _as_autocast_would(
     kwargs: dict[str, Any],
     meta: Sequence[torch.Tensor],
 ) -> Callable[..., Any]:
-    """Autocast knows what it does to ``func``, not to the functions it is composed of: cast what
-    comes in to what ``func`` gives, and leave the rest alone."""
+    """Return a composite that casts as autocast casts for ``func``.
+
+    Autocast has a policy for ``func``, but not for the functions that ``composite`` calls. So the
+    inputs are cast to the dtype that ``func`` would return, and the composite runs with autocast
+    off."""
     kinds = [kind for kind, _ in autocast_state()]
 
     def off() -> contextlib.ExitStack:
@@ -465,7 +470,7 @@ def _as_autocast_would(
     try:
         with off():
             plain = [m.dtype for m in infer_outputs(func, specs, args, kwargs)[0] or ()]
-    except RuntimeError:  # operands of several dtypes, which autocast brings together
+    except RuntimeError:  # operands of several dtypes, which autocast unifies
         plain = []
     found = {m.dtype for m in meta}
     wanted = found.pop() if len(found) == 1 else None
@@ -474,7 +479,8 @@ def _as_autocast_would(
     elif plain == [m.dtype for m in meta] and any(
         s.dtype.is_floating_point and s.dtype.itemsize > wanted.itemsize for s in specs
     ):
-        wanted = None  # it takes them as they are, the running statistics of a batch norm say
+        # it accepts these dtypes as they are, such as the running statistics of a batch norm
+        wanted = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if wanted is not None:
@@ -492,8 +498,7 @@ def _as_autocast_would(
 
 
 def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
-    """A property of torch.Tensor that no rule knows: asked of the local tensor where it is no
-    tensor itself."""
+    """Return the plan of a torch.Tensor property without a rule, read from the local tensor."""
 
     def get(x: GlobalTensor) -> Any:
         value = func(x._local)

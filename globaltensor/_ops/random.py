@@ -1,15 +1,16 @@
-"""Randomness: the numbers a global tensor is filled with, and the streams that in-training
-randomness (dropout) draws from.
+"""Randomness: the fills of global tensors, and the streams of random ops in training (dropout).
 
-Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own part. So a
-tensor holds the numbers that one device would draw, whatever its placement and sbp, and the
-generator ends where one device would leave it, on every rank.
+The dispatcher calls `HANDLERS`, and plans of random ops call `run`.
 
-In training: an op draws from a stream of its own, seeded from the *key* and from where the rank
-stands along the axes that split the result. The key is the seed field of torch's CPU generator,
-advanced by each such op. So ``torch.manual_seed`` resets it, ``get_rng_state``, ``fork_rng`` and
-``torch.utils.checkpoint`` carry it, and plain draws leave it alone: ranks that drew different
-numbers of their own still agree on a mask.
+Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own shard. So a
+tensor holds the numbers that one device would draw, whatever its placement and sbp. The generator
+ends in the state that it would have on one device, on every rank.
+
+In training: an op draws from a stream of its own. Its seed depends on the *key* and on the rank's
+coordinates along the axes that split the result. The key is the seed field of torch's CPU
+generator, advanced by each such op. So ``torch.manual_seed`` resets the key, and ``get_rng_state``,
+``fork_rng`` and ``torch.utils.checkpoint`` save and restore it. Plain draws leave the key
+unchanged: ranks that drew different numbers of their own still agree on a mask.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ __all__ = [
     "zero_unless_owner",
 ]
 
-#: Elements drawn at a time. A multiple of 16, because torch makes normal numbers in groups of 16.
+#: Elements drawn at once. A multiple of 16, because torch makes normal numbers in groups of 16.
 BLOCK: Final = 1 << 16
 _GROUP: Final = 16
 _MASK: Final = (1 << 64) - 1
 _STEP: Final = 0x9E3779B97F4A7C15  # splitmix64's increment: odd, so the key visits all 2^64 values
-_write_seed = Struct(
-    "=Q"
-).pack_into  # the state of a generator begins with its seed, in the machine's byte order
+# the state of a generator begins with its seed, in the machine's byte order
+_write_seed = Struct("=Q").pack_into
 
 # ------------------------------------------------------------------------------------------ streams
 
 
 def splitmix64(z: int) -> int:
-    """splitmix64's finaliser: 64 bits that look unrelated for neighbouring ``z`` (Steele, Lea,
-    Flood 2014)."""
+    """Return splitmix64's finaliser of ``z``: 64 bits that look unrelated for neighbouring ``z``.
+
+    Source: Steele, Lea, Flood 2014."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
@@ -84,10 +85,11 @@ def run(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` on local tensors, drawing from the op's own stream.
 
-    ``coordinate``: where this rank stands along the axes that split the result, 0 along the others:
-    equal coordinates draw equal numbers. A ``generator=`` among ``kwargs`` takes the place of the
-    default one: its seed is the key. Its state is as before afterwards, with the key advanced. The
-    ranks of ``placement`` compare their keys: they must draw from one seed.
+    ``coordinate``: this rank's coordinates along the axes that split the result, and 0 along the
+    others. Equal coordinates draw equal numbers. A ``generator=`` among ``kwargs`` replaces the
+    default one, and its seed is the key. Afterwards the generator has its previous state, with the
+    key advanced. The ranks of ``placement`` compare their keys, because they must draw from one
+    seed.
     """
     if torch_private.function_mode_on():
         return shown(run, function, args, kwargs, coordinate)
@@ -116,8 +118,8 @@ def _run(
     for c in coordinate:
         seed = splitmix64(seed + c + 1 & _MASK)
     device = _device_of(args)
-    # The numbers on an accelerator come from its own generator, but the key is the CPU's: one key
-    # for every rank, whatever its device.
+    # The numbers on an accelerator are drawn from its own generator, but the key is the CPU's. So
+    # every rank has one key, whatever its device.
     other = (
         _accelerator(device)
         if generator is torch.default_generator and device.type != "cpu"
@@ -141,9 +143,10 @@ _seed_at_import = torch.initial_seed()
 
 
 def agree_on_seed() -> None:
-    """Let all ranks draw the numbers of the first one where the program has not seeded: torch seeds
-    every process otherwise. The first draw of a world for global tensors does so. Collective, once;
-    all ranks of the world draw, or skip, at the same points."""
+    """Give all ranks the first rank's seed if the program has set none. Collective, once.
+
+    PyTorch seeds every process differently. The first draw of a world for global tensors calls
+    this. All ranks of the world draw, or skip, at the same points."""
     here = world()
     if here.seed_agreed or not here.compares or isinstance(here, SimulatedWorld):
         return
@@ -154,13 +157,14 @@ def agree_on_seed() -> None:
     )
     if len({seed for seed, _ in told}) > 1 and all(fresh for _, fresh in told):
         state = everyone.broadcast(torch.default_generator.get_state(), 0)
-        torch.manual_seed(told[0][0])  # of accelerators, too
+        torch.manual_seed(told[0][0])  # of accelerators too
         torch.default_generator.set_state(state)
 
 
 def reserve_keys(count: int) -> int:
-    """Take the keys of the next ``count`` draws from torch's generator, for `run_with_key`: the
-    first of them. Every rank takes them at the same point."""
+    """Reserve the keys of the next ``count`` draws for `run_with_key`, and return the first.
+
+    Torch's generator advances past them. Every rank must reserve them at the same point."""
     agree_on_seed()
     with _serialized(torch.device("cpu")):
         state = torch.default_generator.get_state()
@@ -178,8 +182,9 @@ def run_with_key(
     first: int,
     number: int,
 ) -> Any:
-    """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and
-    on whichever ranks: the generator stays as it is."""
+    """Run like `run`, but with key ``number`` of those reserved from ``first`` on.
+
+    The order and the ranks of these runs do not matter: the generator keeps its state."""
     with _one_at_a_time if isinstance(world(), SimulatedWorld) else nullcontext():
         state = torch.default_generator.get_state()
         was = state.clone()
@@ -192,8 +197,9 @@ def run_with_key(
 
 
 def advance_key(generator: torch.Generator | None = None) -> None:
-    """What a rank outside the placement does in place of ``run``: it draws nothing, but its key
-    advances with the others'."""
+    """Advance the key on a rank outside the placement, in place of ``run``.
+
+    The rank draws nothing, but its key stays equal to that of the others."""
     run(_nothing, (), {"generator": generator}, ())
 
 
@@ -209,7 +215,7 @@ def _device_of(args: Sequence[Any]) -> torch.device:
 
 
 def _accelerator(device: torch.device) -> torch.Generator | None:
-    """The default generator of a cuda device; other accelerators have none that is public."""
+    """Return the default generator of a cuda device, or None: others have no public one."""
     if device.type != "cuda":
         return None
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -225,8 +231,9 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def _serialized(device: torch.device) -> Iterator[None]:
-    """Simulated ranks are threads and share torch's generators: let them draw one after another,
-    each from the state that all came with."""
+    """Let simulated ranks draw one after another within the block, all from the same state.
+
+    Simulated ranks are threads and share torch's generators. Real ranks are not affected."""
     here = world()
     if not isinstance(here, SimulatedWorld) or here.size == 1:
         yield
@@ -234,7 +241,7 @@ def _serialized(device: torch.device) -> Iterator[None]:
     accelerator = _accelerator(device)
     generators = [torch.default_generator, *([] if accelerator is None else [accelerator])]
     everyone = here.comm(tuple(range(here.size)))
-    everyone.all_gather_object(None)  # from here on nobody is still drawing or seeding for itself
+    everyone.all_gather_object(None)  # after this, no rank is still drawing or seeding
     states = everyone.all_gather_object(
         [g.get_state() for g in generators] if here.rank == 0 else None
     )[0]
@@ -252,7 +259,7 @@ def _serialized(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RandomFill:
-    """One of torch's in-place random methods and its arguments: ``Fill("normal_", (0.0, 1.0))``."""
+    """A call of a torch in-place random method: ``RandomFill("normal_", (0.0, 1.0))``."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -265,7 +272,7 @@ class RandomFill:
         return out
 
     def in_blocks(self, dtype: torch.dtype) -> bool:
-        """Whether block after block gives the numbers of one draw, on this machine's CPU."""
+        """Return True if drawing in blocks gives the numbers of a single draw on this CPU."""
         return not any(
             isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())
         ) and _in_blocks(self.name, dtype)
@@ -273,8 +280,8 @@ class RandomFill:
 
 @lru_cache(maxsize=256)
 def _in_blocks(name: str, dtype: torch.dtype) -> bool:
-    # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and
-    # exponential_ seed a stream of their own once a call.
+    # This is measured, because it depends on the kernel. With MKL (Intel), bernoulli_ and
+    # exponential_ seed a stream of their own once per call.
     fill, n = (
         RandomFill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()),
         2 * BLOCK + 3,
@@ -288,8 +295,9 @@ def _in_blocks(name: str, dtype: torch.dtype) -> bool:
 
 
 def _blocks(n: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of each block of n elements; the last takes the rest, for fewer than 16
-    elements are drawn in another way."""
+    """Yield (start, length) of each block of n elements.
+
+    The last block has the rest, because fewer than 16 elements are drawn by another algorithm."""
     start = 0
     while n - start >= BLOCK + _GROUP:
         yield start, BLOCK
@@ -299,11 +307,11 @@ def _blocks(n: int) -> Iterator[tuple[int, int]]:
 
 @visible
 def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None = None) -> Tensor:
-    """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside
-    the placement.
+    """Return this rank's new local tensor of a tensor that ``fill`` fills.
 
-    Every rank of the world calls it, so that all generators move alike. Memory: the part and one
-    block; the whole where the kernel knows no blocks.
+    It is a placeholder outside the placement. Every rank of the world must call this, so that all
+    generators advance alike. Memory: the local tensor and one block, or the full tensor if the
+    kernel cannot draw in blocks.
     """
     rank, device = world().rank, _device(spec)
     inside = spec.placement.coordinate(rank) is not None
@@ -330,7 +338,7 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
 def draw_global(
     spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None
 ) -> Tensor:
-    """This rank's part of what ``whole()`` draws at once -> a local tensor of its own."""
+    """Return this rank's shard of the tensor that ``whole()`` draws at once."""
     device = _device(spec)
     if device is None:
         return placeholder(spec)
@@ -339,10 +347,10 @@ def draw_global(
 
 
 def part(whole: Tensor, spec: Spec) -> Tensor:
-    """This rank's part of a whole tensor that every rank holds; on a partial axis the value lies at
-    coordinate 0 and zeros elsewhere.
+    """Return this rank's shard of a tensor that every rank holds in full.
 
-    Shares no memory with ``whole`` unless it is all of it.
+    On a partial axis coordinate 0 holds the value and the others hold zeros. The result shares no
+    memory with ``whole`` unless it is all of it.
     """
     rank = world().rank
     if spec.placement.coordinate(rank) is None:
@@ -360,13 +368,14 @@ def part(whole: Tensor, spec: Spec) -> Tensor:
 
 
 def zero_unless_owner(local: Tensor, spec: Spec) -> Tensor:
-    """The part itself where this rank holds the value, zeros elsewhere."""
+    """Return the local tensor if this rank holds the value, else zeros."""
     return local if owns_value(spec) else torch.zeros_like(local)
 
 
 def owns_value(spec: Spec) -> bool:
-    """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds
-    up: coordinate 0 does, for the sum to be the value."""
+    """Return True if this rank holds the value along every axis that sums.
+
+    The value must be on one rank of such an axis, which is coordinate 0."""
     where = spec.placement.coordinate(world().rank) or ()
     return not any(
         c and e.is_partial and e.reduce not in ("max", "min")
@@ -377,8 +386,9 @@ def owns_value(spec: Spec) -> bool:
 def _place(
     block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor
 ) -> None:
-    """Copy what of ``block`` (the elements from ``start`` on of a row-major tensor of ``shape``)
-    falls into the box at ``offsets`` into ``out``."""
+    """Copy the elements of ``block`` that are in the box at ``offsets`` into ``out``.
+
+    ``block`` has the elements from ``start`` on of a row-major tensor of ``shape``."""
     if not out.numel():
         return
     row, first, n = math.prod(shape[1:]), offsets[0], len(block)
@@ -394,15 +404,16 @@ def _place(
         for dim in range(1, len(shape)):
             value = value.narrow(dim, offsets[dim], out.shape[dim])
         out[a - first : b - first].copy_(value)
-    if n > rows * row and first <= i + rows < first + len(
-        out
-    ):  # the beginning of a row that a later block ends
+    # the beginning of a row that a later block ends
+    if n > rows * row and first <= i + rows < first + len(out):
         _place(block[rows * row :], 0, shape[1:], offsets[1:], out[i + rows - first])
 
 
 def _device(spec: Spec) -> torch.device | None:
-    """Where this rank draws for ``spec``; None on a rank outside the placement that has no such
-    device, and so no generator to move."""
+    """Return the device on which this rank draws for ``spec``.
+
+    Returns None on a rank outside the placement without such a device: it has no generator to
+    advance."""
     try:
         return world().device(spec.placement.type)
     except WorldError:
@@ -413,8 +424,9 @@ def _device(spec: Spec) -> torch.device | None:
 
 @contextmanager
 def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
-    """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they
-    must draw one sequence."""
+    """Prepare the fill of a tensor of ``spec`` within the block.
+
+    The tensor's ranks compare the state of the generator, because they must draw one sequence."""
     if generator is None:
         agree_on_seed()
     with nullcontext() if generator is not None else _serialized(device):
@@ -443,7 +455,7 @@ FILLS: Final = (
 
 
 def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.normal_()`` and its kin on a global tensor: the numbers one device would draw."""
+    """Run ``x.normal_()`` and similar on a global tensor: the numbers are those of one device."""
     x, *rest = args
     kwargs = dict(kwargs)
     generator = kwargs.pop("generator", None)
@@ -468,8 +480,8 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             fill(local, generator)
     else:
         with torch.no_grad():
-            # In another order than row by row it takes the kernel that torch has for that, which
-            # knows no blocks.
+            # For an order that is not row-major, use torch's own kernel for it, which cannot draw
+            # in blocks.
             value = (
                 fill_local(spec, fill, generator)
                 if strides is None
@@ -477,9 +489,8 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                     spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator
                 )
             )
-        local.copy_(
-            value
-        )  # with gradients as they are: torch's own checks and its version counter apply
+        # with grad mode as it is, so that torch's own checks and its version counter apply
+        local.copy_(value)
     return finish_inplace(x)
 
 
@@ -488,8 +499,7 @@ def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tenso
 
 
 def _whole(name: str, value: Any, spec: Spec) -> Any:
-    """An argument as every rank needs it to draw the whole sequence: a global tensor of
-    probabilities becomes its whole value."""
+    """Replicate an argument: a global tensor of probabilities becomes its full value."""
     if not isinstance(value, GlobalTensor):
         return value
     if value._spec.placement is not spec.placement:
@@ -499,7 +509,7 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
             f"bring it there with to_global(placement={spec.placement!r})"
         )
     if spec.placement.coordinate(world().rank) is None:
-        # Any probability moves the generator alike.
+        # Any probability advances the generator by the same amount.
         return torch.full(value._spec.shape, 0.5, dtype=value._spec.dtype)
     return box(
         value._local.detach(), value._spec, value._spec.replicated(), why=f"argument of {name}"
@@ -507,8 +517,9 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
 
 
 def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.normal(mean, std)`` with a global mean or std: standard normal numbers, scaled and
-    shifted, as torch does it."""
+    """Run ``torch.normal(mean, std)`` with a global mean or std.
+
+    Standard normal numbers are scaled and shifted, as torch does."""
     kwargs = dict(kwargs)
     generator, out = kwargs.pop("generator", None), kwargs.pop("out", None)
     mean, std = (*args, *(kwargs[k] for k in ("mean", "std") if k in kwargs), 1.0)[:2]
@@ -522,9 +533,8 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out.normal_(mean, std, generator=generator)
     if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
         ones = [torch.ones((), dtype=v.dtype) if isinstance(v, Tensor) else v for v in (mean, std)]
-        torch.normal(
-            *ones, generator=torch.Generator()
-        )  # which torch's kernel refuses, in most dtypes
+        # torch's kernel refuses most of these dtypes
+        torch.normal(*ones, generator=torch.Generator())
     like: Any = (
         mean * std
         if isinstance(mean, Tensor) and isinstance(std, Tensor)

@@ -1,9 +1,9 @@
-"""Global tensors need every rank to run the same ops in the same order. ``check_ranks`` compares
-what the ranks do, and says where they went apart.
+"""``check_ranks``: compare the operations of ranks, and report where they diverge.
 
-Before each collective of global tensors its ranks tell each other what they have run so far and
-what the collective is for: by messages of one size, in a group of its own, so that ranks that do
-different things neither hang nor read each other's data as something else.
+Users call it. Global tensors need every rank to run the same ops in the same order. Before each
+collective of global tensors, its ranks exchange what they have run so far and the purpose of the
+collective. The messages have one size and a process group of their own. So ranks that do different
+things neither hang nor read each other's data as something else.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from .check_replicas import replica_ranks
 
 __all__ = ["check_ranks"]
 
-_BYTES: Final = 4096  # of a message
-_KEPT: Final = 12  # ops that a message tells of
-_TEXT: Final = 100  # characters of each
-_UNSEEN: Final = frozenset(
-    {"__get__", "detach", "to_local", "backward"}
-)  # they move nothing, or their collectives say it
+_BYTES: Final = 4096  # size of a message
+_KEPT: Final = 12  # maximum number of ops in a message
+_TEXT: Final = 100  # maximum number of characters per op
+# these communicate nothing, or their collectives are compared
+_UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})
 _serial = itertools.count()
 
 
@@ -54,21 +53,20 @@ class OpRecord(NamedTuple):
 
 
 class RankGuard(TorchFunctionMode):
-    """What this rank has run under the guard."""
+    """A record of the ops that this rank has run under the guard."""
 
     def __init__(self, here: World, name: str) -> None:
         super().__init__()
         self._world, self._name = here, name
         self._done: collections.deque[OpRecord] = collections.deque(maxlen=_KEPT)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
-        #: By the ranks that hold the same part: how many operands were seen, a digest of their
-        #: values, and the last ones by text.
+        #: For each group of ranks with the same local tensor: the number of operands seen, a digest
+        #: of their values, and the text of the last ones.
         self._replicas: dict[
             tuple[int, ...], tuple[int, bytes, collections.deque[tuple[str, str]]]
         ] = {}
-        self._seen: Any = (
-            WeakIdKeyDictionary()
-        )  # local tensor -> its version and the digest of its values then
+        # local tensor -> its version, and the digest of its values at that version
+        self._seen: Any = WeakIdKeyDictionary()
         self._now = ""
         self._busy = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -97,7 +95,7 @@ class RankGuard(TorchFunctionMode):
         return out
 
     def _see(self, name: str, operands: Sequence[GlobalTensor]) -> None:
-        """Remember the values of operands of which other ranks hold replicas."""
+        """Record the values of operands of which other ranks hold replicas."""
         for i, x in enumerate(operands):
             group = replica_ranks(x._spec, self._world.rank)
             local = x._local if len(group) > 1 and type(x) in ORDINARY else None
@@ -124,8 +122,9 @@ class RankGuard(TorchFunctionMode):
             )
 
     def meet(self, comm: Communicator, kind: str) -> None:
-        """Compare with the other ranks of a collective, before it. Raises WorldError where they
-        differ, or do not come."""
+        """Compare with the other ranks of a collective, before it runs.
+
+        Raises DivergenceError if they differ, and WorldError if a rank does not arrive."""
         if comm.size == 1 or self._busy:
             return
         self._busy = True
@@ -160,7 +159,8 @@ class RankGuard(TorchFunctionMode):
         finally:
             self._busy = False
         same = ("kind", "op", "n", "state")
-        first, reference = comm.ranks[0], told[0]  # all ranks compare alike, and so say the same
+        # all ranks compare with the same rank, so they raise the same error
+        first, reference = comm.ranks[0], told[0]
         for rank, other in zip(comm.ranks, told, strict=True):
             if any(other[key] != reference[key] for key in same):
                 self._world.forget()
@@ -202,7 +202,7 @@ class RankGuard(TorchFunctionMode):
             )
         return self._groups[ranks]
 
-    # Where each rank is, for those that wait for it
+    # The position of each rank, for the ranks that wait for it.
 
     def _say(self, mine: dict[str, Any]) -> None:
         torch_private.default_store().set(f"{self._name}/{self._world.rank}", _place(mine))
@@ -220,7 +220,7 @@ class RankGuard(TorchFunctionMode):
 
 
 def _message(mine: dict[str, Any]) -> bytes:
-    """A message of `_BYTES`; older ops are left out where it would be longer."""
+    """Return a message of `_BYTES`, without the oldest ops if it would be longer."""
     for drop in range(max(len(mine["done"]), len(mine["operands"])) + 1):
         text = json.dumps(
             {**mine, "done": mine["done"][drop:], "operands": mine["operands"][drop:]}
@@ -272,7 +272,7 @@ def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> s
 
 
 def _replicas_apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
-    """The error of ranks whose replicas hold other values."""
+    """Return the error text for ranks whose replicas hold different values."""
     pair = next(
         ((a, b) for a, b in zip(mine["operands"], other["operands"], strict=False) if a[0] != b[0]),
         None,
@@ -317,16 +317,17 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def check_ranks() -> Iterator[None]:
-    """Compare, within the block, what the ranks run on global tensors, and name both ranks,
-    operations and lines where they diverge.
+    """Compare what the ranks run within the block, and report operations that diverge.
 
-    Without it each collective compares a digest of what was run: ranks that diverge are told, but
-    not which operation it was. With it each collective costs a message more and each operation some
-    ten microseconds; every rank enters it. Compared are functions and methods with their scalar
-    arguments, the shape, dtype, placement and sbp of tensors, the values of operands that ranks
-    hold alike (broadcast), and the collectives, forward and backward. Raises DivergenceError, and
-    WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying where the
-    others were last.
+    Every rank must enter the block. Without it, each collective compares a digest of the operations
+    that were run. Ranks that diverge then get an error that does not name the operation. Within the
+    block the error names both ranks, operations and lines. Each collective costs a message more,
+    and each operation some ten microseconds.
+
+    The ranks compare functions and methods with their scalar arguments, and the shape, dtype,
+    placement and sbp of tensors. They also compare the values of replicated operands, and the
+    collectives, forward and backward. Raises DivergenceError. Raises WorldError if a rank does not
+    arrive within GLOBALTENSOR_TIMEOUT seconds, with the last positions of the other ranks.
 
     >>> import globaltensor as flow
     >>> with check_ranks():

@@ -1,5 +1,6 @@
-"""A call tried without its values: what comes out, or torch's own words where it refuses the
-call."""
+"""Shape inference: run a call on meta tensors to infer its outputs.
+
+The planner calls it. If the call is invalid, PyTorch's own error is raised."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from ..sharding.spec import Spec
 
 __all__ = ["check_dtypes", "infer_outputs", "memoized", "operands_among"]
 
-_MOST = 1 << 20  # elements of operands that a call is tried with
-_MOST_TRIED = 1 << 16  # elements of operands whose dtypes are tried as they are
+_MOST = 1 << 20  # a call runs on the CPU only if its operands have at most so many elements
+# dtypes are checked at the full shapes only if operands have at most so many elements
+_MOST_TRIED = 1 << 16
 _DTYPES = re.compile(
     r"dtype|scalar type|result type|Input type|data type|not implemented "
     r"for|complex|integral|floating"
 )
-_REMEMBERED = 1 << 13  # calls
+_REMEMBERED = 1 << 13  # maximum number of memoized calls
 
 Found = tuple[list[torch.Tensor] | None, Any]
 
@@ -39,8 +41,9 @@ _known = _Known()
 
 @contextlib.contextmanager
 def memoized(found: dict[Any, Found]) -> Iterator[None]:
-    """Inside, a call is tried once for operands of the same shapes, however they lie, and what came
-    out is kept in ``found``."""
+    """Memoize inferred outputs in ``found`` within the block.
+
+    A call is run once for operands of the same shapes and dtypes, whatever their layouts."""
     before, _known.found = _known.found, found
     try:
         yield
@@ -51,8 +54,9 @@ def memoized(found: dict[Any, Found]) -> Iterator[None]:
 def infer_outputs(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Found:
-    """Run the function on meta tensors of the global shapes -> (result tensors, result); None where
-    torch has no meta kernel for it."""
+    """Run the function on meta tensors of the global shapes and return (result tensors, result).
+
+    Returns (None, None) if torch has no meta kernel for it, or if the result depends on values."""
     known = _known.found
     if known is None or torch_private.any_autocast():
         return _tried(func, specs, args, kwargs)
@@ -65,7 +69,7 @@ def infer_outputs(
             torch.get_default_dtype(),
         )
         found = known.get(key)
-    except TypeError:  # of what cannot be hashed
+    except TypeError:  # the arguments cannot be hashed
         return _tried(func, specs, args, kwargs)
     if found is None:
         if len(known) >= _REMEMBERED:
@@ -75,7 +79,9 @@ def infer_outputs(
 
 
 def _spelled(value: Any) -> Any:
-    """A nest of arguments without its tensors, in which numbers of other types differ."""
+    """Return a key of a pytree of arguments, without the values of tensors.
+
+    Numbers of different types have different keys."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (tuple, list)):
@@ -115,7 +121,7 @@ def _tried(
             given = replaced((args, kwargs), these)
             out = func(*given[0], **given[1])
     except (RuntimeError, AssertionError) as error:
-        # There is no such kernel; or the result depends on values.
+        # There is no such kernel, or the result depends on values.
         if (
             isinstance(error, NotImplementedError)
             or "on meta tensors" in str(error)
@@ -124,12 +130,9 @@ def _tried(
             return None, None
         tried, own = _try_on_cpu(func, specs, args, kwargs)
         if tried and own is None and isinstance(error, AssertionError):
-            # the kernel for meta tensors takes less; where it refuses in words, the other may not
-            # look (attention: as many keys as values)
-            return (
-                None,
-                None,
-            )
+            # The meta kernel accepts less. If it refuses with an assertion, another device's
+            # kernel may accept the call (attention: as many keys as values).
+            return None, None
         raise own or (
             RuntimeError(str(error)) if isinstance(error, AssertionError) else error
         ) from None
@@ -144,11 +147,11 @@ def _tried(
 def check_dtypes(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise what PyTorch's kernel for the CPU raises of operands of these dtypes: kernels for meta
-    tensors, and functions that take its place, accept more.
+    """Raise the error of PyTorch's CPU kernel for operands of these dtypes.
 
-    The call is tried on zeros, of smaller shapes where the operands are large: other errors than
-    those of dtypes say nothing then.
+    Meta kernels, and functions that replace a kernel, accept more dtypes. The call is run on zeros,
+    with smaller shapes if the operands are large. Errors that are not about dtypes are ignored
+    then.
     """
     usual = {s.dtype for s in specs} in ({torch.float32}, {torch.float64})
     if (
@@ -162,7 +165,7 @@ def check_dtypes(
     shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            # What draws must not move the stream of random numbers on.
+            # A random function must not advance the random stream.
             modes = (
                 torch_private.without_function_modes(),
                 torch_private.unobserved(),
@@ -181,16 +184,18 @@ def check_dtypes(
 
 
 def operands_among(results: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-    """Return for each tensor that `infer_outputs` gave the position of the operand that it is, if
-    the function returns that itself."""
+    """Return for each result of `infer_outputs` the operand that it is, or None.
+
+    A function may return an operand itself."""
     return tuple(t.__dict__.get("operand") for t in results)
 
 
 def _try_on_cpu(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Exception | None]:
-    """(whether the call could be tried on one device, what was raised): kernels for meta tensors
-    are written in Python, and word some refusals otherwise."""
+    """Run a call on zeros on one device, and return (True if it could be run, the error or None).
+
+    Meta kernels are written in Python and word some errors differently."""
     if sum(s.numel for s in specs) > _MOST or any(s.placement.type != "cpu" for s in specs):
         return False, None
     try:

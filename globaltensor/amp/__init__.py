@@ -1,4 +1,4 @@
-"""``flow.amp``: torch.amp, and this library's scalers of the loss."""
+"""``flow.amp``: torch.amp, and this library's loss scalers."""
 
 from .grad_scaler import GradScaler, StaticGradScaler
 from .._base.torch_namespace import names_of_torch as _names_of_torch

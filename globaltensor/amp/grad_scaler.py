@@ -1,4 +1,6 @@
-"""Loss scaling: torch's scaler with OneFlow's arguments, and one whose scale stays."""
+"""Loss scaling: torch's scaler with OneFlow's arguments, and one with a fixed scale.
+
+Users construct them."""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ __all__ = ["GradScaler", "StaticGradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler: the loss is multiplied by a scale that grows while gradients stay finite;
-    a step whose gradients do not is skipped.
+    """A loss scaler as torch's GradScaler.
 
-    ``device``: "cuda" or "cpu"; left out, "cuda" where there is one. For loops and for
-    `nn.Graph.set_grad_scaler`.
+    The loss is multiplied by a scale that grows while gradients are finite. A step whose gradients
+    are not finite is skipped.
+
+    ``device``: "cuda" or "cpu". The default is "cuda" if there is one. Use it in loops, or pass it
+    to `nn.Graph.set_grad_scaler`.
 
     >>> GradScaler("cpu", init_scale=8.0).get_scale()
     8.0
@@ -37,7 +41,9 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class StaticGradScaler(GradScaler):
-    """A scale that stays as it is. A step whose gradients are not finite is skipped all the same.
+    """A loss scaler with a fixed scale. A step whose gradients are not finite is skipped too.
+
+    Raises GlobalTensorError unless ``scale_factor`` is positive and finite.
 
     >>> StaticGradScaler(128.0).get_scale()
     128.0
@@ -51,6 +57,7 @@ class StaticGradScaler(GradScaler):
         super().__init__(device, init_scale=float(scale_factor))
 
     def update(self, new_scale: Any = None) -> None:
-        """After a step: what was found out about its gradients is forgotten; the scale stays,
-        unless one is given."""
+        """Reset the records of a step's gradients after the step.
+
+        The scale changes only if one is passed."""
         super().update(self.get_scale() if new_scale is None else new_scale)

@@ -1,5 +1,7 @@
-"""torch.amp.GradScaler on global gradients: each rank unscales its parts; all learn whether any met
-an inf or nan, so all skip the same step."""
+"""torch.amp.GradScaler on global gradients.
+
+The dispatcher calls this. Each rank unscales its local tensors. All ranks learn whether any met an
+inf or nan, so all skip the same step."""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ __all__: list[str] = []
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Multiply gradients by a number, in place, and set ``found_inf`` to 1 where one of them is not
-    finite on any rank. Collective over the world: what the ranks outside a placement do next
-    depends on it too."""
+    """Multiply gradients by a number, in place, and set ``found_inf`` to 1 if any is not finite.
+
+    The result covers all ranks. Collective over the world, because the next action of ranks outside
+    a placement depends on it too."""
     grads, found, factor = args
     parts = [g._local if isinstance(g, GlobalTensor) else g for g in grads]
     func(parts, found, factor, **kwargs)
     for g in grads:
-        if isinstance(g, GlobalTensor) and any(
-            e.is_partial for e in g._spec.layout
-        ):  # summands may be finite where their sum is not
+        # summands may be finite where their sum is not
+        if isinstance(g, GlobalTensor) and any(e.is_partial for e in g._spec.layout):
             whole = box(g._local, g._spec, g._spec.replicated(), why="GradScaler.unscale_")
             found.masked_fill_(~torch.isfinite(whole).all(), 1.0)
     here = world()

@@ -1,4 +1,4 @@
-"""``flow.nn``: torch.nn, and what this library adds to it."""
+"""``flow.nn``: torch.nn, and this library's additions to it."""
 
 from . import graph, parallel
 from .._base.torch_namespace import names_of_torch as _names_of_torch

@@ -1,4 +1,4 @@
-"""``flow.nn.graph``: what modules and tensors become inside a graph."""
+"""``flow.nn.graph``: graphs, and the types of modules and tensors inside a graph."""
 
 from ..graph.graph import Graph
 from ..graph.module_settings import GraphModule, GraphTensor

@@ -1,4 +1,6 @@
-"""Layer-wise adaptive rates for large batches."""
+"""LAMB: layer-wise adaptive rates for large batches.
+
+Users construct it as `flow.optim.LAMB`."""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ __all__ = ["LAMB"]
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam whose step of each parameter is scaled by the norm of the parameter over that of the
-    step (You et al. 2020, "Large batch optimization for deep learning: training BERT in 76
-    minutes"), with OneFlow's options. On global parameters both norms are of the whole parameter,
-    however it is split.
+    """An Adam optimizer whose steps are scaled by layer-wise trust ratios, with OneFlow's options.
 
-    ``adam_w_mode``: weight decay goes beside Adam's step (Loshchilov and Hutter 2019), scaled like
-    it but, as in OneFlow, not part of its norm; otherwise it is added to the gradient.
-    ``contiguous_params`` has no effect. Raises ValueError for a negative rate, epsilon or decay,
-    betas outside [0, 1), and for ``amsgrad``, of which LAMB has no variant.
+    The step of each parameter is scaled by the norm of the parameter over that of the step (You et
+    al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes"). On global
+    parameters both norms are of the full parameter, whatever its sbp.
+
+    ``adam_w_mode``: weight decay is applied separately from Adam's step (Loshchilov and Hutter
+    2019). It is scaled like the step but, as in OneFlow, is not part of its norm. Otherwise it is
+    added to the gradient. ``contiguous_params`` has no effect. Raises ValueError for a negative
+    rate, epsilon or decay, for betas outside [0, 1), and for ``amsgrad``, of which LAMB has no
+    variant.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([w], lr=0.1)
@@ -64,8 +68,9 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient -> what ``closure``, called first,
-        returns."""
+        """Step every parameter that has a gradient.
+
+        Returns the result of ``closure``, which is called first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,7 +84,8 @@ class LAMB(torch.optim.Optimizer):
     def _change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2), decay = self.state[p], group["betas"], group["weight_decay"]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float64)  # a tensor: static graphs count on
+            # a tensor, because static graphs count it on
+            state["step"] = torch.zeros((), dtype=torch.float64)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         if decay and not group["adam_w_mode"]:
             grad = grad + decay * p

@@ -1,14 +1,16 @@
-"""torch.optim's elementwise optimizers on global parameters, at the speed of local ones: for the
-length of a step they work on the local tensors.
+"""torch.optim's elementwise optimizers on global parameters, at the speed of local ones.
 
-What these optimizers do to an element depends on nothing but that element's own parameter, gradient
-and state, so a step on each rank's part is a step on the whole. Others (LBFGS, Adafactor, Muon:
-they look at a whole tensor), subclasses, and optimizers whose steps somebody else's hooks look at
-go the general way, call by call. A parameter whose parts are summands is stepped as their sum.
+The package calls `install` on import, which adds hooks to every optimizer. For the length of a step
+these optimizers work on the local tensors.
 
-Of a parameter with a ``_shard`` (ZeRO, optim/zero.py) a rank steps its share only: what it needs of
-the gradient, a state of that size. Afterwards the shares are gathered into the parameter, many at a
-time.
+Their update of an element depends only on this element's parameter, gradient and state. So a step
+on each rank's local tensors is a step on the global tensors. Other optimizers run their calls on
+global tensors: those that need full tensors (LBFGS, Adafactor, Muon), subclasses, and optimizers
+with step hooks of other code. A partial parameter is stepped as its sum.
+
+If a parameter has a ``_shard`` (ZeRO, optim/zero.py), a rank steps only its shard. It needs a shard
+of the gradient and a state of that size. Afterwards the shards are gathered into the parameter,
+many at a time.
 """
 
 from __future__ import annotations
@@ -67,20 +69,17 @@ ELEMENTWISE = {
     RAdam,
     RMSprop,
     Rprop,
-}  # v0 adds its own
-FUSED = frozenset(
-    {SGD, Adagrad, Adam, AdamW}
-)  # torch has a kernel for the whole step, on the cpu too
-_EXACT = frozenset(
-    {torch.float32, torch.float64}
-)  # of narrower numbers the loop rounds each op's result, the kernel only the last
+}  # globaltensor.v0 adds its own
+# torch has a kernel for the full step, on the cpu too
+FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
+# for narrower dtypes the loop rounds each op's result, the kernel only the last
+_EXACT = frozenset({torch.float32, torch.float64})
 
 State = dict[str, Any]
 
-BUCKET_BYTES = 16 << 20  # of parameters that are gathered together
-ALONE_BYTES = (
-    1 << 20
-)  # a parameter of this size, whose shares follow each other in memory, is gathered where it lies
+BUCKET_BYTES = 16 << 20  # size limit of parameters that are gathered together
+# a parameter of this size, whose shards are consecutive in memory, is gathered in place
+ALONE_BYTES = 1 << 20
 
 
 def _alike(a: Spec, b: Spec) -> bool:
@@ -88,16 +87,17 @@ def _alike(a: Spec, b: Spec) -> bool:
 
 
 def stepped(p: GlobalTensor) -> Spec:
-    """How what a rank steps of a parameter, and the state of it, lie."""
+    """Return the layout of the tensor that a rank steps for a parameter, and of its state."""
     shard = p._shard
-    if shard is not None and shard.shown is p._spec:  # it may have been laid otherwise since
+    if shard is not None and shard.shown is p._spec:  # its layout may have changed since
         return shard
     return _summed(p._spec)
 
 
 def _summed(spec: Spec) -> Spec:
-    """What a sum whose parts lie on the ranks is stepped as: no step of a part is that of the
-    sum."""
+    """Return the spec with partial entries replaced by broadcast.
+
+    A step of a summand is not a step of the sum, so the sum is stepped."""
     return (
         spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
         if any(e.is_partial for e in spec.layout)
@@ -106,29 +106,29 @@ def _summed(spec: Spec) -> Spec:
 
 
 class _Bucket:
-    """Parameters whose shares are gathered together, and where all that lies."""
+    """A group of parameters whose shards are gathered together, and the shards' positions."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.ranks: tuple[int, ...] = ()
-        self.numels: list[int] = []  # that each rank gives
-        self.own: list[torch.Tensor] = []  # this rank's shares, in the parameters
+        self.numels: list[int] = []  # elements that each rank contributes
+        self.own: list[torch.Tensor] = []  # views of this rank's shards in the parameters
         self.params: list[int] = []
-        self.places: list[
-            torch.Tensor
-        ] = []  # where each share of each rank goes, in the order in which they come
+        # views of the destination of each rank's shards, in the order of arrival
+        self.places: list[torch.Tensor] = []
         self.sizes: list[int] = []
 
 
 class _Places:
-    """Where in some parameters the shares of all ranks lie. Worked out once: it holds as long as
-    these are the parameters and their memory."""
+    """The positions of all ranks' shards in some parameters.
+
+    They are computed once, and remain valid as long as the parameters and their memory are the
+    same."""
 
     def __init__(self, members: Sequence[tuple[GlobalTensor, StorageSpec]]) -> None:
         self.members = [(p, p._local, shard) for p, shard in members]
-        self.alone: list[
-            tuple[int, torch.Tensor, torch.Tensor, tuple[int, ...], list[int]]
-        ] = []  # parameter, own share, whole, ranks, numels
+        # (parameter id, own shard, full tensor, ranks, element counts)
+        self.alone: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, ...], list[int]]] = []
         of_ways: dict[Hashable, list[tuple[_Bucket, list[tuple[GlobalTensor, StorageSpec]]]]] = {}
         rank = world().rank
         for p, shard in members:
@@ -164,7 +164,7 @@ class _Places:
                     bucket.own = places
 
     def serve(self, members: Sequence[tuple[GlobalTensor, StorageSpec]]) -> bool:
-        """Whether they hold for these parameters."""
+        """Return True if the positions are valid for these parameters."""
         if len(members) != len(self.members):
             return False
         return all(
@@ -174,16 +174,16 @@ class _Places:
 
 
 class _Shares:
-    """What this rank steps of parameters that all have whole, for the length of a step, and how it
-    comes back to them."""
+    """The shards of replicated parameters that this rank steps, for the length of a step.
+
+    `gather` writes them back to the parameters."""
 
     def __init__(self, places: _Places | None = None) -> None:
-        self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's share
+        self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's shard
         self.places = places
-        self.flats: list[torch.Tensor] = []  # the shares of each bucket, one after the other
-        self.sums: list[
-            tuple[GlobalTensor, torch.Tensor]
-        ] = []  # parameters whose parts are summands, and their sums
+        self.flats: list[torch.Tensor] = []  # the shards of each bucket, one after the other
+        # partial parameters, and their sums
+        self.sums: list[tuple[GlobalTensor, torch.Tensor]] = []
         if places is None:
             return
         self.parts.update({number: own for number, own, *_ in places.alone})
@@ -199,12 +199,12 @@ class _Shares:
                 self.parts[number] = part.view(own.shape)
 
     def add(self, p: GlobalTensor, spec: Spec) -> None:
-        """A parameter whose parts are summands is stepped as their sum. Collective."""
+        """Add a partial parameter, which is stepped as its sum. Collective."""
         self.parts[id(p)] = box(p._local.detach(), p._spec, spec, why="optimizer step", alias=False)
         self.sums.append((p, self.parts[id(p)]))
 
     def gather(self) -> None:
-        """Every rank's shares, and what each adds to a sum, into the parameters. Collective."""
+        """Gather every rank's shards, and box the sums, into the parameters. Collective."""
         with torch.no_grad():
             for p, part in self.sums:
                 p._local.copy_(box(part, _summed(p._spec), p._spec, why="optimizer step"))
@@ -212,9 +212,8 @@ class _Shares:
             return
         with torch.no_grad():
             for number, _, whole, ranks, numels in self.places.alone:
-                world().comm(ranks).all_gather_into(
-                    self.parts[number], numels, whole
-                )  # which has written past autograd
+                # this writes past autograd
+                world().comm(ranks).all_gather_into(self.parts[number], numels, whole)
                 torch.autograd.graph.increment_version(whole)
             self.parts.clear()
             for bucket in self.places.buckets:
@@ -232,7 +231,7 @@ class _Shares:
 
 
 def _in_a_row(p: GlobalTensor, shard: StorageSpec) -> bool:
-    """Whether the shares of a parameter's local tensor are runs of its memory, in order."""
+    """Return True if the shards of a parameter's local tensor are consecutive in its memory."""
     split = {e.dim for a, e in enumerate(shard.layout) if a in shard.axes}
     return split == {0} and p._local.is_contiguous()
 
@@ -241,9 +240,10 @@ _LIE = operator.attrgetter("_local", "_spec", "_leaf", "_shard")
 
 
 class _Exchanged:
-    """What a step has exchanged. The next one exchanges the same, but for the gradients, if it is
-    of the same parameters, which lie alike and have the same state: then it need not look at each
-    again."""
+    """A record of what a step has exchanged.
+
+    The next step exchanges the same, except for the gradients, if parameters, layouts and states
+    are the same. Then it need not examine each of them again."""
 
     def __init__(
         self, groups: Sequence[State], held: Any, mine_of: defaultdict[torch.Tensor, State]
@@ -259,16 +259,18 @@ class _Exchanged:
             list(itertools.chain.from_iterable(map(dict.values, self.mine))),
         )
         self.settings, self.given = list(map(_settings, groups)), _values(groups)
-        #: Which parameters the step left alone: those of other ranks, say.
+        #: Parameters that the step skipped, for example those of other ranks.
         self.idle = [
             (p._local.grad if p._leaf is None else p._leaf.value) is None for p in self.params
         ]
-        self.fused: list[State] = []  # the groups that step with the fused kernel unasked
+        self.fused: list[State] = []  # the groups that use the fused kernel without a request
 
     @classmethod
     def of(cls, optimizer: Optimizer, mine_of: Any) -> _Exchanged | None:
-        """None where tensors are among the settings, a rank steps a share of a parameter (ZeRO), or
-        one has sat out this step with its state."""
+        """Return the record of a step, or None if the next step cannot reuse it.
+
+        It cannot if tensors are among the settings, or if a rank steps a shard of a parameter
+        (ZeRO). Nor can it if a parameter with a state was skipped in this step."""
         groups, held = optimizer.param_groups, optimizer.state
         if None in map(_settings, groups):
             return None
@@ -280,7 +282,9 @@ class _Exchanged:
         return cls(groups, held, mine_of) if usual else None
 
     def gradients(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """(local tensor, its gradient) of those that do not lie together; None: look at all."""
+        """Return (local tensor, gradient) pairs to assign, or None to examine all parameters.
+
+        The pairs are those of gradients that are not stored in the local tensors."""
         groups, params = optimizer.param_groups, self.params
         if len(groups) != len(self.groups) or not all(map(operator.is_, groups, self.groups)):
             return None
@@ -312,7 +316,7 @@ class _Exchanged:
             grad = local.grad
             if leaf is not None:
                 if grad is not None:
-                    return None  # which is still to be summed
+                    return None  # the gradient is still to be reduced
                 grad = leaf.value
             if (grad is None) is not idle:
                 return None
@@ -332,7 +336,7 @@ class _Exchanged:
         return found
 
     def unchanged(self) -> bool:
-        """Whether the states of the local tensors hold what they held."""
+        """Return True if the states of the local tensors hold the same objects as before."""
         if len(self.state) != len(self.mine) or list(map(len, self.mine)) != self.lengths:
             return False
         return all(
@@ -353,8 +357,9 @@ def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _settings(group: State) -> Any:
-    """What of a group's settings decides on how it steps, besides numbers; None where tensors are
-    among them."""
+    """Return the settings, other than numbers, that determine how a group steps.
+
+    Returns None if tensors are among the settings."""
     values = [v for k, v in group.items() if k != "params"]
     if any(
         isinstance(v, torch.Tensor)
@@ -367,26 +372,26 @@ def _settings(group: State) -> Any:
 
 
 class _Swap:
-    """One optimizer's parameters and state, exchanged for the local tensors for the length of a
-    step."""
+    """A replacement of one optimizer's parameters and state by the local tensors, during a step."""
 
     def __init__(self) -> None:
-        # id of a parameter -> its state; the same with locals in it; the locals as they were when
-        # last looked at; how what is stepped lay
+        # id of a parameter -> (its state, the same with local tensors, a copy of the latter when
+        # last examined, the layout of the stepped tensor)
         self.twins: dict[int, tuple[State, State, State, Spec]] = {}
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = (
             None
         )
-        self.fused: list[State] = []  # the groups that step with the fused kernel this once
+        self.fused: list[State] = []  # the groups that use the fused kernel for this step only
         self.shares = _Shares()
-        self.places: _Places | None = None  # of the last step's shares
-        self.last: _Exchanged | None = (
-            None  # what the step before exchanged, where the next may do likewise
-        )
-        self.known = 0  # how many parameters had a state before this step
+        self.places: _Places | None = None  # positions of the last step's shards
+        # the record of the last step, if the next one may exchange the same
+        self.last: _Exchanged | None = None
+        self.known = 0  # number of parameters with a state before this step
 
     def again(self, optimizer: Optimizer) -> bool:
-        """Exchange as at the step before; False, and nothing done, where that does not serve."""
+        """Exchange the same as in the last step.
+
+        Return False, with nothing done, if this is not valid."""
         last = self.last
         grads = None if last is None else last.gradients(optimizer)
         if last is None or grads is None:
@@ -407,7 +412,9 @@ class _Swap:
         return True
 
     def enter(self, optimizer: Optimizer) -> None:
-        """Exchange; do nothing where a parameter or its gradient is no ordinary one."""
+        """Exchange parameters and state.
+
+        Do nothing if a parameter or its gradient is not ordinary."""
         if self.again(optimizer):
             return
         self.last = None
@@ -415,11 +422,8 @@ class _Swap:
         members: list[tuple[GlobalTensor, StorageSpec]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
         sums: list[tuple[GlobalTensor, Spec]] = []
-        seen: Spec | None = (
-            # the last one found ordinary: mostly that of the next parameter too, or of one of its
-            # shape
-            None
-        )
+        # The last spec found ordinary. The next parameter mostly has the same one.
+        seen: Spec | None = None
         for params in lists:
             for p in params:
                 if not isinstance(p, GlobalTensor):
@@ -435,7 +439,7 @@ class _Swap:
                     )
                 leaf = p._leaf
                 if leaf is not None and leaf.local.grad is None and "_kept_grad" not in p.__dict__:
-                    grad = leaf.value  # as `local_grad` says
+                    grad = leaf.value  # as `local_grad` returns it
                 else:
                     alike, grad = local_grad(p)
                     if not alike:
@@ -479,7 +483,7 @@ class _Swap:
                 before.append((part, held))
             if known := known_of.get(p):
                 state[part] = self._localised(p, spec, known)
-        # From here on nothing fails.
+        # From here on nothing can fail.
         self.shares, self.known = shares, len(state)
         self.before = lists, optimizer.state, before
         for part, grad in grads:
@@ -498,24 +502,24 @@ class _Swap:
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
                 known[k] = _beside(p, spec, v)
-            elif isinstance(
-                v, GlobalTensor
-            ):  # a count of steps that was loaded from a state made global as a whole
+            # a step count that was loaded from a state made global as a whole
+            elif isinstance(v, GlobalTensor):
                 known[k] = torch.from_numpy(v.numpy()).to(v.device)
         mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
         self.twins[id(p)] = (known, mine, dict(mine), spec)
         return mine
 
     def leave(self, optimizer: Optimizer, done: bool = False) -> None:
-        """Undo it; what the step has added to the state becomes global. ``done``: the step has not
-        failed, so its shares are what the parameters become."""
+        """Undo the exchange, and make new state global. ``done``: the step has not failed.
+
+        Only then the stepped shards are written to the parameters."""
         if self.before is None:
             return
         (lists, state, grads), self.before, mine_of = self.before, None, optimizer.state
         optimizer.state = state
         for group, params in zip(optimizer.param_groups, lists, strict=True):
-            # torch's fused kernels write past autograd; what was gathered from these values must be
-            # known to be old
+            # Torch's fused kernels write past autograd. Tensors that were gathered from these
+            # values must be seen as outdated.
             if group.get("fused"):
                 torch.autograd.graph.increment_version([p._local for p in params])
         fused, self.fused = self.fused, []
@@ -542,8 +546,8 @@ class _Swap:
         for part, grad in grads:
             part.grad = grad
         if not known:
-            # Where states have begun in this step the next may do what this one could not: step
-            # with the fused kernel.
+            # If states were created in this step, the next step may use the fused kernel where this
+            # one could not.
             same = len(mine_of) == self.known or len(fused) == len(lists)
             self.last = (
                 _Exchanged.of(optimizer, mine_of) if done and self.places is None and same else None
@@ -567,10 +571,11 @@ class _Swap:
 
 
 def _fusable(group: State, state: Any) -> bool:
-    """Whether a group of local tensors may step with torch's fused kernel: the user has not said
-    how it is to step, and the kernel gives what the loop over the parameters, torch's default on
-    the cpu, gives. It reads memory as it lies and expects the state of all parameters or of
-    none."""
+    """Return True if a group of local tensors may step with torch's fused kernel.
+
+    The user must not have selected an implementation. The kernel must return the result of the loop
+    over the parameters, torch's default on the cpu. It reads memory without regard to strides, and
+    expects the state of all parameters or of none."""
     settings = (
         group.get("fused"),
         group.get("foreach"),
@@ -588,9 +593,8 @@ def _fusable(group: State, state: Any) -> bool:
         return False
     tensors = [(p, p.grad) for p in group["params"] if p.grad is not None]
     kind = tensors[0][0].dtype if tensors else None
-    if (
-        kind not in _EXACT or torch.get_default_dtype() is torch.float64
-    ):  # then the loop counts its steps in float64
+    # with float64 as default dtype the loop counts its steps in float64
+    if kind not in _EXACT or torch.get_default_dtype() is torch.float64:
         return False
     for p, grad in tensors:
         if (
@@ -621,19 +625,18 @@ def _fusable(group: State, state: Any) -> bool:
 
 def _ordinary(p: GlobalTensor, rank: int) -> bool:
     spec = p._spec
-    if (
-        rank not in spec.placement._coordinates
-    ):  # nothing of it is here: it steps along, so that its state is known here as it is there
+    # A parameter of other ranks steps along, so that its state exists here as it does there.
+    if rank not in spec.placement._coordinates:
         return p._local.shape == (0,)
     return not any(e.is_partial and e is not partial_sum for e in spec.layout)
 
 
 def _beside(p: GlobalTensor, spec: Spec, value: torch.Tensor) -> GlobalTensor:
-    """Lay out state as what is stepped of its parameter. What was loaded may lie otherwise, or be a
-    plain whole value.
+    """Box a value of the state to the layout of the stepped tensor.
 
-    The part is on the device of the parameter's own, also on ranks outside the placement: fused
-    kernels take the empty parts with the rest."""
+    A loaded value may have another layout, or be a plain full value. The local tensor is on the
+    device of the parameter's local tensor, also on ranks outside the placement: fused kernels
+    accept the empty tensors with the rest."""
     if isinstance(value, GlobalTensor) and value._spec is spec.replace(dtype=value._spec.dtype):
         return value
     part = torch.empty(spec.local_shape(world().rank), dtype=value.dtype, device=p._local.device)
@@ -644,7 +647,9 @@ def _beside(p: GlobalTensor, spec: Spec, value: torch.Tensor) -> GlobalTensor:
 
 
 def relay(optimizer: Optimizer) -> None:
-    """What an optimizer steps of its parameters has changed: lay its state likewise. Collective."""
+    """Box the optimizer's state to the layouts of the stepped tensors, which have changed.
+
+    Collective."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if known := optimizer.state.get(p):
@@ -655,8 +660,10 @@ def relay(optimizer: Optimizer) -> None:
 
 
 def _relay_state(p: torch.Tensor, known: State) -> None:
-    """Lay out the state of one parameter. A loaded state may share its tensors with another
-    optimizer: one that no longer shares moments must not share counts of steps either."""
+    """Box the state of one parameter.
+
+    A loaded state may share its tensors with another optimizer. If boxing separates the moments,
+    the counts of steps must be separated too."""
     laid = {k: _laid(p, v, k) for k, v in known.items()}
     moved = any(laid[k] is not v for k, v in known.items())
     for k, v in laid.items():
@@ -664,8 +671,9 @@ def _relay_state(p: torch.Tensor, known: State) -> None:
 
 
 def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
-    """Lay out a value of a parameter's state: each tensor of the parameter's shape as what is
-    stepped of it. Counts of steps stay as they are."""
+    """Box a value of a parameter's state: each tensor of the parameter's shape.
+
+    The result has the layout of the stepped tensor. Counts of steps remain the same."""
     if type(value) is dict:
         return {k: _laid(p, v, k) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -673,7 +681,7 @@ def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
     if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
         if isinstance(p, GlobalTensor):
             return _beside(p, stepped(p), value)
-        if isinstance(value, GlobalTensor):  # of a parameter that is on each rank
+        if isinstance(value, GlobalTensor):  # the state of a parameter that is plain on each rank
             everyone = Placement(value.placement.type, list(range(world().size)))
             return (
                 value.detach().to_global(placement=everyone, sbp=broadcast).to_local().to(p.device)
@@ -684,13 +692,15 @@ def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
 def _taking(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """As torch's. State of a parameter's shape, which may come whole, then lies as the
-        parameter does. Collective where it has to move.
+        """Load a state as torch does, and box it to the layouts of the parameters.
 
-        Raises ShapeError, and leaves the optimizer as it was, where the state of an elementwise
-        optimizer has not its parameter's shape."""
+        State of a parameter's shape may be a full value. The call is collective if state needs
+        boxing.
+
+        Raises ShapeError, and leaves the optimizer as it was, if a state of an elementwise
+        optimizer does not have its parameter's shape."""
         if self in _swaps:
-            _swaps[self].leave(self)  # of a step that failed half way
+            _swaps[self].leave(self)  # undo a step that failed half way
         before = self.state, self.param_groups
         load(self, *args, **kwargs)
         try:
@@ -704,8 +714,9 @@ def _taking(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_shapes(optimizer: Optimizer) -> None:
-    """Raises ShapeError, before anything moves. State of one element (a count, a product of rates)
-    may have any number of dims."""
+    """Raise ShapeError if a state does not have its parameter's shape, before any communication.
+
+    State of one element (a count, a product of rates) may have any number of dims."""
     if type(optimizer) not in ELEMENTWISE:
         return
     for i, group in enumerate(optimizer.param_groups):
@@ -729,14 +740,15 @@ def _check_shapes(optimizer: Optimizer) -> None:
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
 
 
-#: Of an optimizer: the values in its groups when it stepped last, and the bytes that stand for the
-#: numbers among them.
+#: An optimizer's attribute: the values in its groups at its last step, and the bytes that represent
+#: the numbers among them.
 _RECORDED = "_globaltensor_recorded"
 
 
 def _record(optimizer: Optimizer) -> None:
-    """Add a step to what this rank has run on its parameters: ranks compare the optimizer and the
-    numbers among its settings."""
+    """Add a step to the history of what this rank has run.
+
+    Ranks compare the optimizer and the numbers among its settings."""
     here, groups = world(), optimizer.param_groups
     if (
         not here.compares
@@ -777,22 +789,22 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             return None
         swap = _swaps[optimizer] = _Swap()
         optimizer.register_state_dict_pre_hook(_leave_for_reading)
-    swap.leave(optimizer)  # where the step before failed half way
+    swap.leave(optimizer)  # if the last step failed half way
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         swap.enter(optimizer)
         return None
-    with (
-        torch.enable_grad()
-    ):  # the first thing that these optimizers do in a step, on global parameters
+    # these optimizers do this first in a step, on global parameters
+    with torch.enable_grad():
         loss = closure()
     swap.enter(optimizer)
     return args[:1], {"closure": lambda: loss}
 
 
 def _refuse_sparse(optimizer: SparseAdam) -> None:
-    """Raise GlobalTensorError where a parameter is global: its gradient is dense, and does not tell
-    which rows were asked for."""
+    """Raise GlobalTensorError if a parameter is global.
+
+    Its gradient is dense, and does not show which rows were used."""
     if any(
         isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"]
     ):
@@ -812,14 +824,15 @@ def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _leave_for_reading(optimizer: Optimizer) -> None:
-    # A step that failed half way has not been left.
+    # A step that failed half way has not been undone.
     if optimizer in _swaps:
         _swaps[optimizer].leave(optimizer)
 
 
 def _forgetting(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
-    """Let gradients of global tensors go without a look at them: torch's loop reads each one first,
-    which would sum what is pending and wrap it."""
+    """Wrap ``zero_grad`` so that it clears gradients of global tensors without reading them.
+
+    Torch's loop reads each gradient first, which would reduce pending gradients and wrap them."""
 
     @functools.wraps(zero_grad)
     def run(self: Any, set_to_none: bool = True) -> None:

@@ -1,5 +1,7 @@
-"""``flow.optim.lr_scheduler``: torch's schedulers, OneFlow's two that torch lacks, and one that
-both have. A step is what torch calls an epoch."""
+"""``flow.optim.lr_scheduler``: torch's schedulers, and OneFlow's.
+
+Two of OneFlow's are not in torch, and one is in both. Users construct them. A step is what torch
+calls an epoch."""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ class _Scheduler(LRScheduler):
 
 
 class CosineDecayLR(_Scheduler):
-    """The rate falls along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts) to
-    ``alpha`` times itself in ``decay_steps`` steps, and stays there. Raises ValueError unless
-    ``decay_steps`` is positive."""
+    """A cosine decay of the rate (Loshchilov and Hutter 2017, "SGDR", without restarts).
+
+    The rate falls along half a cosine to ``alpha`` times itself in ``decay_steps`` steps, and stays
+    there. Raises ValueError unless ``decay_steps`` is positive."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class CosineDecayLR(_Scheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def get_lr(self) -> list[Any]:
-        """The rates of the groups at this step."""
+        """Return the rates of the groups at this step."""
         fallen = 0.5 * (
             1 + math.cos(math.pi * min(self.last_epoch, self.decay_steps) / self.decay_steps)
         )
@@ -72,11 +75,12 @@ class CosineDecayLR(_Scheduler):
 
 
 class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
-    """Torch's; and OneFlow's, where ``decay_batch`` (or ``steps``, its older name) is given: in so
-    many steps the rate falls to ``end_learning_rate``, as (1 - step / decay_batch) ** ``power``. It
-    stays there, or with ``cycle`` goes on falling from the rate it began with, over twice the
-    steps, then three times. Raises ValueError unless ``decay_batch`` is positive, TypeError for
-    words of both.
+    """A polynomial decay of the rate: torch's, or OneFlow's if ``decay_batch`` is passed.
+
+    ``steps`` is an older name of ``decay_batch``. In OneFlow's, the rate falls in so many steps to
+    ``end_learning_rate``, as (1 - step / decay_batch) ** ``power``, and stays there. With ``cycle``
+    it continues to fall from the rate it began with, over twice the steps, then three times. Raises
+    ValueError unless ``decay_batch`` is positive, and TypeError for arguments of both forms.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -110,7 +114,7 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
         super().__init__(optimizer, *(given or [5]), power, max(last_epoch, last_step))
 
     def get_lr(self) -> list[Any]:
-        """The rates of the groups at this step."""
+        """Return the rates of the groups at this step."""
         over, at = self.decay_batch, self.last_epoch
         if over is None:
             return super().get_lr()
@@ -129,13 +133,16 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
 
 
 class WarmupLR(_Scheduler):
-    """Rates begin at ``warmup_factor`` times the optimizer's and for ``warmup_iters`` steps stay
-    there ("constant") or grow evenly ("linear").
+    """A warm-up of rates, alone or before another scheduler.
 
-    Given a scheduler, they then go by it. It goes on all along: the growth ends where it will be by
-    then; with ``warmup_prefix`` it begins when the growth, to the optimizer's own rates, has ended.
-    Call ``step`` of this one alone. Raises ValueError for another method, for something that is
-    neither a scheduler nor an optimizer, and for no steps with an optimizer.
+    Rates begin at ``warmup_factor`` times the optimizer's. For ``warmup_iters`` steps they stay
+    there ("constant") or grow linearly ("linear").
+
+    If a scheduler is passed, the rates then follow it. This scheduler advances during the warm-up,
+    which ends at the rate that it has reached by then. With ``warmup_prefix`` it begins after the
+    warm-up, which ends at the optimizer's own rates. Call ``step`` of this object alone. Raises
+    ValueError for another method, for an argument that is neither a scheduler nor an optimizer, and
+    for no steps with an optimizer.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -182,8 +189,9 @@ class WarmupLR(_Scheduler):
         super().__init__(optimizer, last_step, verbose)  # type: ignore[arg-type]
 
     def _foreseen(self, optimizer: Any) -> list[Any] | None:
-        """The rates that the scheduler will have come to when the growth ends; None: the
-        optimizer's own."""
+        """Return the scheduler's rates at the end of the warm-up.
+
+        Returns None if these are the optimizer's own."""
         scheduler = self.scheduler
         if scheduler is None or self.warmup_prefix:
             return None
@@ -195,7 +203,7 @@ class WarmupLR(_Scheduler):
             ],
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a step of the optimizer comes first
+            warnings.simplefilter("ignore")  # the warning that a step of the optimizer comes first
             for _ in range(scheduler.last_epoch, self.warmup_iters):
                 scheduler.step()
         ends = scheduler.get_last_lr()
@@ -206,8 +214,9 @@ class WarmupLR(_Scheduler):
         return ends
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates of the next step. Raises ValueError for ``epoch``: rates here follow one
-        another."""
+        """Set the rates of the next step.
+
+        Raises ValueError for ``epoch``: each rate follows the one before."""
         if epoch is not None:
             raise ValueError(
                 "WarmupLR: step() takes no epoch; to go on from a step, load_state_dict"
@@ -217,12 +226,12 @@ class WarmupLR(_Scheduler):
             self.warmup_iters if self.warmup_prefix else 0
         ):
             for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                _set(group, "lr", lr)  # schedulers of torch go on from the rates they find
+                _set(group, "lr", lr)  # torch's schedulers continue from the rates they find
             scheduler.step()
         super().step()
 
     def get_lr(self) -> list[Any]:
-        """The rates of the groups at this step."""
+        """Return the rates of the groups at this step."""
         at = self.last_epoch
         if at >= self.warmup_iters:
             return list(self.base_lrs if self.scheduler is None else self.scheduler.get_last_lr())
@@ -236,15 +245,16 @@ class WarmupLR(_Scheduler):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """This one's state, with that of the scheduler it goes on with."""
+        """Return the state, with that of the scheduler that follows the warm-up."""
         state = {k: v for k, v in super().state_dict().items() if k != "scheduler"}
         return (
             state if self.scheduler is None else {**state, "scheduler": self.scheduler.state_dict()}
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state. Raises ValueError where it has a scheduler's state and this one no
-        scheduler, or the other way round."""
+        """Continue from a state.
+
+        Raises ValueError unless both have a scheduler after the warm-up, or neither."""
         state = dict(state_dict)
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
@@ -256,7 +266,7 @@ class WarmupLR(_Scheduler):
 
 
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    """As torch's schedulers do: a rate that is a tensor stays the same one."""
+    """Set a value of a group. As in torch's schedulers, a tensor rate remains the same tensor."""
     if isinstance(group.get(name), Tensor):
         group[name].fill_(value)
     else:

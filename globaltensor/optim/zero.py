@@ -1,11 +1,12 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): what the ranks along a broadcast axis hold
-alike, they share among them.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): shard replicas along broadcast axes.
 
-Stage 1 shares the optimizer's state: each rank steps its share of a parameter, then the shares are
-gathered. Stage 2 shares the gradients too: they are reduce-scattered while backward runs. Stage 3
-shares the parameters: gathered for each use (_tensor/gradients/parameter_gather.py;
-``sharded.freed()`` lets go of them in between). What users see stays: a parameter shows, and gives,
-the layout it was placed with.
+`nn.Graph` uses it.
+
+Stage 1 shards the optimizer's state: each rank steps its shard of a parameter, then the shards are
+gathered. Stage 2 also shards the gradients: they are reduce-scattered while backward runs. Stage 3
+also shards the parameters: they are gathered for each use (_tensor/gradients/parameter_gather.py),
+and ``reshard_after_forward()`` frees them in between. Users see no difference: a parameter shows
+and returns the layout it was placed with.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from .local_step import ELEMENTWISE, relay
 
 __all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
 
-LEAST_BYTES, MOST_BYTES = (
-    128 << 10,
-    25 << 20,
-)  # of a bucket of gradients: as large as the largest parameter, within these
+# size limits of a bucket of gradients, which is otherwise as large as the largest parameter
+LEAST_BYTES, MOST_BYTES = (128 << 10, 25 << 20)
 
 
 def freeing(
     zero: tuple[int, ...] | None, followed: bool, searched: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Around a step's forward pass: whether gathered parameters are let go of, in ZeRO's third
-    stage, or as a plan says that is ``followed`` or was ``searched`` for."""
+    """Return a context manager for a step's forward pass that may free gathered parameters.
+
+    They are freed in ZeRO's third stage, and if the plan frees them that is ``followed`` or was
+    ``searched`` for."""
     wanted = (
         followed
         or (zero is not None and zero[0] == 3)
@@ -51,15 +52,18 @@ def freeing(
 
 
 class ZeroError(GlobalTensorError):
-    """Settings, or an optimizer, that ZeRO cannot work with."""
+    """A ZeRO setting, or an optimizer, that ZeRO cannot work with."""
 
 
 def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
-    """How a tensor that lies as ``spec`` is shared by the ranks that hold it alike; None where it
-    is not: no such ranks, or less than ``shard_min_size`` elements for each of them.
+    """Return the storage of a tensor of ``spec``, sharded among ranks with the same local tensor.
 
-    Dim 0 is split where it is whole and gives every rank as much: such shares are runs of memory.
-    Else the largest whole dim that gives each something, else the largest dim.
+    Returns None if there are no such ranks, or less than ``shard_min_size`` elements for each of
+    them.
+
+    Dim 0 is split if it is not split yet and gives every rank as much: such shards are runs of
+    memory. Else the largest unsplit dim that gives each rank something is split, else the largest
+    dim.
 
     >>> import torch
     >>> from globaltensor.sbp import broadcast
@@ -82,8 +86,8 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
         dim = 0
     else:
         dim = max(ample or range(len(shape)), key=lambda d: shape[d])
-    # Splits nest with the first axis outermost: where the dim is split already, shares are pieces
-    # of those pieces only if their axes come last.
+    # Nested splits have the first axis outermost. If the dim is split already, shards are pieces of
+    # the existing shards only if their axes come last.
     order = list(range(spec.placement.axes))
     if any(e.is_split and e.dim == dim for e in spec.layout):
         order = [a for a in order if a not in axes] + axes
@@ -99,15 +103,18 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
 
 
 class Zero:
-    """Shares what the optimizers' parameters need among the ranks that hold these parameters alike.
+    """A sharding of optimizer state, gradients or parameters among ranks with the same parameters.
 
-    ``stage``: 1, 2 or 3. ``shard_min_size``: a parameter is shared where it has at least so many
-    elements for each of these ranks (OneFlow's rule). Every rank makes the same one, with the same
-    optimizers. It acts from ``attach()`` to ``detach()``, on optimizers that have made steps too; a
-    state loaded meanwhile, from training with another stage or none, is shared at the next step. A
-    parameter all of whose large dims are split already is shared up to stage 2 only. Gradients show
-    the parameter's layout and lie in shares. Raises ZeroError: no such stage or size, an optimizer
-    that looks at whole tensors (LBFGS, Adafactor, Muon), a subclass, ``differentiable=True``.
+    ``stage``: 1, 2 or 3. ``shard_min_size``: a parameter is sharded if it has at least so many
+    elements for each of these ranks (OneFlow's rule). Every rank must make the same object, with
+    the same optimizers. It acts from ``attach()`` to ``detach()``, also on optimizers that have
+    made steps. A state that is loaded meanwhile, from training with another stage or none, is
+    sharded at the next step.
+
+    A parameter all of whose large dims are split already is sharded up to stage 2 only. Gradients
+    show the parameter's layout but are stored as shards. Raises ZeroError for an unknown stage or
+    size, an optimizer that needs full tensors (LBFGS, Adafactor, Muon), a subclass, or
+    ``differentiable=True``.
     """
 
     def __init__(
@@ -137,10 +144,10 @@ class Zero:
                     "graph"
                 )
         self.optimizers, self.stage, self.shard_min_size = list(optimizers), stage, shard_min_size
-        self.shared: dict[GlobalTensor, StorageSpec] = {}  # while attached
+        self.shared: dict[GlobalTensor, StorageSpec] = {}  # the parameters sharded while attached
 
     def parameters(self) -> list[GlobalTensor]:
-        """The global parameters of the optimizers, each once."""
+        """Return the global parameters of the optimizers, each once."""
         every = (
             p
             for optimizer in self.optimizers
@@ -150,8 +157,9 @@ class Zero:
         return list(dict.fromkeys(p for p in every if isinstance(p, GlobalTensor)))
 
     def attach(self) -> Zero:
-        """Share out what there is, and from now on; returns itself. Collective. Parameters that
-        other ones of these hold are left to them."""
+        """Shard the current tensors and later ones, and return this object. Collective.
+
+        Parameters that another `Zero` object holds are skipped."""
         leaves: list[LeafGradient] = []
         largest = 0
         for p in self.parameters():
@@ -185,7 +193,8 @@ class Zero:
         return self
 
     def detach(self) -> None:
-        """Every rank holds again what it is shown to hold, of parameters, gradients and state.
+        """Store parameters, gradients and state on every rank in their shown layouts again.
+
         Collective."""
         shared, self.shared = self.shared, {}
         for p, shares in shared.items():
@@ -206,9 +215,9 @@ class Zero:
 
 
 def _lay(p: GlobalTensor, spec: Spec) -> None:
-    """Store a parameter, and its gradient, otherwise."""
+    """Store a parameter, and its gradient, in another layout."""
     grad, local = p.grad, box(p._local.detach(), p._spec, spec, why="ZeRO", alias=False)
     if world().rank in spec.placement._coordinates:
-        local = local.contiguous()  # what holds on to the whole would save nothing
+        local = local.contiguous()  # a view of the full tensor would save no memory
     replace_local(p, local, spec)
     p.grad = grad

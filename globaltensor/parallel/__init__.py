@@ -1,1 +1,1 @@
-"""Whole models made parallel: recipes, tensor-parallel plans, experts, adapters."""
+"""Parallelism of full models: recipes, tensor-parallel plans, experts, adapters."""

@@ -1,10 +1,12 @@
-"""Linear layers and tables of words, where they stand in a model and what belongs to them.
+"""Linear layers and embedding tables, with their position in a model and their adapters.
 
-A layer may stand inside another module: one that adds low-rank matrices to it (LoRA: Hu et al.
-2021), or trains a copy in its place, as peft does; one of the user's own that does so. Or its
-weight is computed of others (torch.nn.utils.parametrize). What belongs to it is laid out as it is:
-what gives its outputs is split with them, what takes its inputs with these. Any layout computes the
-same, so what is not known costs speed at most.
+`parallelize` uses them. A layer may be inside another module: one that adds low-rank matrices
+(LoRA: Hu et al. 2021), or one that trains a copy instead, as in peft, or a module of the user that
+does so. Or its weight is computed from other tensors (torch.nn.utils.parametrize).
+
+An adapter follows its layer's layout. A parameter that computes the layer's outputs is split with
+them, and one that receives its inputs is split with these. Any layout computes the same, so an
+unknown adapter costs speed at most.
 """
 
 from __future__ import annotations
@@ -17,14 +19,12 @@ from torch import nn
 
 __all__ = ["Layer", "layers_in", "transposed"]
 
-#: By what names peft keeps the layer that an adapter is for, and the module that a copy is trained
-#: for.
+#: Names under which peft stores the layer of an adapter, and the module of which a copy is trained.
 _BASES = ("base_layer", "original_module")
 
 
 def transposed(module: nn.Module) -> bool:
-    """Return True if a linear layer keeps its weight as [inputs, outputs] (transformers'
-    Conv1D)."""
+    """Return True if a linear layer's weight is [inputs, outputs], as in transformers' Conv1D."""
     return (
         not isinstance(module, nn.Linear)
         and hasattr(module, "nf")
@@ -37,9 +37,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a layer; of a table, words and features."""
-    # not `module.weight`: a parametrized one is computed anew, spectral norm's with another
-    # iteration
+    """Return (inputs, outputs) of a layer; those of a table are words and features."""
+    # `module.weight` would be computed anew if it is parametrized, with another iteration for
+    # spectral norm.
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
@@ -50,9 +50,10 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 class Layer:
-    """A linear layer or a table: ``base``, at ``inner`` in its model. ``module``, at ``path``, is
-    the outermost module that stands for it: it takes what the layer takes, and gives what that
-    gives and its adapters add."""
+    """A linear layer or a table: ``base``, at ``inner`` in its model.
+
+    ``module``, at ``path``, is the outermost module in its place. It accepts the layer's inputs,
+    and returns the layer's outputs plus those of its adapters."""
 
     def __init__(self, inner: str, base: nn.Module, path: str, module: nn.Module) -> None:
         self.inner, self.base, self.path, self.module = inner, base, path, module
@@ -61,11 +62,11 @@ class Layer:
 
     @property
     def parent(self) -> str:
-        """The path of the module that it is in."""
+        """The path of the module that contains this one."""
         return self.path.rpartition(".")[0]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its own, and what belongs to it, by path."""
+        """Yield the layer's own parameters and those of its adapters, with their paths."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             yield f"{self.path}.{name}".lstrip("."), parameter
 
@@ -74,18 +75,22 @@ class Layer:
         return path.rpartition(".")[0] == self.inner
 
     def of_outputs(self, parameter: torch.Tensor) -> int | None:
-        """The dim of a parameter that stands for the outputs; None: it has none."""
+        """Return the dim of a parameter that corresponds to the outputs, or None."""
         if parameter.dim() == 1:
             return 0 if parameter.shape[0] == self.outputs else None
         return self._dim(parameter, self.outputs, self.inputs, 0)
 
     def of_inputs(self, parameter: torch.Tensor) -> int | None:
-        """The same of inputs. (A vector has none.)"""
+        """Return the dim of a parameter that corresponds to the inputs, or None.
+
+        A vector has none."""
         return self._dim(parameter, self.inputs, self.outputs, 1)
 
     def _dim(self, parameter: torch.Tensor, size: int, other: int, usual: int) -> int | None:
-        """Matrices of adapters are [outputs, inputs], with a rank in place of one, as those of
-        linear layers are; or the other way round, where that shows."""
+        """Return the dim of a parameter that has size ``size``, or None.
+
+        Matrices of adapters are [outputs, inputs] like those of linear layers, with a rank in place
+        of one. They are transposed where their shapes show this."""
         turned = isinstance(self.base, nn.Embedding) or transposed(self.base)
         shape = tuple(parameter.shape)
         if shape == ((self.inputs, self.outputs) if turned else (self.outputs, self.inputs)):
@@ -100,22 +105,22 @@ class Layer:
 
 
 def _from_right(module: nn.Module, base: nn.Module) -> bool:
-    """Return True if a module applies matrices of its own to a square layer's inputs from the
-    right: the first of them, which takes these, is [inputs, rank]."""
+    """Return True if a module's own matrices multiply a square layer's inputs from the right.
+
+    The first of these matrices, which receives the inputs, then is [inputs, rank]."""
     inputs, outputs = _sizes(base)
     first = next((p for p in module._parameters.values() if p is not None and p.dim() == 2), None)
     return first is not None and inputs == outputs == first.shape[0] > first.shape[1]
 
 
 def layers_in(model: nn.Module) -> list[Layer]:
-    """All layers of a model, in order; what belongs to one is none itself."""
+    """Return all layers of a model in order, without those that belong to another layer."""
     modules = dict(model.named_modules())
     found = [
         _seated(path, module, modules) for path, module in modules.items() if _is_layer(module)
     ]
-    tops = {
-        layer.path: layer for layer in reversed(found)
-    }  # where several stand for one, the first counts
+    # if several are in one module, the first counts
+    tops = {layer.path: layer for layer in reversed(found)}
     return [
         layer
         for layer in found
@@ -125,14 +130,14 @@ def layers_in(model: nn.Module) -> list[Layer]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """The paths of the modules that one is in."""
+    """Yield the paths of the modules that contain the module at ``path``."""
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
 def _seated(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> Layer:
-    """A layer, in as many modules as stand for it."""
+    """Return a layer with the outermost module in its place."""
     path = inner
     while path:
         parent, _, name = path.rpartition(".")
@@ -143,8 +148,9 @@ def _seated(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> La
 
 
 def _stands_for(module: nn.Module, name: str, base: nn.Module) -> bool:
-    """Return True if a module is its child of that name, which is or stands for ``base``, and pairs
-    of low-rank matrices beside it."""
+    """Return True if a module represents its child ``name``, with pairs of low-rank matrices.
+
+    The child is ``base``, or itself represents ``base``."""
     if name in _BASES:
         return True
     inputs, outputs = _sizes(base)
@@ -153,7 +159,7 @@ def _stands_for(module: nn.Module, name: str, base: nn.Module) -> bool:
     ]
     if not added or isinstance(module, nn.Sequential) or any(p.dim() > 2 for p in added):
         return False
-    taking, giving = Counter[int](), Counter[int]()  # by their ranks
+    taking, giving = Counter[int](), Counter[int]()  # rank -> number of matrices
     for p in added:
         rows, columns = p.shape
         if max(rows, columns) in (inputs, outputs) and min(rows, columns) < min(inputs, outputs):

@@ -1,10 +1,9 @@
-"""Modules of experts inside models: found by their form, and run so that tokens go to the ranks of
-their experts.
+"""Modules of experts in a model, recognised by their form, with dispatch of tokens to expert ranks.
 
-The form is that of transformers 5: parameters of at least three dims whose first is the experts,
-and ``forward(tokens, index, weights)``. What the experts compute stays the module's own business:
-on each rank its own ``forward`` runs on a copy that has this rank's experts alone, each row with
-one expert.
+`flow.parallelize` and globaltensor.auto use them. The form is that of transformers 5: parameters of
+at least three dims, the first of which is the experts, and ``forward(tokens, index, weights)``. The
+module itself defines what the experts compute. On each rank its own ``forward`` runs on a copy that
+has only this rank's experts, and each row has one expert.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ..errors import ShapeError
 
 __all__ = ["dispatch_tokens", "expert_parameters", "experts_in"]
 
-#: What modules call the number of experts they have.
+#: Attribute names under which modules store their number of experts.
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
-    """path -> module, of every module of experts in ``model``."""
+    """Return path -> module for every module of experts in ``model``."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -39,17 +38,17 @@ def experts_in(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _count(module: nn.Module) -> int:
-    """How many experts a module's parameters are for; 0 where they are of no such form."""
+    """Return the number of experts of a module's parameters, or 0 if they do not have this form."""
     firsts = {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() >= 3}
     return firsts.pop() if len(firsts) == 1 else 0
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    """``forward(hidden_states, top_k_index, top_k_weights)``, by these names or the like:
-    ``router_indices``, ``routing_weights``."""
-    names = list(inspect.signature(type(module).forward).parameters)[
-        1:4
-    ]  # of the class: it may be dispatched already
+    """Return True if the signature is ``forward(hidden_states, top_k_index, top_k_weights)``.
+
+    Similar names count too: ``router_indices``, ``routing_weights``."""
+    # the class's forward, because the module may be dispatched already
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
     return (
         len(names) == 3
         and ("ind" in names[1] or "ids" in names[1])
@@ -58,27 +57,29 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 
 def expert_parameters(module: nn.Module) -> list[str]:
-    """The names of those parameters of a module of experts whose first dim is the experts:
-    matrices, and the biases of each."""
+    """Return the names of the parameters whose first dim is the experts: matrices and biases."""
     count = _count(module)
     return [name for name, p in module.named_parameters() if p.dim() >= 2 and p.shape[0] == count]
 
 
 def dispatch_tokens(module: nn.Module) -> None:
-    """Let a module of experts send its tokens to the ranks of their experts, once its parameters
-    are global. Its results must be linear in the weights."""
+    """Make a module of experts send its tokens to the ranks of their experts.
+
+    Its parameters must be global by then. Its results must be linear in the weights."""
     module.forward = _Dispatch(module)
 
 
 class _Dispatch:
-    """``forward`` of a module of experts. An object, which is copied and pickled together with its
-    module, as a function or a method of others is not."""
+    """A ``forward`` of a module of experts.
+
+    It is an object, because an object is copied and pickled together with its module. A function,
+    or a method of another object, is not."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:  # by the names that this module has for them
+        if kwargs:  # the keyword names are those of this module
             args = (
                 inspect.signature(type(self.module).forward)
                 .bind(self.module, *args, **kwargs)
@@ -88,7 +89,7 @@ class _Dispatch:
 
 
 def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """Tokens [..., hidden], index and weights [..., k]."""
+    """Run the module on tokens [..., hidden], with index and weights [..., k]."""
     parameters = dict(module.named_parameters())
     if not any(isinstance(p, GlobalTensor) for p in parameters.values()):
         return type(module).forward(module, hidden, index, weights)
@@ -113,8 +114,10 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
 
 @dataclass(frozen=True)
 class _OnParts(TokenFunction):
-    """A module's own ``forward`` on the experts of a rank. Equal for the same module, for plans are
-    kept by it; and kept weakly, for plans outlive models."""
+    """A module's own ``forward`` on the experts of a rank.
+
+    Two are equal for the same module, because they are part of the keys of plans. The reference to
+    the module is weak, because plans outlive models."""
 
     module: weakref.ref[nn.Module]
     own: tuple[str, ...]
@@ -148,8 +151,10 @@ class _OnParts(TokenFunction):
 
 
 def _copy(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """The same module with these tensors, by path, for its parameters and buffers. Its class runs
-    it, no hook and no ``forward`` of the instance."""
+    """Copy a module with these tensors, by path, as its parameters and buffers.
+
+    The copy runs its class's ``forward``, without hooks and without a ``forward`` of the
+    instance."""
     there = copy.copy(module)
     there.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     for held in ("_parameters", "_buffers"):

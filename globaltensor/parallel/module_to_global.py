@@ -1,5 +1,6 @@
-"""``module.to_global`` and ``module.to_local``: every parameter and buffer of a module becomes
-global, or local again."""
+"""``module.to_global`` and ``module.to_local``: convert all parameters and buffers of a module.
+
+Users call them on modules, and `parallelize` uses `SameModel`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ SbpChoice = Sbp | Sequence[Sbp] | Mapping[str, Any] | Callable[..., Any]
 
 
 def _slots(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every place that holds a parameter or buffer: (path, dict, name), in the order of the
-    modules."""
+    """Yield (path, dict, name) for each parameter or buffer, in the order of the modules."""
     for prefix, m in module.named_modules(remove_duplicate=False):
         for held in (m._parameters, m._buffers):
             for name, tensor in held.items():
@@ -38,7 +38,7 @@ def _slots(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]
 
 
 def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> list[Sbp]:
-    """The sbp of one tensor. Of path patterns the first that matches counts."""
+    """Return the sbp of one tensor. If ``choice`` has path patterns, the first match counts."""
     if isinstance(choice, Mapping):
         for pattern, value in choice.items():
             if fnmatch.fnmatchcase(path, pattern):
@@ -52,7 +52,7 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
             as_layout(choice(path, tensor), axes, f"sbp that the callable gave for {path!r}")
         )
     layout = as_layout(choice, axes)
-    # One sbp for all: a tensor without that dim (a bias, a counter) stays broadcast there.
+    # One sbp for all: a tensor without that dim (a bias, a counter) is broadcast instead.
     return [
         broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout
     ]
@@ -61,7 +61,9 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
 def _plan(
     placement: Placement | None, sbp: SbpChoice | None, what: str, path: str, tensor: torch.Tensor
 ) -> tuple[Placement, list[Sbp]]:
-    """Where one tensor goes. Before anything changes: an error leaves the module as it was."""
+    """Return placement and sbp of one tensor.
+
+    This runs before any change, so that an error leaves the module as it was."""
     if (placement is None or sbp is None) and not isinstance(tensor, GlobalTensor):
         raise SbpError(
             f"module.to_global needs placement and sbp, as {what} is local: "
@@ -79,17 +81,19 @@ def _plan(
 def module_to_global(
     self: torch.nn.Module, placement: Placement | None = None, sbp: SbpChoice | None = None
 ) -> torch.nn.Module:
-    """Make every parameter and buffer global, in place; returns the module.
+    """Make every parameter and buffer global, in place, and return the module.
 
-    The local tensors are whole values, the same model on every rank (the first rank's data counts);
-    those on the meta device have none and stay there, until ``module.to_empty(device=...)`` gives
-    each rank memory for its part. ``sbp``: one for all; a callable ``(path, tensor) -> sbp``; or
-    ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are
-    global already move; theirs may be left out: a placement or sbp that is not given stays.
-    Parameters and buffers stay the same objects: optimizers, hooks and references made before hold
-    what is trained. Raises KindError of parameters that cannot be global (sparse, quantized, not
-    initialized), SbpError, PlacementError, and ShapeError where the ranks' models differ; a module
-    that is refused is as it was before.
+    The local tensors are full values of the same model on every rank, and the first rank's data
+    counts. Tensors on the meta device have no data and stay there. ``module.to_empty(device=...)``
+    then gives each rank memory for its local tensors. ``sbp``: one for all; a callable ``(path,
+    tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``.
+    Tensors that are global already are boxed. For these, a placement or sbp that is not passed
+    stays the same.
+
+    Parameters and buffers remain the same objects, so optimizers, hooks and references made before
+    refer to the trained tensors. Raises KindError if a parameter cannot be global (sparse,
+    quantized, not initialized), ShapeError if the ranks' models differ, SbpError, and
+    PlacementError. After an error the module is as it was before.
     """
     if placement is not None:
         check_placement(placement)
@@ -97,12 +101,14 @@ def module_to_global(
 
 
 class SameModel:
-    """A module that the ranks have agreed on: the same tensors on each, all of which can be global
-    on ``placement``."""
+    """A module that the ranks have agreed on.
+
+    It has the same tensors on each rank, all of which can be global on ``placement``."""
 
     def __init__(self, module: torch.nn.Module, placement: Placement | None) -> None:
-        """Let the ranks tell each other what they hold, before anything changes or moves. Raises
-        KindError and ShapeError, on every rank."""
+        """Compare the tensors of all ranks, before any change or communication of data.
+
+        Raises KindError and ShapeError on every rank."""
         self.module, self.placement, self.slots = module, placement, list(_slots(module))
         tensors = [(path, held[name]) for path, held, name in self.slots]
         self.bare = _check_same_model(
@@ -110,14 +116,14 @@ class SameModel:
         )
 
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
-        """Make the tensors global, each as `sbp_for` has it; return the module."""
+        """Make the tensors global, each with the sbp from `sbp_for`, and return the module."""
         plans = {
             path: _plan(
                 self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]
             )
             for path, held, name in self.slots
         }
-        first: dict[torch.Tensor, str] = {}  # of a tensor in several places the first counts
+        first: dict[torch.Tensor, str] = {}  # the first place of a tensor in several places counts
         for path, held, name in self.slots:
             first.setdefault(held[name], path)
         for old, path in first.items():
@@ -134,13 +140,12 @@ class SameModel:
 
 
 def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
-    """Return the value of ``old`` as a global tensor in memory of its own."""
+    """Return the value of ``old`` as a global tensor with separate memory."""
     with torch.no_grad():
         value = old.detach()
         if not isinstance(value, GlobalTensor):
-            if (
-                placement.type == "meta" or value.is_meta
-            ):  # the first rank's data counts: where it has some this rank has room for it
+            # The first rank's data counts: allocate memory to receive it.
+            if placement.type == "meta" or value.is_meta:
                 value = torch.empty_like(value, device=world().device(placement.type))
             value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
         new: GlobalTensor = value.to_global(placement, layout)
@@ -153,14 +158,15 @@ def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> Global
         elif (
             new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes()
         ):
-            new = new.clone()  # a slice would keep the whole tensor alive
+            new = new.clone()  # a slice would keep the full tensor alive
     return new
 
 
 def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
-    """Return which of the tensors have no data on the first rank: those on the meta device. Raises
-    KindError and ShapeError, on every rank, where ranks hold what cannot be global, or different
-    models."""
+    """Return the paths of tensors on the meta device of the first rank, which have no data.
+
+    Raises KindError and ShapeError on every rank if a tensor cannot be global or the models
+    differ."""
     here = world()
     mine = {path: parameter_described(t) for path, t in tensors}
     bare = {
@@ -193,8 +199,9 @@ def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], firs
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
-    """Make every global parameter and buffer this rank's local part, in place; return the module.
-    Parameters stay the same objects, as in ``to_global``."""
+    """Replace every global parameter and buffer by this rank's local tensor, in place.
+
+    Returns the module. Parameters remain the same objects, as in ``to_global``."""
     done: dict[torch.Tensor, torch.Tensor] = {}
     for _, held, name in list(_slots(self)):
         old = held[name]
@@ -210,9 +217,10 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
 def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(forward)
     def run(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        """Of global tensors: batch norm, which goes over the whole batch wherever it lies. (Torch's
-        own asks for the input's device and its kernels, as in a program of local tensors, and asks
-        no tensor whether it overrides that.)"""
+        """Run batch norm on global tensors: its statistics are those of the global batch.
+
+        Torch's own SyncBatchNorm reads the input's device and calls its kernels, as for local
+        tensors, and no tensor can override that."""
         if not any(isinstance(t, GlobalTensor) for t in (input, self.weight, self.running_mean)):
             return forward(self, input)
         if self.process_group is not None:
@@ -221,7 +229,7 @@ def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
                 "of the whole batch; leave out process_group, "
                 "or run the module on local tensors with globaltensor.local_map"
             )
-        # (inherited: it does not look at the number of dims)
+        # (an inherited forward: it does not check the number of dims)
         return torch.nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]
 
     return run
@@ -230,8 +238,9 @@ def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
 def _to(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     @functools.wraps(to)
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Of ``module.to(x)`` torch asks x for its device below Python, where a global tensor has
-        none."""
+        """Run ``module.to(x)`` for a global ``x``.
+
+        PyTorch asks ``x`` for its device below Python, where a global tensor has none."""
         other = kwargs.get("tensor", args[0] if args else None)
         if not isinstance(other, GlobalTensor):
             return to(self, *args, **kwargs)

@@ -1,9 +1,8 @@
-"""``flow.parallelize(model, placement, plan)``: a model written for one device becomes global, by
-the name of a plan.
+"""``flow.parallelize(model, placement, plan)``: make a model written for one device global.
 
-A plan says which sbp each parameter has, and of some layers that their results are made whole at
-once. Any choice computes the same, since the data moves where the algebra needs it: the names are
-recipes for speed and memory.
+A plan has a name. It defines the sbp of each parameter, and for some layers that their results are
+replicated at once. Any choice computes the same, since data is boxed where the algebra needs it.
+The plans are recipes for speed and memory.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from .module_to_global import SameModel, SbpChoice
 __all__ = ["PLANS", "parallelize"]
 
 
-#: What lays a model out by a search, (model, placement, inputs) -> model, under str; or by a plan,
-#: (model, placement, plan) -> model, under the plan's class. Set by globaltensor.auto.
+#: Functions that shard a model. With the key str: by a search, (model, placement, inputs) -> model.
+#: With a plan's class as key: by this plan, (model, placement, plan) -> model. Set by
+#: globaltensor.auto.
 SEARCHED: dict[type, Callable[[nn.Module, Placement, Any], nn.Module]] = {}
 
 
 class Recipe(NamedTuple):
     """A plan on one axis of the placement."""
 
-    sbp: Callable[[str, torch.Tensor], Sbp]  # of a parameter, by its path
-    whole: Sequence[nn.Module] = ()  # whose results are not left partial or split by features
-    gathered: Sequence[nn.Module] = ()  # whose inputs come split in time and are made whole
-    in_time: bool = False  # partial results are split in time, not made whole
+    sbp: Callable[[str, torch.Tensor], Sbp]  # the sbp of a parameter, by its path
+    whole: Sequence[nn.Module] = ()  # their results are not left partial or split by features
+    gathered: Sequence[nn.Module] = ()  # their inputs arrive split in time and are gathered
+    in_time: bool = False  # partial results are split in time, not replicated
 
 
 def parallelize(
@@ -51,46 +51,49 @@ def parallelize(
     *,
     inputs: Any = None,
 ) -> nn.Module:
-    """Make every parameter and buffer of ``model`` global on ``placement``, in place; returns the
-    model, its class, methods and parameter names unchanged.
+    """Make every parameter and buffer of ``model`` global on ``placement``, in place.
+
+    Returns the model, with its class, methods and parameter names unchanged. Collective.
 
     ``plan``:
 
-    - ``"data"``: every rank holds all parameters; give the batch as ``split(0)``.
-    - ``"fsdp"``: every parameter is split, and gathered when it is used; give the batch as
+    - ``"data"``: every rank holds all parameters. Pass the batch as ``split(0)``.
+    - ``"fsdp"``: every parameter is split, and gathered when it is used. Pass the batch as
       ``split(0)``. (Rajbhandari et al. 2020, ZeRO stage 3.)
-    - ``"tensor"``: pairs of linear layers are split by their outputs and then by their inputs,
-      vocabularies by their words; give the batch as ``broadcast``. Which layers those are the model
-      says itself (``tp_plan`` of Hugging Face models), or its structure does. Adapters of a layer
-      (LoRA) follow it. (Shoeybi et al. 2019, Megatron-LM.)
-    - ``"sequence"``: as tensor, and between the pairs activations [batch, time, features] are split
-      in time: a reduce-scatter and an all-gather in place of each all-reduce, and less memory.
-      (Korthikanti et al. 2022.)
-    - ``"expert"``: modules of experts are split over their experts, and all else is as in data:
-      tokens go to the ranks of their experts and come back, by one all-to-all each way. Give the
-      batch as ``split(0)``; of one given as ``broadcast`` each rank computes its experts' share.
+    - ``"tensor"``: pairs of linear layers are split by their outputs and then by their inputs, and
+      vocabularies by their words. Pass the batch as ``broadcast``. The model itself defines these
+      layers (``tp_plan`` of Hugging Face models), or its structure does. Adapters of a layer (LoRA)
+      follow it. (Shoeybi et al. 2019, Megatron-LM.)
+    - ``"sequence"``: like tensor, but activations [batch, time, features] between the pairs are
+      split in time. This needs a reduce-scatter and an all-gather in place of each all-reduce, and
+      less memory. (Korthikanti et al. 2022.)
+    - ``"expert"``: modules of experts are split over their experts, and all else is as in data.
+      Tokens are sent to the ranks of their experts and back, by one all-to-all each way. Pass the
+      batch as ``split(0)``. If it is ``broadcast``, each rank computes its experts' share.
       (Lepikhin et al. 2021, GShard.)
-    - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second; give
+    - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second. Pass
       the batch as ``[split(0), broadcast]``.
-    - ``"auto"``: what a search finds best for this model on this placement (`flow.auto`), for
-      ``inputs`` (a tuple of example arguments), or those of its first call; give the batch in any
-      layout.
-    - a plan, from ``flow.auto.plan`` or ``flow.auto.load_plan``, for as many ranks as the placement
-      has: layouts, and stages if it has several. Micro-batches, schedule and ZeRO are taken by
-      ``graph.config.follow(plan)``.
-    - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"``, ``"sequence"``
-      or ``"expert"`` alone means data over all but the last.
-    - anything that ``module.to_global`` takes as sbp: path patterns ``{"*.q_proj.weight": split(0),
-      "*": broadcast}``, a callable ``(path, tensor) -> sbp``.
+    - ``"auto"``: the best plan that a search finds for this model on this placement (`flow.auto`).
+      The search uses ``inputs`` (a tuple of example arguments), or the arguments of the first call.
+      Pass the batch in any layout.
+    - a plan from ``flow.auto.plan`` or ``flow.auto.load_plan``, for as many ranks as the placement
+      has. It defines layouts, and stages if it has several. ``graph.config.follow(plan)`` applies
+      its micro-batches, schedule and ZeRO.
+    - a list of one name for each axis, ``["fsdp", "tensor"]``. On several axes ``"tensor"``,
+      ``"sequence"`` or ``"expert"`` alone means data over all but the last.
+    - any sbp argument of ``module.to_global``: path patterns ``{"*.q_proj.weight": split(0), "*":
+      broadcast}``, or a callable ``(path, tensor) -> sbp``.
 
-    Under every plan a module of experts, one with parameters [experts, ., .] and
-    ``forward(hidden_states, top_k_index, top_k_weights)``, runs by `experts`. The local tensors are
-    whole values, the same model on every rank (the first rank's count). Of a model on the meta
-    device the parts stay there: then ``model.to_empty(device=...)`` gives each rank memory for its
-    part alone, to be filled by ``reset_parameters`` or ``load_state_dict``. Collective. Raises
-    SbpError for an unknown plan, and for "expert" on a model without such modules, PlacementError,
-    KindError of parameters that cannot be global (sparse, quantized, not initialized), and
-    ShapeError where the ranks' models differ.
+    Under every plan `moe_experts` runs the modules of experts. Such a module has parameters of
+    three dims, the first of which is the experts, and ``forward(hidden_states, top_k_index,
+    top_k_weights)``. The local tensors are full values of the same model on every rank, and the
+    first rank's data counts. The tensors of a model on the meta device stay there.
+    ``model.to_empty(device=...)`` then allocates memory for each rank's local tensors alone.
+    ``reset_parameters`` or ``load_state_dict`` fills them.
+
+    Raises SbpError for an unknown plan, and for "expert" on a model without such modules. Raises
+    PlacementError, KindError if a parameter cannot be global (sparse, quantized, not initialized),
+    and ShapeError if the ranks' models differ.
 
     >>> import torch
     >>> import globaltensor as flow
@@ -104,9 +107,8 @@ def parallelize(
             f"parallelize takes a torch.nn.Module, not a {type(model).__name__}: a tensor becomes "
             f"global by x.to_global(placement, sbp)"
         )
-    same = SameModel(
-        model, placement
-    )  # before anything looks at shapes: not every kind of parameter has one
+    # before shapes are read, because not every kind of parameter has one
+    same = SameModel(model, placement)
     if plan == "auto":
         return SEARCHED[str](_dispatched(model), placement, inputs)
     if type(plan) in SEARCHED and not isinstance(plan, str):
@@ -141,9 +143,10 @@ def _boxed(x: GlobalTensor, axis: int, entry: Sbp) -> Any:
 
 
 class Settled:
-    """A forward hook: on this axis every rank has the module's whole result, by one all-reduce of
-    what is partial or one gather of split features; or, of what is partial, its stretch of time, by
-    one reduce-scatter."""
+    """A forward hook that settles a module's result on one axis.
+
+    A partial result is replicated by one all-reduce, or split in time by one reduce-scatter. A
+    result that is split by features is gathered."""
 
     def __init__(self, axis: int, in_time: bool) -> None:
         self.axis, self.in_time = axis, in_time
@@ -164,8 +167,9 @@ class Settled:
 
 
 class Gathered:
-    """A forward pre-hook: activations that are split in time on this axis are gathered, once for
-    all layers inside that take them."""
+    """A forward pre-hook that gathers activations that are split in time on one axis.
+
+    They are gathered once for all layers inside that receive them."""
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
@@ -188,7 +192,9 @@ class Gathered:
 
 
 def _names(plan: Any, axes: int) -> list[str] | None:
-    """The recipe of each axis; None where the plan is no name."""
+    """Return the recipe name of each axis, or None if the plan is no name.
+
+    Raises SbpError for an unknown name, or if the number of names does not fit."""
     given = (
         [plan]
         if isinstance(plan, str)
@@ -231,8 +237,10 @@ def _fsdp(model: nn.Module, size: int) -> Recipe:
     of_experts = _paths_of_experts(model)
 
     def choose(path: str, tensor: torch.Tensor) -> Sbp:
-        """The first dim that gives every rank an equal part; else the longest. Not that of experts:
-        tokens would go to them, and they are to be gathered."""
+        """Return the split of the first dim that gives every rank an equal shard.
+
+        If there is none, the longest dim is split. The dim of experts is left out: tokens would be
+        sent to split experts, which should be gathered."""
         if not tensor.dim():
             return broadcast
         dims = range(path in of_experts, tensor.dim())
@@ -243,7 +251,7 @@ def _fsdp(model: nn.Module, size: int) -> Recipe:
 
 
 def _paths_of_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The parameters whose first dim is the experts, and whose they are."""
+    """Return path -> module of experts, for the parameters whose first dim is the experts."""
     return {
         f"{path}.{name}".lstrip("."): module
         for path, module in experts_in(model).items()
@@ -266,9 +274,8 @@ def _expert(model: nn.Module, size: int) -> Recipe:
 
 
 def _tensor(model: nn.Module, size: int) -> Recipe:
-    experts = _paths_of_experts(
-        model
-    )  # each rank has some of them whole, whatever the model's plan says of their insides
+    # each rank has some experts in full, even if the model's plan splits their parameters
+    experts = _paths_of_experts(model)
     parts = [
         part
         for part in _planned(model) or _structured(model) or _largest(model)
@@ -301,8 +308,8 @@ def _sequence(model: nn.Module, size: int) -> Recipe:
         if part.column
     ]
     parents = [path.rpartition(".")[0] for path in dict.fromkeys(columns)]
-    # Where all that a module takes goes into several such layers (queries, keys and values) it is
-    # gathered once, where they have it from.
+    # If all inputs of a module are passed to several such layers (queries, keys and values), they
+    # are gathered once, before the module.
     shared = {
         parent
         for parent in parents
@@ -315,8 +322,9 @@ def _sequence(model: nn.Module, size: int) -> Recipe:
 
 
 def _only_linears(module: nn.Module, linears: Mapping[int, Layer]) -> bool:
-    """Whether what holds parameters among the children are linear layers alone; a norm beside them
-    would take the input as it comes."""
+    """Return True if linear layers are the only children with parameters for the module's inputs.
+
+    A norm among the children, for example, would need the input without the gather."""
     widths = {linears[id(child)].inputs for child in module.children() if id(child) in linears}
     others = [child for child in module.children() if id(child) not in linears]
     return not any(p.shape[-1] in widths for child in others for p in child.parameters() if p.dim())
@@ -337,27 +345,29 @@ class _Part(NamedTuple):
 
     path: str
     dim: int
-    # the path of the module that stands for the layer which it belongs to, with adapters if it has
-    # some
+    # the path of the outermost module in place of the layer, with its adapters if it has some
     layer: str
-    module: nn.Module  # that one
+    module: nn.Module  # the module at that path
     base: nn.Module  # the layer itself
-    whole: bool  # the module's result is made whole
-    column: bool = False  # it takes whole activations
+    whole: bool  # the module's result is replicated
+    column: bool = False  # the layer needs replicated activations
 
 
-# ------------------------------------------------------------------------- what a model says itself
+# ------------------------------------------------------------------------- plans that models define
 
 
 def _planned(model: nn.Module) -> list[_Part]:
-    """By the model's own ``tp_plan`` {path pattern of a module or parameter: style}, or those of
-    models inside it; nothing if there is none."""
+    """Return the splits of the model's own ``tp_plan``, or of those of models inside it.
+
+    A ``tp_plan`` is {path pattern of a module or parameter: style}. The result is empty without
+    one."""
     layers = layers_in(model)
     found = [
         part for path, module, plan in _plans(model) for part in _by(plan, path, module, layers)
     ]
-    # A layer beside one of rows that takes less gives several things in one (queries, keys and
-    # values): cut, each of them is split as it is.
+    # A column layer that is wider than the inputs of the row layer with the same parent computes
+    # several tensors at once (queries, keys and values). Each of them remains split when the output
+    # is cut.
     taken = {
         _around(part): part.base.in_features
         for part in found
@@ -376,8 +386,10 @@ def _planned(model: nn.Module) -> list[_Part]:
 
 
 def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Mapping[str, Any]]]:
-    """(path, module, its plan) of the outermost modules that have one of their own; what stands
-    around a model hands on its attributes, with other paths."""
+    """Yield (path, module, its plan) for the outermost modules with a plan of their own.
+
+    A wrapper around a model forwards the model's attributes, but has other paths. Such attributes
+    do not count."""
     for name in ("tp_plan", "_tp_plan"):
         if (
             inspect.getattr_static(module, name, None) is not None
@@ -393,10 +405,9 @@ def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, 
 def _by(
     plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]
 ) -> Iterator[_Part]:
-    """Return what the plan of a model, at that path, says of its parameters."""
-    head = (
-        model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    )  # its logits stay split by words: cross-entropy takes them so
+    """Yield the splits of parameters that the plan of the model at path ``at`` defines."""
+    # the head's logits stay split by words, because cross-entropy accepts them so
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def part(
         path: str, dim: int | None, layer: str, module: nn.Module, base: nn.Module, style: str
@@ -440,7 +451,7 @@ def _by(
 
 
 def _style(plan: Mapping[str, Any], path: str) -> str:
-    """Return what the plan says of a path; "" where it says nothing."""
+    """Return the plan's style of a path, or "" if it has none."""
     return str(
         next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
         or ""
@@ -448,7 +459,7 @@ def _style(plan: Mapping[str, Any], path: str) -> str:
 
 
 def _dim(layer: Layer, parameter: torch.Tensor, style: str) -> int | None:
-    """Along which dim a parameter of a layer of this style is split."""
+    """Return the dim along which a layer's parameter is split in this style, or None."""
     if "embedding" in style:
         return layer.of_inputs(parameter)
     if "colwise" in style:
@@ -457,7 +468,9 @@ def _dim(layer: Layer, parameter: torch.Tensor, style: str) -> int | None:
 
 
 def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
-    """The same of what is no layer: words or experts come first, then outputs, then inputs."""
+    """Return the dim along which a parameter outside of layers is split in this style, or None.
+
+    Words or experts are the first dim, then outputs, then inputs."""
     if "embedding" in style or style == "grouped_gemm":
         return 0
     if "colwise" in style:
@@ -466,9 +479,11 @@ def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
 
 
 def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
-    """Return True if a layer gives fewer heads than one beside it (those of keys and values), and
-    so few that ranks would have parts of a head: then every rank computes them all, as in
-    Megatron-LM, and nothing moves."""
+    """Return True if splitting this layer would cut attention heads.
+
+    Such a layer has fewer heads than another layer with the same parent (those of keys and values).
+    If it were split, ranks would have fractions of a head. Every rank then computes them all, as in
+    Megatron-LM, and nothing is communicated."""
     around, layer = _around(part), part.base
     width = getattr(model.get_submodule(around), "head_dim", None)
     if (
@@ -487,31 +502,34 @@ def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int
 
 
 def _around(part: _Part) -> str:
-    """The path of the module that a part's layer is in."""
+    """Return the path of the module that contains a parameter's layer."""
     return part.layer.rpartition(".")[0]
 
 
-# -------------------------------------------------------------------------- what its structure says
+# --------------------------------------------------------------- plans from the structure of models
 
 
 def _column(layer: Layer, whole: bool = False) -> Iterator[_Part]:
-    """Split by outputs."""
+    """Yield the splits of a layer by its outputs."""
     for path, parameter in layer.parameters():
         if (dim := layer.of_outputs(parameter)) is not None:
             yield _Part(path, dim, layer.path, layer.module, layer.base, whole, True)
 
 
 def _row(layer: Layer) -> Iterator[_Part]:
-    """Split by inputs, which of a table are its words. What every rank has whole of an affine layer
-    is its bias."""
+    """Yield the splits of a layer by its inputs, which are the words of a table.
+
+    The bias of an affine layer is replicated."""
     for path, parameter in layer.parameters():
         if (dim := layer.of_inputs(parameter)) is not None:
             yield _Part(path, dim, layer.path, layer.module, layer.base, True)
 
 
 def _structured(model: nn.Module) -> list[_Part]:
-    """Column-then-row pairs, found by who stands beside whom: in a block of a repeated list of
-    layers, what widens or makes heads comes before what closes."""
+    """Return column-then-row pairs, found by the positions of layers.
+
+    In a block of a repeated list of layers, a layer that widens or makes heads comes before one
+    that closes."""
     layers = layers_in(model)
     linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
     found: list[_Part] = []
@@ -523,23 +541,28 @@ def _structured(model: nn.Module) -> list[_Part]:
 
 
 def _largest(model: nn.Module) -> Iterator[_Part]:
-    """Of a model without such pairs (a convolutional one) the largest linear layer alone, by its
-    outputs: mostly the classifier (Krizhevsky 2014)."""
+    """Yield the split of the largest linear layer by its outputs, for a model without pairs.
+
+    In a convolutional model this is mostly the classifier (Krizhevsky 2014)."""
     linears = [layer for layer in layers_in(model) if isinstance(layer.base, nn.Linear)]
     if linears:
         yield from _column(max(linears, key=lambda layer: layer.outputs * layer.inputs))
 
 
 def _scope(path: str) -> str:
-    """The repeated block that a module is in, ``decoder.layers.3``; "" outside of any."""
+    """Return the repeated block that contains a module, as ``decoder.layers.3``.
+
+    Returns "" outside of any."""
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[: last + 1])
 
 
 def _paired(families: list[list[Layer]]) -> Iterator[_Part]:
-    """``families``: the linear layers of a block, those of one parent together."""
-    waiting: list[Layer] = []  # columns whose row is still to come
+    """Yield the splits of the pairs in a block.
+
+    ``families``: the linear layers of the block, grouped by their parents."""
+    waiting: list[Layer] = []  # columns whose row has not been found yet
     for i, family in enumerate(families):
         first, last = family[0], family[-1]
         if waiting and len(family) == 1 and _closes(waiting[0], last):
@@ -561,9 +584,8 @@ def _paired(families: list[list[Layer]]) -> Iterator[_Part]:
 
 def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_Part]:
     for layer in columns:
-        several = (
-            layer.outputs > row.inputs and layer.outputs % row.inputs == 0
-        )  # in one (queries, keys and values): cut, each of them is split as it is
+        # several in one (queries, keys and values): each remains split when the output is cut
+        several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0
         yield from _column(
             layer,
             whole=layer.outputs != columns[0].outputs
@@ -573,18 +595,22 @@ def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_Part]:
 
 
 def _closes(first: Layer, last: Layer) -> bool:
-    """Whether ``last`` takes what ``first`` gives (or a share of it: queries, keys and values may
-    be one layer) back to where it came from."""
+    """Return True if ``last`` maps the outputs of ``first`` back to the size of its inputs.
+
+    Its inputs may be a share of these outputs, because queries, keys and values may be one
+    layer."""
     return first.outputs % last.inputs == 0 and last.outputs == first.inputs
 
 
 def _queries(family: list[Layer]) -> bool:
-    """Three layers alike: queries, keys and values, whose row has another parent."""
+    """Return True for three equal layers: queries, keys and values.
+
+    Their row layer has another parent."""
     return len(family) == 3 and len({(layer.inputs, layer.outputs) for layer in family}) == 1
 
 
 def _vocabulary(layers: list[Layer]) -> Iterator[_Part]:
-    """The head that gives a logit for each word, and the tables of as many words."""
+    """Yield the splits of the head with a logit for each word, and of tables with as many words."""
     outside = [layer for layer in layers if not _scope(layer.path)]
     tables = [layer for layer in outside if isinstance(layer.base, nn.Embedding)]
     heads = [layer for layer in outside if not isinstance(layer.base, nn.Embedding)]

@@ -1,4 +1,4 @@
-"""``flow.utils``: torch.utils, and what this library adds to it."""
+"""``flow.utils``: torch.utils, and this library's additions to it."""
 
 from . import data, global_view
 from .._base.torch_namespace import names_of_torch as _names_of_torch

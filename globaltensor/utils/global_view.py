@@ -1,5 +1,7 @@
-"""``flow.utils.global_view``: OneFlow's way to take nests of tensors between local and global, and
-to create global tensors without saying so each time."""
+"""``flow.utils.global_view``: OneFlow's functions for pytrees of tensors, and its global mode.
+
+Users call them to convert pytrees between local and global, and to create global tensors without
+placement and sbp in each call."""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ def to_global(
     warn_on_non_tensor_leaf: bool = True,
     **options: Any,
 ) -> Any:
-    """Every tensor in a nest of tuples, lists and dicts, made global. Collective over the world.
+    """Make every tensor in a pytree of tuples, lists and dicts global.
+
+    Collective over the world.
 
     ``sbp``: one for all, or a callable ``(input, tensor) -> sbp``. Ranks outside the placement may
-    have nothing (None): they get the nest of its first rank. ``options``: those of ``x.to_global``.
-    Where a leaf is neither a tensor nor None it stays, with a warning. Raises SbpError,
+    pass None: they receive the pytree of its first rank. ``options``: those of ``x.to_global``. A
+    leaf that is neither a tensor nor None stays the same, with a warning. Raises SbpError,
     PlacementError, ShapeError.
     """
     if warn_on_non_tensor_leaf:
@@ -63,8 +67,10 @@ def _is_rule(sbp: Any) -> bool:
 
 
 def _shape(input: Any) -> Any:
-    """What another rank needs to have the same nest: it, with nothing for each tensor, and their
-    dtypes. True: nothing at all."""
+    """Return what another rank needs to build the same pytree.
+
+    It is the pytree with an empty tensor for each tensor, and their dtypes. It is True if ``input``
+    is None."""
     if input is None:
         return True
     tensors = object_tensors(input, [])
@@ -89,8 +95,9 @@ def _warn_of(value: Any) -> None:
 
 
 def to_local(input: Any, *, copy: bool = False) -> Any:
-    """This rank's part of every global tensor in a nest of tuples, lists and dicts; what is local
-    already stays."""
+    """Replace every global tensor in a pytree by this rank's local tensor.
+
+    The pytree consists of tuples, lists and dicts. Local tensors stay the same."""
     tensors = object_tensors(input, [])
     return replaced_in_objects(
         input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors])
@@ -99,14 +106,14 @@ def to_local(input: Any, *, copy: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class GlobalMode:
-    """Whether `global_mode` is on, and how it lays out what is created."""
+    """A state of `global_mode`: on or off, and the layout of created tensors."""
 
     placement: Placement | None = None
     sbp: tuple[Sbp, ...] | None = None
 
     @property
     def is_enabled(self) -> bool:
-        """Whether creation functions without ``placement`` and ``sbp`` make global tensors."""
+        """True if creation functions without ``placement`` and ``sbp`` make global tensors."""
         return self.placement is not None
 
 
@@ -114,10 +121,11 @@ class GlobalMode:
 def global_mode(
     enabled: bool, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None
 ) -> Iterator[GlobalMode]:
-    """Inside, this library's creation functions (``flow.ones`` and the like) make global tensors
-    where the call names neither placement nor sbp; with ``enabled=False`` they make local ones
-    again. Torch's own (``torch.ones``) make local tensors everywhere. Raises SbpError,
-    PlacementError.
+    """Make this library's creation functions create global tensors within the block.
+
+    This applies to ``flow.ones`` and the like in calls with neither placement nor sbp. With
+    ``enabled=False`` they create local tensors again. Torch's own functions (``torch.ones``) always
+    create local tensors. Raises SbpError, PlacementError.
 
     >>> from globaltensor import placement
     >>> from globaltensor.sbp import broadcast
@@ -141,5 +149,5 @@ def global_mode(
 
 
 def current_global_mode() -> GlobalMode:
-    """What `global_mode` says here."""
+    """Return the current state of `global_mode`."""
     return GlobalMode(*GLOBALLY.get())

@@ -1,5 +1,6 @@
-"""``flow.nn.parallel``: DistributedDataParallel on a world that starts by itself; everything else
-is torch's."""
+"""``flow.nn.parallel``: DistributedDataParallel on a world that starts automatically.
+
+All other names are torch's."""
 
 from ..._base.torch_namespace import names_of_torch as _names_of_torch
 from .distributed import DistributedDataParallel

@@ -1,5 +1,7 @@
-"""DistributedDataParallel: torch's own, with its C++ reducer, on a world that starts by itself, and
-with OneFlow's keywords beside torch's."""
+"""DistributedDataParallel: torch's own, on a world that starts automatically.
+
+Users construct it. It uses torch's C++ reducer, and has OneFlow's keywords in addition to
+torch's."""
 
 from __future__ import annotations
 
@@ -21,31 +23,29 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
-    """Each rank trains ``module`` on its share of the batch; gradients are averaged over the ranks
-    while backward runs.
+    """A wrapper that trains ``module`` on each rank's share of the batch.
 
-    torch's arguments, all of them, and its methods (``no_sync``, ``join``, ``register_comm_hook``,
-    ...). Besides:
+    Gradients are averaged over the ranks while backward runs. It has all of torch's arguments and
+    methods (``no_sync``, ``join``, ``register_comm_hook``, ...). In addition:
 
     - No ``init_process_group`` is needed.
-    - What the wrapper doesn't have is looked for in the module: ``ddp(model).lr`` is ``model.lr``.
-    - ``state_dict()`` has the module's own keys, without the prefix ``module.``;
-      ``load_state_dict`` takes them with and without it.
+    - Attributes that the wrapper does not have are the module's: ``ddp(model).lr`` is ``model.lr``.
+    - ``state_dict()`` has the module's own keys, without the prefix ``module.``.
+      ``load_state_dict`` accepts keys with and without it.
     - ``broadcast_parameters=False``: each rank begins with its own parameters (torch:
       ``init_sync=False``).
-    - ``bucket_size``: parameters in a bucket, on average, in place of ``bucket_cap_mb``;
+    - ``bucket_size``: the average number of parameters in a bucket, in place of ``bucket_cap_mb``.
       ``use_bucket=False``: one all-reduce for each parameter.
-    - On machines with several GPUs a module on ``"cuda"`` moves to that of the local rank, which
-      becomes the current one: ``.to("cuda")`` then means that.
+    - On machines with several GPUs a module on ``"cuda"`` moves to the GPU of the local rank. This
+      GPU becomes the current one, and ``.to("cuda")`` then means it.
 
-    Raises WorldError where the ranks cannot meet, or where their modules differ: on every rank,
-    naming two and what they hold. Source: OneFlow's and torch's
+    Raises WorldError on every rank if the ranks cannot meet, or if their modules differ. The error
+    names two ranks and what they hold. Source: OneFlow's and torch's
     ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
     """
 
     def __new__(cls, module: nn.Module | None = None, *args: Any, **options: Any) -> Any:
-        """A module whose parameters are global tensors is one of several replicas
-        (parallel/check_replicas.py)."""
+        """Create the wrapper, which is a `GlobalReplicas` for a module with global parameters."""
         if not isinstance(module, nn.Module) or not any(
             isinstance(p, GlobalTensor) for p in module.parameters()
         ):
@@ -101,8 +101,8 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
         if broadcast_buffers is False:
             more["broadcast_buffers"] = False
         with warnings.catch_warnings():
-            # torch 2.13 warns of names that it is giving up, and has nothing yet that does the
-            # same.
+            # torch 2.13 warns about names that it will remove, and has no replacement with the same
+            # effect yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(
                 module, device_ids, output_device, dim,
@@ -115,8 +115,9 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
 
 
 def _megabytes(module: nn.Module, parameters: int | None) -> float:
-    """What torch calls a bucket's size, for this many parameters of average size; None: for each
-    alone."""
+    """Return torch's bucket size in MiB for this many parameters of average size.
+
+    If ``parameters`` is None, the size is so small that each parameter has its own bucket."""
     if parameters is None:
         return 2.0**-20
     if parameters < 1:
@@ -129,7 +130,9 @@ def _megabytes(module: nn.Module, parameters: int | None) -> float:
 
 
 def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """torch's own check raises on all ranks but the first of the group, which goes on and waits for
+    """Raise WorldError on every rank if the modules differ.
+
+    Torch's own check raises on all ranks but the first of the group, which continues and waits for
     the others."""
     mine = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
@@ -160,8 +163,10 @@ def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 
 
 def _to_own_device(module: nn.Module) -> None:
-    """Before a world has started, ``.to("cuda")`` means the first GPU on every rank, and two ranks
-    cannot share one under NCCL."""
+    """Move a module from the first GPU to that of the local rank.
+
+    Before a world has started, ``.to("cuda")`` means the first GPU on every rank. Under NCCL two
+    ranks cannot share one."""
     local = start().local_rank
     if local == 0 or torch.cuda.device_count() <= local or torch.cuda.current_device() != 0:
         return

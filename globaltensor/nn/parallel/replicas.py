@@ -1,9 +1,9 @@
-"""DDP over replicas of a model whose parameters are global tensors: each lies on its own ranks;
-gradients are averaged between those that correspond.
+"""DDP over replicas of a model whose parameters are global tensors.
 
-The sum over the ranks of a replica that hold a parameter whole, and that over the replicas, are one
-sum: one all-reduce among all these ranks, in the buckets of _tensor/gradients/reducer.py, while
-backward runs.
+`DistributedDataParallel` uses it for such models. Each replica has its own ranks, and gradients are
+averaged between corresponding ranks. The sum over a replica's ranks with the same parameter, and
+the sum over the replicas, are one sum. It is one all-reduce among all these ranks, in the buckets
+of _tensor/gradients/reducer.py, while backward runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["GlobalReplicas"]
 
 
 class GlobalReplicas(Transparent, nn.Module):
-    """What ``DistributedDataParallel`` makes of a module with global parameters.
+    """A wrapper that ``DistributedDataParallel`` returns for a module with global parameters.
 
     Every rank builds the module on the placement of its own replica:
     ``module.to_global(flow.placement("cpu", [[0, 1], [2, 3]][replica]), ...)``. The replicas have
-    placements of one shape and parameters of one sbp; rank i of one corresponds to rank i of the
-    others. Rank 0's replica gives parameters and, at each forward, buffers to the others. Gradients
-    are means over the replicas; under ``no_sync()`` they stay where they are.
+    placements of one shape and parameters of one sbp. Rank i of one corresponds to rank i of the
+    others. Rank 0's replica sends parameters and, at each forward, buffers to the others. Gradients
+    are means over the replicas. Under ``no_sync()`` they are not reduced.
 
-    ``process_group``: the ranks that correspond to this one, where they are not to be found among
-    all ranks. Raises PlacementError where replicas do not correspond, GlobalTensorError where some
+    ``process_group``: the ranks that correspond to this one, if they cannot be found among all
+    ranks. Raises PlacementError if replicas do not correspond, and GlobalTensorError if some
     parameters are global and some are not.
     """
 
@@ -80,12 +80,12 @@ class GlobalReplicas(Transparent, nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave gradients unsummed; the first outside sums all."""
+        """Leave gradients unsummed within the block; the first backward pass outside sums all."""
         with reducer.no_sync():
             yield
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: raises GlobalTensorError."""
+        """Raise GlobalTensorError: it is not supported."""
         raise _only_locally(
             "join",
             "give all replicas the same number of batches (a sampler with drop_last, or one that "
@@ -93,7 +93,7 @@ class GlobalReplicas(Transparent, nn.Module):
         )
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Refused: raises GlobalTensorError."""
+        """Raise GlobalTensorError: it is not supported."""
         raise _only_locally(
             "register_comm_hook",
             "flow.set_grad_reduce_dtype(module, dtype) says in which dtype gradients are summed",
@@ -104,7 +104,7 @@ class GlobalReplicas(Transparent, nn.Module):
 
     @torch.no_grad()
     def _spread(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The first replica's values, to the others: one broadcast for each dtype and device."""
+        """Broadcast the first replica's values to the others, once for each dtype and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for t in tensors:
             kinds.setdefault((t.dtype, t.device), []).append(t)
@@ -128,8 +128,9 @@ def _only_locally(name: str, mend: str) -> GlobalTensorError:
 def _replicas(
     mine: dict[str, Placement], group: dist.ProcessGroup | None
 ) -> dict[str, list[tuple[int, ...]]]:
-    """The ranks of every replica of each parameter, in the order of their first rank.
-    Collective."""
+    """Return the ranks of every replica of each parameter, sorted by first rank. Collective.
+
+    Raises PlacementError if replicas do not correspond, or share ranks."""
     here = world()
     ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
     told = here.comm(ranks).all_gather_object(
@@ -162,7 +163,7 @@ def _replicas(
 
 
 def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
-    """Sum the gradient of a leaf over the replicas too."""
+    """Make the gradient of a leaf a mean over the replicas too."""
     before = leaf._leaf
     if before is not None:
         before.handle.remove()
@@ -172,7 +173,7 @@ def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
 
 
 class _Mean(reducer.LeafGradient):
-    """The gradient of one leaf, averaged over the replicas."""
+    """A gradient of one leaf, averaged over the replicas."""
 
     def __init__(self, leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
         super().__init__(leaf, reducer.reducer().number())

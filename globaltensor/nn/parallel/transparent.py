@@ -1,5 +1,6 @@
-"""A wrapper around a module that shows the module's own attributes, and its own keys in state
-dicts."""
+"""A transparent wrapper around a module, for DistributedDataParallel.
+
+It has the module's own attributes, and the module's own keys in state dicts."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ __all__ = ["Transparent"]
 
 
 class Transparent(nn.Module):
-    """Wraps ``module``. What the wrapper doesn't have is looked for there; ``state_dict()`` has no
-    prefix ``module.``, ``load_state_dict`` takes both."""
+    """A wrapper around ``module`` that forwards attributes which it does not have itself.
+
+    ``state_dict()`` has no prefix ``module.``. ``load_state_dict`` accepts keys with and without
+    it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +32,7 @@ class Transparent(nn.Module):
             return getattr(inner, name)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; keys with and without the prefix ``module.``."""
+        """Load a state as torch does, from keys with or without the prefix ``module.``."""
         taken = type(state_dict)(state_dict)
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
@@ -40,7 +43,7 @@ class Transparent(nn.Module):
 
 
 def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """In a state dict just made: ``prefix.module.x`` -> ``prefix.x``."""
+    """Rename keys of a new state dict from ``prefix.module.x`` to ``prefix.x``."""
     old = f"{prefix}module."
     for key in [k for k in state if k.startswith(old)]:
         state[prefix + key[len(old) :]] = state.pop(key)
@@ -52,8 +55,9 @@ def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, meta
 
 
 def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so
-    already."""
+    """Rename keys of a state dict before loading from ``prefix.x`` to ``prefix.module.x``.
+
+    Keys that have this form already stay the same."""
     known = wrapper.get_submodule("module").state_dict().keys()
     for key in [k for k in state if k.startswith(prefix) and k[len(prefix) :] in known]:
         state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

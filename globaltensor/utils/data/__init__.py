@@ -1,4 +1,4 @@
-"""``flow.utils.data``: data for many ranks; everything else is torch.utils.data's."""
+"""``flow.utils.data``: data for many ranks. All other names are torch.utils.data's."""
 
 from ..._base.torch_namespace import names_of_torch as _names_of_torch
 from .batches import GlobalBatches

@@ -1,5 +1,6 @@
-"""Make global batches of the batches that each rank's own loader gives: the habit from
-DistributedDataParallel, said out loud."""
+"""Global batches from the batches of each rank's own loader, as with DistributedDataParallel.
+
+Users construct `GlobalBatches`."""
 
 from __future__ import annotations
 
@@ -21,28 +22,29 @@ from ...sharding.tensor_kinds import Described, described, refuse
 __all__ = ["GlobalBatches"]
 
 _END = object()
-#: What a rank tells the others of its batch: its structure, and shape and dtype (`described`) of
-#: each tensor; None: its loader has ended.
+#: The message of a rank about its batch: its structure, and shape and dtype (`described`) of each
+#: tensor. It is None if the rank's loader has ended.
 _Told = tuple[Any, list[Described]]
 
 
 class GlobalBatches:
-    """An iterable of global batches, of which each rank's own ``loader`` gives the rows of that
-    rank.
+    """An iterable of global batches, whose rows each rank reads with its own ``loader``.
 
-    For a loader that reads other rows on every rank, such as ``DataLoader(dataset, 8,
+    It is for a loader that reads other rows on every rank, such as ``DataLoader(dataset, 8,
     sampler=DistributedSampler(dataset))``: 8 rows a rank become a batch of 8 x ranks. Tensors of
-    the batch [rows, ...] are joined along the dims that ``sbp`` splits (``split(0)`` if not given,
-    on one axis). Tensors that have no such dim, and all along a broadcast axis, are the same on
-    every rank. Batches may nest dicts, lists and tuples; what is no tensor stays each rank's own.
-    ``placement``: all ranks' CPUs if not given; ranks outside it iterate, too, and their loader is
-    not asked. ``uneven``: what happens if a loader ends before the others: ``"error"``, or
+    the batch [rows, ...] are joined along the dims that ``sbp`` splits (the default is
+    ``split(0)``, on one axis). Tensors without such a dim must be the same on every rank, and so
+    must all tensors along a broadcast axis. A batch is a pytree of dicts, lists and tuples. Its
+    values that are no tensors remain each rank's own.
+
+    ``placement``: all ranks' CPUs by default. Ranks outside it must iterate too, but their loader
+    is not read. ``uneven``: the action if a loader ends before the others. It is ``"error"``, or
     ``"stop"``, which leaves the rest of the others unread. `GlobalDataLoader` reads the rows of one
     device's batches instead.
 
-    Iterating is collective. It raises, on every rank, GlobalTensorError if a loader ends early,
-    ShapeError if rows are not balanced (of n rows over p ranks the first n mod p hold one more),
-    and DivergenceError if ranks that are to read the same rows do not.
+    Iterating is collective. It raises errors on every rank. It raises GlobalTensorError if a loader
+    ends early, and DivergenceError if ranks that should read the same rows do not. It raises
+    ShapeError if rows are not balanced (of n rows over p ranks the first n mod p hold one more).
 
     >>> import globaltensor as flow
     >>> rows = torch.utils.data.DataLoader(torch.arange(6.).view(6, 1), batch_size=3)
@@ -109,8 +111,10 @@ class GlobalBatches:
             yield replaced(shell, iter(parts))
 
     def _go_on(self, told: Sequence[_Told | None], number: int) -> bool:
-        """Whether every rank has another batch. Raises GlobalTensorError where some have not, or
-        other batches."""
+        """Return True if every rank has another batch, and False if the iteration ends.
+
+        Raises GlobalTensorError if some ranks have no other batch, or batches of another
+        structure."""
         ranks = self.placement.flat
         ended = [r for r in ranks if told[r] is None]
         if ended:

@@ -1,8 +1,9 @@
 """GlobalDataLoader: batches of global tensors, of which each rank reads its share.
 
-The order of samples, and so every batch, is that of one device. Along the axes that split dim 0
-each rank reads its own rows; along the others one rank reads and gives to the rest, so that a
-replica of a model loads once, and random augmentations are the same wherever a sample is.
+Users construct it. The order of samples, and so every batch, is that of one device. Along the axes
+that split dim 0, each rank reads its own rows. Along the other axes, one rank reads and sends to
+the others. So a replica of a model loads once, and random augmentations of a sample are the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -28,26 +29,28 @@ __all__ = ["GlobalDataLoader"]
 
 
 class GlobalDataLoader:
-    """Batches of a map-style ``dataset`` as global tensors: ``GlobalDataLoader(dataset, 64,
-    placement=p, sbp=flow.sbp.split(0), shuffle=True)``.
+    """A loader of a map-style ``dataset`` that yields batches of global tensors.
+
+    An example is ``GlobalDataLoader(dataset, 64, placement=p, sbp=flow.sbp.split(0),
+    shuffle=True)``.
 
     ``batch_size`` counts the samples of the global batch. ``sbp``: for each axis of the placement
-    ``split(0)`` (the samples), ``broadcast``, or ``split(d)`` of another dim, which is cut after
-    reading (broadcast where a tensor has no such dim). A last batch that is smaller splits by the
-    balanced rule; some ranks may hold no row of it. What ``collate_fn`` returns may nest dicts,
-    lists and tuples; what is no tensor in it stays as the rank that read it has it.
+    ``split(0)`` (the samples), ``broadcast``, or ``split(d)`` of another dim. Such a dim is cut
+    after reading, and a tensor without it is broadcast. A smaller last batch splits by the balanced
+    rule, and some ranks may hold no row of it. The result of ``collate_fn`` is a pytree of dicts,
+    lists and tuples. Its values that are no tensors remain those of the rank that read them.
 
     The batches are those of ``DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset,
-    1, 0, shuffle, seed))`` on one device, whatever the placement; ``sampler`` gives another order,
-    the same on every rank. ``set_epoch`` changes the order, ``state_dict`` remembers the place in
-    it, on any number of ranks. On accelerators the next batch is copied from pinned memory while
-    the last one is used. Other options (``num_workers``, ``prefetch_factor``,
-    ``persistent_workers``, ...) go to torch's DataLoader.
+    1, 0, shuffle, seed))`` on one device, whatever the placement. ``sampler`` defines another
+    order, the same on every rank. ``set_epoch`` changes the order, and ``state_dict`` stores the
+    position in it, for any number of ranks. On accelerators the next batch is copied from pinned
+    memory while the last one is used. Other options (``num_workers``, ``prefetch_factor``,
+    ``persistent_workers``, ...) are passed to torch's DataLoader.
 
-    All ranks of the world must iterate together, those outside the placement too.
-    ``check_meta=False`` leaves out the exchange of shapes with each batch, where nothing else needs
-    it: right only where every rank's share has the same trailing shape and dtypes. Raises SbpError,
-    PlacementError, and ShapeError where the ranks' shares do not form one batch.
+    All ranks of the world must iterate together, with those outside the placement.
+    ``check_meta=False`` omits the exchange of shapes with each batch, unless something else needs
+    it. This is right only if every rank's share has the same trailing shape and dtypes. Raises
+    SbpError, PlacementError, and ShapeError if the ranks' shares do not form one batch.
     """
 
     def __init__(
@@ -107,8 +110,8 @@ class GlobalDataLoader:
                 else pin_memory
             )
             self._rows = _Rows()
-            # A generator of its own: the ranks that read must not run ahead of the others in
-            # torch's random numbers.
+            # A separate generator: ranks that read must not advance torch's random numbers further
+            # than the others.
             self._generator = torch.Generator()
             self._loader = data.DataLoader(
                 dataset, batch_sampler=self._rows, collate_fn=collate_fn, pin_memory=pin,
@@ -116,29 +119,33 @@ class GlobalDataLoader:
             )  # fmt: skip
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """Return the number of batches in an epoch."""
         samples = len(self.sampler)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch with this number; the next iteration begins at its start,
-        unless it is the one that ``load_state_dict`` continues."""
+        """Select the order of the epoch with this number.
+
+        The next iteration begins at its start, unless it is the epoch that ``load_state_dict``
+        continues."""
         if epoch != self.epoch:
             self.epoch, self._begin, self._done = epoch, 0, 0
         if isinstance(self.sampler, data.DistributedSampler):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in which epoch: what has been handed out counts, not what has been read ahead. The
-        same on every rank."""
+        """Return the epoch and the position in it, the same on every rank.
+
+        The position counts the batches that were yielded, not those that were read ahead."""
         fixed = {
             name: getattr(self, name) for name in ("batch_size", "drop_last", "shuffle", "seed")
         }
         return {"epoch": self.epoch, "batches": self._done, "samples": len(self.sampler), **fixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises GlobalTensorError where it was taken of
-        batches other than this loader's."""
+        """Continue from the position of a ``state_dict``.
+
+        Raises GlobalTensorError if the state belongs to other batches than this loader's."""
         mine = self.state_dict()
         if missing := [name for name in mine if name not in state]:
             has = ", ".join(map(str, state)) or "nothing"
@@ -177,7 +184,7 @@ class GlobalDataLoader:
 
 
 def _plain(batch: Any) -> Any:
-    """What other kinds of mapping hold, in a dict."""
+    """Convert other kinds of mapping to a dict."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
@@ -192,7 +199,7 @@ def _checked(layout: Sequence[Sbp]) -> tuple[Sbp, ...]:
 
 
 class _Rows(data.Sampler[list[int]]):
-    """The indices that this rank reads, batch by batch."""
+    """A sampler of the indices that this rank reads, batch by batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -205,20 +212,19 @@ class _Rows(data.Sampler[list[int]]):
 
 
 class _Share:
-    """This rank's part in each batch."""
+    """A rank's share of each batch."""
 
     def __init__(self, placement: Placement, layout: tuple[Sbp, ...]) -> None:
         here = world()
         self.placement, self.layout, self.rank = placement, layout, here.rank
         self.over_rows = [e if e == split(0) else broadcast for e in layout]
-        given = [
-            a for a, e in enumerate(self.over_rows) if e.is_broadcast
-        ]  # the axes along which one rank reads for all
+        # the axes along which one rank reads for all
+        given = [a for a, e in enumerate(self.over_rows) if e.is_broadcast]
         where = placement.coordinate(here.rank)
         self.inside = where is not None
         self.fiber = placement.fiber(here.rank, given) if self.inside else ()
         self.reads = self.inside and self.fiber[0] == here.rank
-        #: For each rank the one that reads for it.
+        #: For each rank, the rank that reads for it.
         self.reader = {r: placement.fiber(r, given)[0] for r in placement.flat}
         self.parts = len(set(self.reader.values()))
         self.covers = set(placement.flat) == set(range(here.size))
@@ -228,12 +234,14 @@ class _Share:
         return offsets[0], lengths[0]
 
     def rows(self, batch: Sequence[int]) -> list[int]:
-        """The indices of a global batch whose samples this rank holds."""
+        """Return the indices of a global batch whose samples this rank holds."""
         begin, length = self._span(len(batch), self.rank)
         return list(batch[begin : begin + length])
 
     def assemble(self, mine: Any, size: int, check: bool) -> Any:
-        """What this rank has read of a batch of ``size`` samples (None: nothing) -> the batch."""
+        """Return the batch of ``size`` samples, given this rank's share ``mine``.
+
+        ``mine`` is None on a rank that has read nothing."""
         tensors = tensors_in(mine, [])
         shell, metas = mine, [(tuple(t.shape), t.dtype) for t in tensors]
         if check or not self.covers or len(self.fiber) > 1 or size < self.parts:
@@ -249,8 +257,10 @@ class _Share:
         return replaced(shell, parts)
 
     def _agreed(self, mine: Any, metas: list[Any], size: int) -> tuple[Any, list[Any]]:
-        """The structure of the batch, and shape and dtype of its tensors, which all who read must
-        have alike but for the number of rows."""
+        """Return the structure of the batch, and shape and dtype of its tensors.
+
+        All ranks that read must agree on them, except for the number of rows. Raises ShapeError if
+        they do not."""
         here = world()
         told = here.comm(tuple(range(here.size))).all_gather_object(
             None if mine is None else (replaced(mine, iter([torch.empty(0)] * len(metas))), metas)

@@ -1,4 +1,4 @@
-"""Batches on their way to a device, one ahead of the computation."""
+"""Copies of batches to a device, one ahead of the computation, for `GlobalDataLoader`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ __all__ = ["on_device"]
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches with their tensors on ``device``. To CUDA each is copied on a stream of its own
-    while the one before it is used."""
+    """Return the batches with their tensors on ``device``.
+
+    Each batch is copied to CUDA on a separate stream while the batch before it is used."""
     if device.type == "cuda":
         return _ahead(batches, device)
     return batches if device.type == "cpu" else (_moved(batch, device) for batch in batches)
@@ -40,5 +41,5 @@ def _ready(moved: Any, event: torch.cuda.Event, device: torch.device) -> Any:
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
     for t in tensors_in(moved, []):
-        t.record_stream(current)  # its memory is the current stream's from now on
+        t.record_stream(current)  # its memory is used by the current stream from here on
     return moved

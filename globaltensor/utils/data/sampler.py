@@ -1,4 +1,4 @@
-"""DistributedSampler: torch's, on a world that starts by itself."""
+"""DistributedSampler: torch's, on a world that starts automatically."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T", covariant=True)
 
 
 class DistributedSampler(data.DistributedSampler[T]):
-    """Gives each of ``num_replicas`` ranks its part of a dataset, in an order that follows from
-    ``seed`` and the epoch (``set_epoch``).
+    """A sampler of one rank's share of a dataset.
 
-    By default the replicas are the ranks of the world. Where the dataset does not divide evenly the
-    first samples are given out twice, or with ``drop_last`` the last ones not at all. Raises
-    ValueError where ``rank`` is not one of the replicas.
+    The order follows from ``seed`` and the epoch (``set_epoch``). By default the ``num_replicas``
+    ranks are those of the world. If the dataset does not divide evenly, the first samples are used
+    twice, or with ``drop_last`` the last ones are left out. Raises ValueError if ``rank`` is not
+    one of the replicas.
     """
 
     def __init__(
