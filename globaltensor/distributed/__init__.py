@@ -1,5 +1,7 @@
-"""``globaltensor.distributed``: torch.distributed on a world that starts by itself. Names not
-defined here are torch's."""
+"""``globaltensor.distributed``: torch.distributed on a world that starts automatically.
+
+Names that are not defined here are torch's.
+"""
 
 import torch.distributed as _dist
 

@@ -1,11 +1,18 @@
-"""Which rank is this process? Read from the variables of whatever started it. Pure: a mapping in,
-numbers out.
+"""The place of this process among the ranks, read from the variables of its launcher.
 
-One small class for each way to start ranks, asked in the order they stand here; the first that
-knows its own variables answers: ``Kubernetes`` (a pod of a PyTorch job that starts the script
-itself), ``torchrun`` (the library's own launcher and Ray Train set the same variables, as does
-anyone who sets them by hand), ``Open MPI``, ``Hydra`` (MPICH and Intel MPI), ``Slurm``. To add one,
-add a class.
+``world`` and the launcher call `detect`. This module is pure: it maps variables to numbers.
+
+Each launcher has one small class. The classes are asked in the order of this file, and the first
+that recognises its own variables answers:
+
+- ``Kubernetes``: a pod of a PyTorch job that starts the script itself.
+- ``torchrun``: also the library's own launcher, Ray Train, and variables set by hand. All of
+  them set the same variables.
+- ``Open MPI``.
+- ``Hydra``: MPICH and Intel MPI.
+- ``Slurm``.
+
+To add a launcher, add a class.
 """
 
 from __future__ import annotations
@@ -24,11 +31,11 @@ __all__ = ["Detected", "Environment", "detect", "first_host"]
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A process's place in the world, and where rank 0 can be met. ``local_*`` count the ranks of
-    this process's node.
+    """The place of a process in the world, and the address of rank 0.
 
-    ``port`` is 0 where nothing names one and all ranks are on one node: they then meet by the
-    ``job``'s name (globaltensor.distributed.file_rendezvous).
+    ``local_rank`` and ``local_world_size`` count the ranks of this process's node. ``port`` is 0 if
+    no variable names one and all ranks are on one node. The ranks then meet by the name in ``job``
+    (globaltensor.distributed.file_rendezvous).
     """
 
     source: str
@@ -43,7 +50,7 @@ class Detected:
 
     @property
     def meeting(self) -> str:
-        """Where the ranks meet, in words."""
+        """The meeting point of the ranks, in words for errors."""
         if self.port:
             return f"{self.addr}:{self.port}"
         return f"the file of job {self.job!r}" if self.world_size > 1 else self.addr
@@ -65,8 +72,10 @@ class Detected:
 
 
 class Environment(ABC):
-    """A way to start ranks that leaves its mark in environment variables. Subclasses register
-    themselves in order of definition."""
+    """A launcher that can be recognised by its environment variables.
+
+    Subclasses register themselves in order of definition.
+    """
 
     name: ClassVar[str]
     known: ClassVar[list[type[Environment]]] = []
@@ -79,14 +88,20 @@ class Environment(ABC):
 
     @abstractmethod
     def present(self) -> bool:
-        """Was this process started this way?"""
+        """Return True if this launcher started this process."""
 
     @abstractmethod
     def read(self) -> Detected:
-        """This process's place. Raises WorldError where a variable is missing or makes no sense."""
+        """Return the place of this process.
+
+        Raise WorldError if a variable is missing or makes no sense.
+        """
 
     def number(self, name: str, default: int | None = None) -> int:
-        """The integer in variable ``name``."""
+        """Return the integer in variable ``name``, or ``default`` if the variable is not set.
+
+        Raise WorldError if it is not an integer, or if it is not set and there is no default.
+        """
         text = self.variables.get(name, "")
         if not text and default is not None:
             return default
@@ -101,7 +116,7 @@ class Environment(ABC):
             raise WorldError(f"the environment variable {name} {told}, {mend}") from None
 
     def text(self, *names: str) -> str:
-        """The first of these variables that is set and not empty."""
+        """Return the first of these variables that is set and not empty, else an empty string."""
         return next((self.variables[name] for name in names if self.variables.get(name)), "")
 
     def place(
@@ -114,8 +129,12 @@ class Environment(ABC):
         addr: str = "",
         job: str = "",
     ) -> Detected:
-        """MASTER_ADDR and MASTER_PORT win; else one node meets on itself by the job's name; on
-        several the port follows from it, alike on all ranks."""
+        """Return the place of a process, after choosing the meeting point.
+
+        MASTER_ADDR and MASTER_PORT take precedence. Otherwise the ranks of a single node meet on
+        that node by the job's name. On several nodes the port is computed from the job's name, so
+        that it is equal on all ranks. Raise WorldError if the address of rank 0 is unknown.
+        """
         nodes = nodes or max(1, -(-world // max(1, local_world)))
         found = self.text("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else addr)
         if not found:
@@ -132,11 +151,10 @@ class Environment(ABC):
 
 
 class Kubernetes(Environment):
-    """A pod of a PyTorch job that starts the script without a launcher: each pod is one rank, and a
-    node of its own.
+    """A pod of a PyTorch job that starts the script without a launcher.
 
-    The training operator sets RANK and WORLD_SIZE, the trainer PET_NODE_RANK and PET_NNODES. Where
-    LOCAL_RANK is set, a launcher runs in the pod.
+    Each pod is one rank and counts as one node. The training operator sets RANK and WORLD_SIZE, the
+    trainer sets PET_NODE_RANK and PET_NNODES. If LOCAL_RANK is set, a launcher runs in the pod.
     """
 
     name = "Kubernetes"
@@ -177,8 +195,10 @@ class Kubernetes(Environment):
 
 
 class Torchrun(Environment):
-    """RANK and WORLD_SIZE, as set by the library's launcher, torchrun, Ray Train or by hand.
-    Without LOCAL_WORLD_SIZE all ranks are taken to be on one node."""
+    """The variables RANK and WORLD_SIZE, set by our launcher, torchrun, Ray Train or by hand.
+
+    Without LOCAL_WORLD_SIZE all ranks are taken to be on one node.
+    """
 
     name = "torchrun"
 
@@ -195,7 +215,7 @@ class Torchrun(Environment):
 
 
 class OpenMPI(Environment):
-    """Open MPI's mpirun. Its ranks meet by the job's name."""
+    """The mpirun of Open MPI. Its ranks meet by the job's name."""
 
     name = "Open MPI"
 
@@ -208,12 +228,12 @@ class OpenMPI(Environment):
             self.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
             or "mpirun"
         )
-        # Open MPI 4 tells where mpirun runs, which is where it puts rank 0 unless told otherwise:
-        # "jobid.0;tcp://10.0.0.1,10.1.0.1:1234"
+        # Open MPI 4 names the host of mpirun. mpirun puts rank 0 on that host unless its options
+        # say otherwise. Example: "jobid.0;tcp://10.0.0.1,10.1.0.1:1234"
         uri = re.search(r"://([^,:;]+)", self.text("OMPI_MCA_orte_hnp_uri"))
         rank, world = self.number("OMPI_COMM_WORLD_RANK"), self.number("OMPI_COMM_WORLD_SIZE")
-        # Open MPI 5 numbers the ranks of a node by the cores it binds them to, so not in their
-        # order; on one node that serves nobody.
+        # Open MPI 5 numbers a node's ranks by the cores to which they are bound, not in the order
+        # of ranks. On one node such numbers have no use.
         local = rank if local_world == world else self.number("OMPI_COMM_WORLD_LOCAL_RANK")
         return self.place(rank, world, local, local_world, addr=uri[1] if uri else "", job=job)
 
@@ -230,8 +250,8 @@ class Hydra(Environment):
         world = self.number("PMI_SIZE")
         local_world = self.number("MPI_LOCALNRANKS", world)
         local = self.number("MPI_LOCALRANKID", self.number("PMI_RANK") % max(1, local_world))
-        # Hydra names its jobs only where it was told to use a port: two jobs on one node otherwise
-        # need MASTER_PORT to tell them apart.
+        # Hydra names its jobs only if an option made it use a port. Otherwise two jobs on one node
+        # need different values of MASTER_PORT.
         return self.place(
             self.number("PMI_RANK"),
             world,
@@ -242,13 +262,13 @@ class Hydra(Environment):
 
 
 class Slurm(Environment):
-    """srun. The first host of the step's node list has rank 0."""
+    """The launcher srun of Slurm. The first host of the step's node list has rank 0."""
 
     name = "Slurm"
 
     def present(self) -> bool:
-        # A batch script itself has SLURM_PROCID too, but is one process and no rank: only srun sets
-        # the step's number of tasks.
+        # A batch script itself has SLURM_PROCID too, but it is one process and not a rank. Only
+        # srun sets the step's number of tasks.
         return "SLURM_PROCID" in self.variables and "SLURM_STEP_NUM_TASKS" in self.variables
 
     def read(self) -> Detected:
@@ -265,10 +285,10 @@ class Slurm(Environment):
 
 
 def detect(variables: Mapping[str, str]) -> Detected | None:
-    """This process's place in the world by its environment variables; None where nothing started it
-    as a rank (a world of one).
+    """Return the place of this process, read from its environment variables.
 
-    Raises WorldError where the variables are incomplete or contradict each other.
+    Return None if the process was not started as a rank (a world of one). Raise WorldError if the
+    variables are incomplete or contradict each other.
 
     >>> detect({}) is None
     True
@@ -283,7 +303,7 @@ def detect(variables: Mapping[str, str]) -> Detected | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> first_host("gpu[007-012,20],login")
     'gpu007'
@@ -293,7 +313,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_here(counts: str, node: int) -> int:
-    """Number of tasks on a node from Slurm's ``2(x3),1``; 0 where it doesn't say."""
+    """Return the number of tasks on a node from Slurm's ``2(x3),1``, or 0 if it is unknown."""
     each: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         each += [int(count)] * int(times or 1)
@@ -301,6 +321,8 @@ def _tasks_here(counts: str, node: int) -> int:
 
 
 def _port_of(job: str) -> int:
-    """A port that follows from the job's name, above the range from which systems hand out
-    ports."""
+    """Return a port computed from the job's name.
+
+    It is above the ports that systems assign automatically.
+    """
     return 61440 + zlib.crc32(job.encode()) % 4096

@@ -1,10 +1,11 @@
-"""torch.distributed's collectives and messages: its own functions with its own signatures, safe to
-call on any tensor.
+"""torch.distributed's collectives and messages, with torch's signatures, safe for any tensor.
 
-They start the world where nobody has. On gloo, which reads and writes storages as they lie, a
-tensor that is not contiguous, or of a dtype it does not know, travels as a contiguous copy of one
-it does; and the ranks first compare what they are about to call (distributed/collective_check.py).
-Other backends get what is given.
+User code calls them through ``flow.distributed``. Each call starts the world if it has not started.
+
+Gloo reads and writes storages as they are in memory. So on gloo a tensor may be sent as a
+contiguous copy. That is the case if it is not contiguous, or if gloo does not know its dtype. The
+ranks also compare first what they are about to call (distributed/collective_check.py). Other
+backends get the arguments unchanged.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _GLOO: Final = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8,
     torch.int32, torch.int64, torch.bool
 }  # fmt: skip
-#: Of dtypes that gloo cannot reduce: one that it can, which holds their values and wraps round as
-#: they do.
+#: Dtypes that gloo cannot reduce -> a dtype that it can reduce. The wider one holds all values and
+#: wraps round as the narrow one does.
 _WIDER: Final = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -57,7 +58,7 @@ _RENAMED: Final = {
 
 
 def refuse_global(name: str, values: Iterable[Any]) -> None:
-    """Raise GlobalTensorError where one of the values, or an element of one, is a global tensor."""
+    """Raise GlobalTensorError if one of the values, or an element of one, is a global tensor."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_global:  # type: ignore[attr-defined]
             spec = value.spec  # type: ignore[attr-defined]
@@ -71,12 +72,12 @@ def refuse_global(name: str, values: Iterable[Any]) -> None:
 
 
 def _on_gloo(config: str, device: torch.device | None) -> bool:
-    """Whether gloo carries the tensors of a device in a group of these backends."""
+    """Return True if gloo carries the tensors of this device in a group with these backends."""
     return ":" not in config or f"{'cpu' if device is None else device.type}:gloo" in config
 
 
 class _Staged(dist.Work):
-    """A torch work whose results still have to be copied to where the caller wants them."""
+    """A torch work whose results must still be copied to the caller's tensors."""
 
     def __init__(self, work: Any, deliver: Callable[[], None], results: list[Tensor]) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class _Staged(dist.Work):
 
 
 def _carrier(t: Tensor, reduces: bool) -> Tensor:
-    """What gloo carries for ``t``: itself where it can, a view of the same memory, or a copy."""
+    """Return the tensor that gloo sends for ``t``: ``t``, a view of the same memory, or a copy."""
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
     plain = t.contiguous()
@@ -133,8 +134,7 @@ def _carrier(t: Tensor, reduces: bool) -> Tensor:
 
 
 class _Collective:
-    """One of torch's functions: which arguments are read and written, and how to tell what it is
-    about to do."""
+    """One of torch's functions: which arguments it reads and writes, and how to describe a call."""
 
     def __init__(
         self, name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = ""
@@ -176,10 +176,9 @@ class _Collective:
         if "gloo" not in config or len(args) > len(self.names):
             return self.function(*args, **kwargs)
         group = dist.group.WORLD if group is None else group
-        assert group is not None  # start() has seen to it
-        given = (
-            dict(zip(self.names, args, strict=False)) | kwargs
-        )  # (a signature's bind would take ten times as long)
+        assert group is not None  # start() has created the group
+        # (A signature's bind would take ten times as long.)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
         some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
         if (
             dist.get_rank(group) < 0
@@ -205,7 +204,7 @@ class _Collective:
             return _all_gather_unevenly(given, group)
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
         if any(t.layout is not torch.strided for t in tensors):
-            return self.function(**given)  # gloo has sums of sparse tensors of its own
+            return self.function(**given)  # gloo sums sparse tensors itself
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
         straight = all(
             swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype
@@ -299,7 +298,7 @@ _DESCRIBED: Final = {
 def _shares(
     tensors: Sequence[Tensor], rows: Sequence[int] | None, group: dist.ProcessGroup
 ) -> list[int]:
-    """Elements for each rank of the group."""
+    """Return the number of elements for each rank of the group."""
     if len(tensors) == group.size() > 1:
         return [t.numel() for t in tensors]
     whole, size = tensors[0], group.size()
@@ -310,7 +309,10 @@ def _shares(
 
 
 def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
-    """Gloo gathers parts of one size only: those of several go as an all-to-all of copies."""
+    """Gather local tensors of several sizes by an all-to-all of copies.
+
+    Gloo gathers local tensors of one size only.
+    """
     outs, mine, size = given["tensor_list"], given["tensor"], group.size()
     numels = [t.numel() for t in outs]
     source = mine.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).repeat(size, 1)
@@ -332,8 +334,10 @@ def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any
 
 
 def _all_to_all_joined(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
-    """Gloo in older torch has the all-to-all of one tensor only: those of a list go one after the
-    other in it."""
+    """Exchange lists of tensors by one all-to-all of their concatenation.
+
+    Gloo in older torch has only the all-to-all of one tensor.
+    """
     outs, late = list(given["output_tensor_list"]), bool(given.get("async_op", False))
     ins = [
         t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -413,7 +417,7 @@ new_subgroups, new_subgroups_by_enumeration = (
 
 
 class P2POp(dist.P2POp):
-    """torch's; takes our ``isend`` and ``irecv`` as well as torch's own."""
+    """A torch ``P2POp`` that accepts our ``isend`` and ``irecv`` as well as torch's own."""
 
     def __new__(cls, op: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         start()

@@ -1,10 +1,11 @@
-"""Comm: collectives among an ordered set of ranks, on ordinary tensors of any dtype, size and
-stride.
+"""Collectives among an ordered set of ranks, on tensors of any dtype, size and stride.
 
-Every collective is made of one primitive, `_swap` (each rank hands flat bytes to some others); a
-backend overrides what it does better natively. Results are fresh tensors: inputs are never
-modified, save by `all_reduce_async`, which says so. Data travels as bytes, so every dtype moves;
-reductions happen locally, in rank order, so every rank gets the same bits.
+``World.comm`` creates communicators; boxing and the reduction of gradients call them.
+
+Every collective is built on one primitive, `_swap`: each rank sends flat bytes to some others. A
+backend overrides the collectives that it can do better natively. Results are new tensors. Inputs
+are never modified, except by `all_reduce_async`. Data moves as bytes, so every dtype can be moved.
+Reductions happen locally, in the order of ranks, so every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ __all__ = [
     "record_collectives",
 ]
 
-#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two.
-#: Between two ranks that sends no more bytes, so it always does.
+#: Up to this many bytes an all-reduce gathers everything and adds locally: one round instead of
+#: two. Two ranks always do so, because it sends no more bytes.
 _SMALL: Final = 1 << 15
 
-#: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
+#: Dtypes that torch cannot add or compare -> a dtype that can hold their values for the reduction.
 _WIDER: Final = {
     torch.complex32: torch.complex64,
     torch.float8_e4m3fn: torch.float32,
@@ -66,8 +67,10 @@ _FOLD: Final[dict[str, Callable[..., Tensor]]] = {
 
 
 class Traffic(NamedTuple):
-    """One collective this rank took part in; ``bytes`` is what a rank sends (the larger share where
-    it is uneven)."""
+    """One collective that this rank took part in.
+
+    ``bytes`` is the number of bytes that a rank sends (the larger share if shares are uneven).
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -75,15 +78,18 @@ class Traffic(NamedTuple):
 
 
 class Handle(Protocol):
-    """What an asynchronous collective returns."""
+    """A handle that an asynchronous collective returns."""
 
     def wait(self) -> None:
-        """Block until the result is there; raises WorldError where the collective failed."""
+        """Block until the result is available. Raise WorldError if the collective failed."""
 
 
 class ReduceScatterHandle:
-    """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned.
-    ``finish`` makes it of what ``work`` brings."""
+    """A handle of a reduce-scatter.
+
+    ``value`` is this rank's shard once ``wait`` has returned. ``finish`` computes it from the
+    result of ``work``.
+    """
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class ReduceScatterHandle:
         self._work, self._finish, self._value = work, finish, value
 
     def wait(self) -> None:
-        """As that of any handle."""
+        """Block until the result is available. Raise WorldError if the collective failed."""
         if self._work is not None:
             self._work.wait()
         if self._finish is not None:
@@ -103,27 +109,29 @@ class ReduceScatterHandle:
 
     @property
     def value(self) -> Tensor:
-        """What this rank gets."""
+        """The result of this rank. Call ``wait`` first."""
         assert self._value is not None, "wait() comes first"
         return self._value
 
 
 class ExchangeHandle:
-    """The handle of an exchange under way."""
+    """A handle of an exchange in progress."""
 
     def __init__(self, work: Handle, parts: dict[int, Tensor], kept: object = None) -> None:
         self._work, self._parts, self._kept = work, parts, kept
 
     def wait(self) -> dict[int, Tensor]:
-        """Block until all is here and what was sent may be written again -> what came, flat, by
-        index. Raises WorldError where it cannot come."""
+        """Block until all data has arrived and the sent tensors may be written again.
+
+        Return the received flat tensors by index. Raise WorldError if they cannot arrive.
+        """
         self._work.wait()
         self._kept = None
         return self._parts
 
 
 class CompletedHandle:
-    """The handle of a collective that is already over."""
+    """A handle of a collective that has already finished."""
 
     def wait(self) -> None:
         return None
@@ -131,7 +139,9 @@ class CompletedHandle:
 
 @contextmanager
 def record_collectives() -> Iterator[list[Traffic]]:
-    """Record the collectives of this rank, forward and backward, for as long as the block lasts.
+    """Record the collectives of this rank, forward and backward, while the block runs.
+
+    The block's value is the list to which they are recorded.
 
     >>> with record_collectives() as log:
     ...     pass
@@ -149,30 +159,33 @@ def record_collectives() -> Iterator[list[Traffic]]:
 
 
 def flatten(t: Tensor) -> Tensor:
-    """The elements of ``t`` in row-major order, contiguous, 1-D, without gradient; shares memory
-    with ``t`` where it can."""
+    """Return the elements of ``t`` in row-major order: 1-D, contiguous and without gradient.
+
+    The result shares memory with ``t`` where it can.
+    """
     t = t.detach()
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
-    # A storage with gaps must not reach gloo: it would send the gaps.
+    # A storage with gaps must not reach gloo, which would send the gaps too.
     return t.contiguous().view(-1)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """The same memory as bytes."""
-    # One element may carry any stride and still count as contiguous; a view of another type wants
-    # 1.
+    """Return a view of the same memory as bytes."""
+    # A tensor of one element may have any stride and still count as contiguous. A view as another
+    # dtype needs stride 1.
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def combine(
     parts: Sequence[Tensor], op: str, spare: int | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh
-    tensor; or, where that saves one, ``out`` (which may be one of the first two) or, of two
-    tensors, that at index ``spare``, overwritten.
+    """Return the elementwise sum, max or min of tensors of one shape and dtype, in the given order.
 
-    Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises
+    The result is a new tensor, unless an existing one can be overwritten. That is ``out``, which
+    may be one of the first two tensors, or the tensor at index ``spare`` if there are two tensors.
+
+    Half types are added in float32. For bool, sum and max are "any", and min is "all". Raise
     RuntimeError for the max or min of complex numbers.
     """
     dtype = parts[0].dtype
@@ -181,7 +194,7 @@ def combine(
     if dtype is torch.bool:
         return functools.reduce(torch.logical_and if op == "min" else torch.logical_or, parts)
     if dtype is torch.uint64:
-        # int64 adds the same bits; turning the top bit round makes its order that of uint64.
+        # int64 adds the same bits. Flipping the top bit makes the order of int64 that of uint64.
         top = -(1 << 63) if op != "sum" else 0
         return (combine([p.view(torch.int64) ^ top for p in parts], op) ^ top).view(torch.uint64)
     wider = _WIDER.get(dtype)
@@ -204,8 +217,10 @@ def combine(
 
 
 class Communicator(ABC):
-    """Collectives among ``ranks``, in the order given. All of them must call the same ones in the
-    same order."""
+    """The collectives among ``ranks``, in the given order.
+
+    All of these ranks must call the same collectives in the same order.
+    """
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world, self.ranks, self.size = world, ranks, len(ranks)
@@ -213,37 +228,38 @@ class Communicator(ABC):
         self.begin_digests()
 
     def begin_digests(self) -> None:
-        """Forget what was compared up to now."""
-        self._log = hashlib.blake2b(
-            digest_size=8
-        )  # of the collectives, each with what was run before it
+        """Forget everything that was compared so far."""
+        # The digest of the collectives, each with the operations run before it.
+        self._log = hashlib.blake2b(digest_size=8)
         self._histories: list[History] = []
-        self._own: History | None = (
-            None  # the history of exactly these ranks, if they share no other
-        )
+        # The history of exactly these ranks, if they share no other history.
+        self._own: History | None = None
         self._known_histories = self._collectives = 0
-        self._digest = b""  # of the last one
+        self._digest = b""  # the digest of the last collective
 
     @abstractmethod
     def _swap(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """Send each flat byte tensor to its peer and fill the others from theirs. Keys are indexes
-        into ``ranks``, never the own one; none is empty.
+        """Send each flat byte tensor to its peer, and fill the receive tensors from their peers.
 
-        Every member calls it, with nothing to send or receive too: NCCL starts a communicator with
-        all members only.
+        Keys are indexes into ``ranks``, never the own one. No tensor is empty. Every member must
+        make the call, even with nothing to send or receive: NCCL starts a communicator only with
+        all members.
         """
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's (picklable) value, in the order of ``ranks``."""
+        """Return every rank's (picklable) value, in the order of ``ranks``."""
         if self.size == 1:
             return [value]
         self._enter("all_gather_object", torch.uint8, _CPU)
         return self.all_gather_unchecked(value)
 
     def all_gather_unchecked(self, value: object) -> list[Any]:
-        """The same, while what the ranks do is being compared: without comparing it again."""
+        """Return every rank's value like `all_gather_object`, without comparing digests.
+
+        Calls during a comparison use it.
+        """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         numels = [
             int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)
@@ -253,7 +269,7 @@ class Communicator(ABC):
         ]
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Block until all ranks have called this method."""
         if self.size > 1:
             self._enter("barrier", torch.uint8, _CPU)
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
@@ -261,10 +277,10 @@ class Communicator(ABC):
     def compare_plain(
         self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None
     ) -> None:
-        """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike.
+        """Compare a digest (int64, on the CPU) of a plain tensor that must be equal on all ranks.
 
-        ``odd``: of what kind this rank's tensor is, if it is no ordinary one. Raises
-        DivergenceError, on every rank, if digests differ; KindError if kinds do.
+        ``odd`` is the kind of this rank's tensor, if it is not an ordinary tensor. On every rank,
+        raise DivergenceError if digests differ, or KindError if kinds differ.
         """
         self.world.plain, self.world.purpose, self.world.odd = text, purpose, odd
         self._enter("comparison of a plain tensor", torch.int64, _CPU)
@@ -281,13 +297,15 @@ class Communicator(ABC):
         if trace is not None:
             trace.append(Traffic(kind, self.ranks, nbytes))
 
-    # Comparing what ranks do
+    # Comparison of what ranks run
 
     def _enter(
         self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = ""
     ) -> None:
-        """A collective begins: let its digest be compared, and under flow.check_ranks its
-        operations too. Raises DivergenceError."""
+        """Begin a collective: compare its digest, and under flow.check_ranks its operations too.
+
+        Raise DivergenceError if they differ.
+        """
         world = self.world
         if world.pace is not None:
             world.pace.meet(self, kind)
@@ -296,7 +314,7 @@ class Communicator(ABC):
                 self._find_histories()
             self._collectives += 1
             label, own = _label(kind, dtype, op), self._own
-            if own is not None:  # the usual case, in which one digest says all
+            if own is not None:  # the usual case: one digest covers everything
                 own.record(label)
                 self._digest = own.digest()
             else:
@@ -316,12 +334,14 @@ class Communicator(ABC):
         )
 
     def _compare(self, device: torch.device) -> None:
-        """Compare the digest with that of the other ranks, where the data does not carry it."""
+        """Compare the digest with that of the other ranks, if the data does not carry it."""
         return None
 
     def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> GlobalTensorError:
-        """Return the error of ranks whose digests differ, or of kinds of tensors that do.
-        ``exchange``: gives every rank's object to all."""
+        """Return the error of ranks whose digests, or kinds of tensors, differ.
+
+        ``exchange`` is a function that gathers every rank's object on all ranks.
+        """
         world = self.world
         report = Report.here(
             world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd
@@ -337,8 +357,10 @@ class Communicator(ABC):
     # Reductions
 
     def all_reduce(self, t: Tensor, op: str = "sum") -> Tensor:
-        """Elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors (of one shape) -> on each
-        rank, the same bits."""
+        """Return the elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors of one shape.
+
+        Every rank gets the same bits.
+        """
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         flat = flatten(t)
@@ -348,8 +370,10 @@ class Communicator(ABC):
         return self._all_reduce(flat, op).view(t.shape)
 
     def all_reduce_async(self, flat: Tensor, op: str = "sum") -> Handle:
-        """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of
-        the handle returns."""
+        """Reduce a contiguous tensor over all ranks **in place**, during the computation.
+
+        The caller must not read or write the tensor until ``wait()`` of the handle returns.
+        """
         if self.size > 1 and flat.numel():
             self._note(
                 "all_reduce",
@@ -362,7 +386,10 @@ class Communicator(ABC):
         return CompletedHandle()
 
     def reduce_scatter(self, chunks: Sequence[Tensor], op: str = "sum") -> Tensor:
-        """One chunk for each rank, of any shapes; rank i gets the ``op`` of all ranks' chunks i."""
+        """Reduce-scatter one chunk for each rank, of any shapes.
+
+        Rank i gets the ``op`` of all ranks' chunks i.
+        """
         mine = chunks[self.index]
         if self.size == 1:
             return mine.detach().clone()
@@ -374,8 +401,11 @@ class Communicator(ABC):
     def reduce_scatter_async(
         self, chunks: Sequence[Tensor], op: str = "sum"
     ) -> ReduceScatterHandle:
-        """The same beside the computation, of 1-D contiguous chunks, which must be left alone until
-        ``wait()`` of the handle returns. Then it has the ``value``."""
+        """Reduce-scatter 1-D contiguous chunks during the computation.
+
+        The caller must not touch the chunks until ``wait()`` of the handle returns. Then the handle
+        has the ``value``.
+        """
         if self.size == 1:
             return ReduceScatterHandle(value=chunks[0].detach().clone())
         total = sum(c.nbytes for c in chunks)
@@ -424,8 +454,10 @@ class Communicator(ABC):
     # Moves
 
     def all_gather(self, t: Tensor, numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
-        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. Not ``fresh``: the own
-        part may share memory with ``t``."""
+        """Return every rank's elements as flat tensors; rank i sends ``numels[i]`` elements.
+
+        If not ``fresh``, the own local tensor may share memory with ``t``.
+        """
         flat = flatten(t)
         if self.size == 1:
             return [flat.clone() if fresh else flat]
@@ -446,8 +478,10 @@ class Communicator(ABC):
         return parts
 
     def all_gather_into(self, t: Tensor, numels: Sequence[int], out: Tensor) -> None:
-        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of
-        ``ranks``."""
+        """Gather every rank's elements into ``out``, in the order of ``ranks``.
+
+        ``out`` is flat and contiguous, and has ``sum(numels)`` elements.
+        """
         flat = flatten(t)
         if self.size == 1:
             out.copy_(flat)
@@ -456,8 +490,10 @@ class Communicator(ABC):
         self._all_gather(flat, numels, out)
 
     def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
-        """The same beside the computation; ``t`` and ``out`` must be left alone until ``wait()`` of
-        the handle returns."""
+        """Gather every rank's elements into ``out`` during the computation.
+
+        The caller must not touch ``t`` and ``out`` until ``wait()`` of the handle returns.
+        """
         flat = flatten(t)
         if self.size == 1:
             out.copy_(flat)
@@ -486,11 +522,11 @@ class Communicator(ABC):
         fresh: bool = True,
         longest: int | None = None,
     ) -> list[Tensor]:
-        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not
-        ``fresh``: the own part may share memory with its input.
+        """Send ``sends[i]`` to rank i, and return what was received as flat tensors.
 
-        ``longest``: the most elements any rank sends or receives, where that is known; it may open
-        a quicker way.
+        Rank j sends ``numels[j]`` elements. If not ``fresh``, the own local tensor may share memory
+        with its input. ``longest`` is the largest number of elements that any rank sends or
+        receives, if it is known. It may allow a faster path.
         """
         flats = [flatten(s) for s in sends]
         own = flats[self.index]
@@ -522,8 +558,10 @@ class Communicator(ABC):
         out: Tensor,
         longest: int | None = None,
     ) -> None:
-        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of
-        ``ranks``."""
+        """Exchange as in `all_to_all`, into ``out`` and in the order of ``ranks``.
+
+        ``out`` is flat and contiguous, and has ``sum(numels)`` elements.
+        """
         flats = [flatten(s) for s in sends]
         if self.size == 1:
             out.copy_(flats[0])
@@ -545,8 +583,10 @@ class Communicator(ABC):
         )
 
     def broadcast(self, t: Tensor, src: int) -> Tensor:
-        """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and
-        dtype."""
+        """Return the tensor of the rank at index ``src`` on every rank.
+
+        On the other ranks ``t`` provides only shape and dtype.
+        """
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         self._note("broadcast", t.nbytes, t.dtype, t.device)
@@ -569,10 +609,10 @@ class Communicator(ABC):
     def exchange(
         self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor
     ) -> dict[int, Tensor]:
-        """Sparse point to point: give ``sends[i]`` to the rank at index i, get ``numels[j]``
-        elements from that at j -> flat tensors.
+        """Send ``sends[i]`` to the rank at index i, and return the flat tensors received.
 
-        Dtype and device are those of ``like``. What a rank sends to itself comes back as a copy.
+        This is a sparse point-to-point exchange: ``numels[j]`` elements come from the rank at index
+        j. Dtype and device are those of ``like``. A rank gets what it sends to itself as a copy.
         """
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
         self.exchange_into(sends, recvs, like.device)
@@ -581,8 +621,11 @@ class Communicator(ABC):
     def exchange_async(
         self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor
     ) -> ExchangeHandle:
-        """The same beside the computation, with other ranks only; what is sent must be left alone
-        until ``wait()`` of the handle returns the parts."""
+        """Exchange with other ranks as in `exchange`, during the computation.
+
+        The caller must not touch the sent tensors until ``wait()`` of the handle returns the
+        received ones.
+        """
         flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
         self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
@@ -604,7 +647,7 @@ class Communicator(ABC):
     def exchange_into(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """The same, into the given flat contiguous tensors."""
+        """Exchange as in `exchange`, into the given flat contiguous tensors."""
         flats = {i: flatten(s) for i, s in sends.items()}
         self._note(
             "exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device
@@ -639,34 +682,39 @@ _CPU: Final = torch.device("cpu")
 
 @functools.cache
 def _label(kind: str, dtype: torch.dtype | None, op: str) -> bytes:
-    """What is recorded of a collective."""
+    """Return the record of a collective for the digest."""
     return f"{kind} {dtype} {op}".encode()
 
 
 class Message(Protocol):
-    """One message on its way through a channel."""
+    """One message in transit through a channel."""
 
     def over(self) -> bool:
-        """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises,
-        at once."""
+        """Return True if the message has arrived or failed, without waiting.
+
+        ``wait`` then returns or raises at once.
+        """
 
     def arrive(self) -> None:
-        """Block as `wait` does, but only for others: what this rank itself has to do then, such as
-        a copy to where it belongs, is left to `wait`."""
+        """Block until the data has arrived.
+
+        Local post-processing, such as a copy to the device, is left to `wait`.
+        """
         self.wait()
 
     def wait(self) -> None:
-        """Block until it is through, as long as the world waits at most. Raises WorldError where it
-        cannot get there."""
+        """Block until the message has arrived, at most for the time limit of the world.
+
+        Raise WorldError if the message cannot arrive.
+        """
 
 
 class Channel(ABC):
-    """Messages from rank ``source`` to rank ``target`` that go beside the computation; this rank is
-    one of the two.
+    """The messages from rank ``source`` to rank ``target`` that move during the computation.
 
-    They have no names: the n-th receive gets the n-th that was sent, so both sides must know their
-    order, and their sizes. Other channels, the one in the opposite direction too, are independent
-    of it.
+    This rank is one of the two. Messages have no names: the n-th receive gets the n-th message
+    sent. So both sides must know the order and the sizes of messages. All other channels are
+    independent of this one, including the one in the opposite direction.
     """
 
     def __init__(self, world: World, source: int, target: int) -> None:
@@ -681,17 +729,22 @@ class Channel(ABC):
         """Start receiving into flat bytes, at least one."""
 
     def connect(self) -> None:
-        """Make ready. Both ranks call it before the first message, and each rank for all its
-        channels sorted by (source, target): it may wait for the other."""
+        """Prepare the channel.
+
+        Both ranks must call it before the first message. Each rank calls it for all of its
+        channels, sorted by (source, target), because a call may wait for the other rank.
+        """
         return None
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the resources of the channel."""
         return None
 
     def send(self, t: Tensor) -> Message:
-        """Start sending the elements of ``t``, in row-major order; never waits. They must be left
-        alone until the message is over."""
+        """Start sending the elements of ``t`` in row-major order, without waiting.
+
+        The caller must not write to them until the message is over.
+        """
         flat = flatten(t)
         trace = self.world.trace
         if trace is not None:
@@ -699,5 +752,5 @@ class Channel(ABC):
         return self._send(as_bytes(flat))
 
     def receive(self, flat: Tensor) -> Message:
-        """Start filling a contiguous 1-D tensor with the next message; never waits."""
+        """Start filling a contiguous 1-D tensor with the next message, without waiting."""
         return self._receive(as_bytes(flat))

@@ -1,13 +1,14 @@
-"""Detect ranks that diverge: every rank keeps a rolling digest of what it has run on global
-tensors, and each collective compares it.
+"""Detect ranks that diverge: each rank has a rolling digest of what it has run on global tensors.
+
+Each collective compares the digests. Communicators, dispatch and the world call this module.
 
 Global tensors need every rank to run the same operations in the same order. A `History` is the
-digest of one set of ranks: dispatch, boxing, optimizers and graphs record there what they run. A
-communicator adds the collective itself and compares the result with the other ranks: shared memory
-carries it in the note that announces the data; other transports compare it in a message of its own,
-before the data moves (`CompareRule`). Where digests differ, ranks exchange a `Report` each and
-raise the same error. So a program whose ranks diverged does not end with exit code 0;
-`flow.check_ranks` adds which operation it was.
+digest for one set of ranks. Dispatch, boxing, optimizers and graphs record there what they run. A
+communicator adds the collective itself and compares the result with the other ranks. Shared memory
+carries the digest in the note that announces the data. Other transports compare it in a separate
+message before the data moves (`due` says when). If digests differ, the ranks exchange a `Report`
+each and raise the same error. So a program whose ranks diverged does not end with exit code 0.
+`flow.check_ranks` also names the operation where they diverged.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ __all__ = [
 ]  # fmt: skip
 
 #: The first collectives of a communicator are all compared before data moves, later ones at
-#: intervals: most programs that diverge do so in their first steps, and a message takes 0.15 ms on
-#: gloo, 1 ms where all cores compute: one in 8 took 2 to 3 % of a tensor-parallel step of a GPT 4 x
-#: 128.
+#: intervals. Most programs that diverge do so in their first steps. A message takes 0.15 ms on
+#: gloo, and 1 ms if all cores compute. One message in 8 collectives took 2 to 3 % of a
+#: tensor-parallel step of a GPT 4 x 128.
 ALWAYS_COMPARED: Final = 64
 COMPARED_EVERY: Final = 8
-OFTEN_COMPARED: Final = 1024  # collectives, after which the interval is eight times as long
-#: What a boxing is for that brings a value to Python: print, item(), numpy(), float().
+# After this many collectives the interval is eight times as long.
+OFTEN_COMPARED: Final = 1024
+#: The purpose of a boxing that brings a value to Python: print, item(), numpy(), float().
 READING: Final = "reading a value"
 READING_ADVICE: Final = (
     "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or "
@@ -48,16 +50,17 @@ _ADVICE: Final = (
     "alone needs plain tensors: take x.numpy() or "
     "x.to_global(sbp=broadcast).to_local() on every rank first"
 )
-_MAX_OPERATIONS: Final = 2048  # kept by their text, for reports
-_SHOWN: Final = 160  # characters of an operation in an error
-_ignore: Callable[[bytes], None] = deque[bytes](
-    maxlen=0
-).append  # a function that does nothing, as quickly as one can
+_MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
+_SHOWN: Final = 160  # characters of an operation that an error shows
+# A function that does nothing, as fast as Python allows.
+_ignore: Callable[[bytes], None] = deque[bytes](maxlen=0).append
 
 
 class History:
-    """A rolling digest of what this rank has run on global tensors of some ranks. ``record`` adds
-    to it, and costs some 20 ns."""
+    """A rolling digest of what this rank has run on global tensors of some ranks.
+
+    ``record`` adds to it, which takes about 20 ns.
+    """
 
     __slots__ = ("digest", "operations", "ranks", "record")
 
@@ -65,20 +68,21 @@ class History:
         self.ranks = frozenset(ranks)
         rolling = hashlib.blake2b(digest_size=8)
         self.record: Callable[[bytes], None] = rolling.update if len(self.ranks) > 1 else _ignore
-        #: Returns the digest of all that was recorded up to now.
+        #: Returns the digest of everything recorded so far.
         self.digest: Callable[[], bytes] = rolling.digest
-        #: The operations that were planned, each once, in the order of their first use: digest ->
-        #: text.
+        #: The planned operations, each once, in the order of first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
 
     @staticmethod
     def ignored() -> History:
-        """Return a history that records nothing: of a world that sends nothing."""
+        """Return a history that records nothing, for a world that sends nothing."""
         return History(())
 
     def learn(self, text: str) -> bytes:
-        """Return the digest by which to record an operation of this text; the text is kept for
-        reports."""
+        """Return the digest by which to record the operation with this text.
+
+        The text is saved for reports.
+        """
         digest = digest_of(text)
         if len(self.ranks) > 1:
             self.operations[digest] = text
@@ -92,8 +96,8 @@ def digest_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-#: What a collective is for: a text; or the text of what needs a boxing, and its plan, which has
-#: ``src`` and ``dst``.
+#: The purpose of a collective: a text, or the text of what needs a boxing together with its plan,
+#: which has ``src`` and ``dst``.
 Purpose = str | tuple[str, Any]
 
 
@@ -107,8 +111,7 @@ def spelled(purpose: Purpose) -> str:
 
 
 def due(count: int) -> bool:
-    """Return True if collective number ``count`` (from 1) of a communicator is compared in a
-    message of its own."""
+    """Return True if collective number ``count`` (from 1) is compared in a separate message."""
     return (
         count <= ALWAYS_COMPARED
         or count % (COMPARED_EVERY if count <= OFTEN_COMPARED else 8 * COMPARED_EVERY) == 0
@@ -117,17 +120,16 @@ def due(count: int) -> bool:
 
 @dataclass
 class Report:
-    """What one rank says of itself when digests differ."""
+    """The description that one rank sends of itself when digests differ."""
 
     rank: int
-    kind: str = ""  # of the collective: all_reduce, ...
+    kind: str = ""  # the collective: all_reduce, ...
     purpose: str = ""  # the operation that needs it
-    line: str = ""  # of the user's program
-    plain: str = (
-        ""  # the plain tensor that is being compared, if that is what the collective is for
-    )
+    line: str = ""  # the line of the user's program
+    # The plain tensor that is being compared, if the collective compares one.
+    plain: str = ""
     operations: list[tuple[bytes, str]] = field(default_factory=list)
-    odd: Kind | None = None  # of what kind that tensor is, if it is no ordinary one
+    odd: Kind | None = None  # the kind of that tensor, if it is not an ordinary one
 
     @staticmethod
     def here(
@@ -138,31 +140,33 @@ class Report:
         histories: Sequence[History],
         odd: Kind | None = None,
     ) -> Report:
-        """Return the report of this rank, now."""
+        """Return the current report of this rank."""
         operations = [item for history in histories for item in history.operations.items()]
         return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd)
 
     def packed(self) -> bytes:
-        """Return it as bytes."""
+        """Return the report as bytes."""
         return pickle.dumps(
             (self.rank, self.kind, self.purpose, self.line, self.plain, self.operations, self.odd)
         )
 
     @staticmethod
     def unpacked(data: bytes) -> Report:
-        """Return the report that `packed` made of another rank's."""
+        """Return the report of another rank from the bytes made by `packed`."""
         return Report(*pickle.loads(data))
 
     @property
     def place(self) -> str:
-        """What the rank is about to do, and where."""
+        """The collective that the rank is about to run, with its line."""
         what = self.kind if not self.purpose else f"{self.kind} for {self.purpose}"
         return f"{what}  ({self.line})"
 
 
 def describe(reports: Sequence[Report]) -> str:
-    """Return the error of ranks that diverged, the same on every rank. ``reports``: of the ranks
-    that answered, in the order of ranks."""
+    """Return the error text of ranks that diverged, which is the same on every rank.
+
+    ``reports`` are those of the ranks that answered, in the order of ranks.
+    """
     first = reports[0]
     other = next(
         (
@@ -201,15 +205,17 @@ def describe(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------- the end of a program
+# ------------------------------------------------------------------ comparison at program end
 
 _NOTHING_RUN: Final = hashlib.blake2b(digest_size=8).hexdigest()
-_LAST_OPERATIONS: Final = 256  # that a rank tells of at its end
+_LAST_OPERATIONS: Final = 256  # the most that a rank's record at its end has
 
 
 def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> bytes:
-    """Return what a rank leaves for the others when its program ends: by their ranks, the digest of
-    each history and the operations that it has seen last."""
+    """Return the record that a rank leaves for the others when its program ends.
+
+    For each set of ranks it has the digest of the history and the last operations in it.
+    """
     record = {
         ",".join(map(str, ranks)): [
             h.digest().hex(),
@@ -221,8 +227,10 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
 
 
 def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
-    """Return the error of ranks that have diverged, by the records of those that have ended;
-    nothing where they have not, or where one has failed anyhow."""
+    """Return the error text of ranks that have diverged, from records of ended ranks.
+
+    Return an empty string if they have not diverged, or if a rank has failed.
+    """
     ended = {r: json.loads(data) for r, data in records.items()}
     if any(record["failed"] for record in ended.values()):
         return ""
@@ -265,7 +273,7 @@ def _at_end(rank: int, operations: list[str], other: int, other_operations: list
     return "\n".join(lines)
 
 
-# -------------------------------------------------------------------------------------------- texts
+# -------------------------------------------------------------------------------------- error texts
 
 
 def _at(report: Report) -> str:

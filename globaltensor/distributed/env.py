@@ -1,5 +1,7 @@
-"""env: who is this process among the ranks. The first question starts the world (from the
-environment) if it isn't started yet."""
+"""``flow.env``: the place of this process among the ranks.
+
+The first call starts the world from the environment, unless it has already started.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,34 @@ __all__ = [
     "get_rank", "get_world_size", "init_rdma", "rdma_is_initialized",
 ]  # fmt: skip
 
-destory_rdma = destroy_rdma  # as OneFlow spells it
+destory_rdma = destroy_rdma  # OneFlow's spelling
 
 
 def get_rank() -> int:
-    """This process's rank: 0 to world size - 1; 0 in a world of one."""
+    """Return this process's rank, from 0 to world size - 1. It is 0 in a world of one."""
     return world().rank
 
 
 def get_world_size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return world().size
 
 
 def get_local_rank() -> int:
-    """This process's rank among those of its node."""
+    """Return this process's rank among those of its node."""
     return world().local_rank
 
 
 def get_node_size() -> int:
-    """Number of nodes."""
+    """Return the number of nodes."""
     return world().node_size
 
 
 def all_device_placement(type: str) -> Placement:
-    """All ranks of this job on one axis, on devices of ``type``. Raises PlacementError for an
-    unknown device type."""
+    """Return the placement of all ranks of this job on one axis, on devices of ``type``.
+
+    Raise PlacementError for an unknown device type.
+    """
     return Placement.all(type)
 
 

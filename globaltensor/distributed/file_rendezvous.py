@@ -1,8 +1,9 @@
-"""Ranks of one node meet by their job's name: rank 0 serves a store at a free port and says in a
-file which.
+"""Rendezvous of one node's ranks by their job's name: a store at a free port, named in a file.
 
-A port worked out of the name alone would be alike on all ranks too, but two jobs on one machine can
-get the same.
+Rank 0 serves the store and writes the port to the file. ``world.meeting`` calls this module.
+
+A port computed from the name alone would be equal on all ranks too, but two jobs on one machine
+could get the same port.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ from .cluster_env import Detected
 __all__ = ["rendezvous"]
 
 _LOOK_SECONDS = 0.01
-# how long rank 0 tries to put its file where an old one is, which others of its job hold for a
-# moment as they look
+# Rank 0 tries so long to replace an old file. Other ranks of its job lock that file for a moment
+# when they look at it.
 _TAKE_SECONDS = 5.0
 
-_met: dict[
-    str, int
-] = {}  # how often this process has met under each name: each time is a file of its own
+# How often this process has met under each name. Each time uses a separate file.
+_met: dict[str, int] = {}
 
 
 def rendezvous(place: Detected, timeout: timedelta) -> Store:
-    """A store of this job's ranks, once all of them are there.
+    """Return a store for this job's ranks once all of them are connected.
 
-    Raises WorldError where a rank has not come within ``timeout``, or another job of that name is
-    meeting.
+    Raise WorldError if a rank has not come within ``timeout``, or if another job of that name is
+    starting.
     """
     number = _met[place.job] = _met.get(place.job, -1) + 1
     path = _path(place.job, number)
@@ -72,10 +72,10 @@ def _path(job: str, number: int) -> Path:
 
 @contextlib.contextmanager
 def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
-    """The file says this port while the block runs.
+    """Publish the port in the file at ``path`` while the block runs.
 
-    It comes whole and locked, and is good only while its maker holds it: what a job that died has
-    left behind misleads nobody.
+    The file appears complete and locked, and is valid only while rank 0 holds the lock. So a file
+    left by a job that died misleads no rank.
     """
     import fcntl  # not on every system, and only these ranks need it
 
@@ -103,7 +103,10 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
 
 
 def _put(name: str, path: Path) -> bool:
-    """Make the file ``name`` the one at ``path``, unless one that is held is there."""
+    """Link or rename the file ``name`` to ``path``, unless a file there is locked.
+
+    Return True on success.
+    """
     import fcntl  # as above
 
     with contextlib.suppress(FileExistsError):
@@ -114,9 +117,8 @@ def _put(name: str, path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(
-            old, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # shared, as those who look: to them it must not seem to be held
+        # The lock is shared, like that of ranks that look: the file must not seem locked to them.
+        fcntl.flock(old, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(old), path.stat()):
             return False
         os.replace(name, path)
@@ -128,7 +130,10 @@ def _put(name: str, path: Path) -> bool:
 
 
 def _read(path: Path, place: Detected, timeout: timedelta) -> int:
-    """The port that rank 0 has written."""
+    """Return the port that rank 0 has written.
+
+    Raise WorldError if it has not done so within ``timeout``.
+    """
     import fcntl  # as above
 
     deadline = time.monotonic() + timeout.total_seconds()
@@ -136,7 +141,7 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
         with contextlib.suppress(FileNotFoundError):
             file = _opened(path)
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody holds it: it is old
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the lock succeeds: an old file
             except BlockingIOError:
                 return int(os.read(file, 100))
             finally:
@@ -165,7 +170,7 @@ def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedel
 
 
 def _opened(path: Path) -> int:
-    """The file, for reading. Raises FileNotFoundError; WorldError where it is none of ours."""
+    """Open the file for reading. Raise FileNotFoundError, or WorldError if the file is not ours."""
     mend = "remove it, or set MASTER_PORT to a free port on all ranks"
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

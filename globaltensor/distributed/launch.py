@@ -1,10 +1,11 @@
-"""The launcher: starts this node's ranks, watches over them, and leaves nothing behind.
+"""The launcher: it starts this node's ranks, watches them, and leaves no process behind.
 
-``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch
-...``. It is torch's elastic agent (distributed/launcher/elastic_agent.py) over processes of its own
-(distributed/launcher/workers.py): each rank is a process in a group of its own, told who it is by
-the variables that torchrun sets too. When one fails the others end, and the launcher says which
-rank it was, how it ended and what it said last. Docs: docs/environment.md.
+Its command is ``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or
+``globaltensor launch ...``. It is torch's elastic agent (distributed/launcher/elastic_agent.py)
+with its own processes (distributed/launcher/workers.py). Each rank is a process in its own process
+group, and gets its rank from the variables that torchrun sets too. If a rank fails, the others are
+ended. The launcher then reports which rank failed, how it ended and its last output. Docs:
+docs/environment.md.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 
 
 def launch(job: Job) -> int:
-    """Run the job's ranks on this node to their end -> the exit code: 0, that of the first rank
-    that failed, or 128 + n where signal n ended it.
+    """Run the job's ranks on this node to their end, and return the exit code.
 
-    Raises WorldError where the ranks cannot be started (the port is taken, the other nodes do not
-    come or were started otherwise, ...).
+    The code is 0, that of the first rank that failed, or 128 + n if signal n ended the job. Raise
+    WorldError if the ranks cannot be started: the port is taken, other nodes do not come or were
+    started with other options, ...
     """
     with Signals() as signals, Pump() as pump, OrphanReaper() as keeper:
         try:
@@ -95,19 +96,21 @@ def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
             f"{in_one_line(error)}"
         ) from error
     finally:
-        if not signals.received:  # an elastic job goes on with the other nodes
+        if not signals.received:  # after a signal, an elastic job goes on with the other nodes
             with contextlib.suppress(RendezvousConnectionError):
                 handler.shutdown()
 
 
 @contextlib.contextmanager
 def reserved_port(port: int = 0) -> Iterator[int]:
-    """A port kept for rank 0 to listen on: no other launcher gets it meanwhile. 0: any that is
-    free. Raises WorldError where it is in use."""
+    """Reserve a port on which rank 0 will listen, so that no other launcher gets it.
+
+    Port 0 means any free port. Raise WorldError if the port is in use.
+    """
     with bound(port) as held:
         number = int(held.getsockname()[1])
         if sys.platform != "linux":
-            # elsewhere a bound socket keeps rank 0 from listening, even with SO_REUSEADDR
+            # On other systems a bound socket keeps rank 0 from listening, even with SO_REUSEADDR.
             held.close()
         yield number
 
@@ -115,11 +118,10 @@ def reserved_port(port: int = 0) -> Iterator[int]:
 def main(
     arguments: Sequence[str] | None = None, prog: str = "python -m globaltensor.distributed.launch"
 ) -> int:
-    """The launcher as a command -> its exit code."""
+    """Run the launcher as a command, and return its exit code."""
     if "LOGLEVEL" not in os.environ:
-        logging.getLogger("torch.distributed.elastic").setLevel(
-            logging.CRITICAL
-        )  # what it warns of, the launcher says
+        # The launcher itself reports what this logger would warn of.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = parser(prog).parse_args(arguments)
     try:
         return launch(job_of(options))

@@ -1,9 +1,10 @@
-"""Which of this machine's addresses leads to another machine, and by which network interface.
-Nothing is sent to find out.
+"""The local addresses and network interfaces by which this machine reaches others.
 
-Gloo tells the other ranks the address that this host's name means, which on Debian is 127.0.1.1 and
-on a host without a name server nothing: every rank then looks for the others on itself.
-``choose_gloo_interface`` mends that; NCCL and MPI look at the interfaces by themselves.
+The launcher and the world call this module. Nothing is sent to find them.
+
+Gloo publishes the address to which this host's own name resolves. On Debian that is 127.0.1.1, and
+on a host without a name server there is none. Every rank then looks for the others on its own host.
+``choose_gloo_interface`` repairs that. NCCL and MPI choose an interface by their own means.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ __all__ = [
 ]
 
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
-_ELSEWHERE: Final = (
-    "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the default route
-)
+# An address reserved for documentation (RFC 5737): the route to it is the default route.
+_ELSEWHERE: Final = "192.0.2.1"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 _ANY_PORT: Final = 9
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which it reaches ``host``; empty where there is no way, or
-    the way stays on the loopback interface.
+    """Return this machine's address on the route to ``host``.
+
+    Return an empty string if there is no route, or if it stays on the loopback interface.
 
     >>> own_address("127.0.0.1")
     ''
@@ -46,8 +47,9 @@ def own_address(host: str) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Is ``host`` this machine? By its addresses: what this machine takes its own name to mean
-    doesn't matter.
+    """Return True if ``host`` is this machine.
+
+    The addresses decide; it does not matter to which address this machine's own name resolves.
 
     >>> is_here("localhost")
     True
@@ -56,18 +58,18 @@ def is_here(host: str) -> bool:
 
 
 def _routes(host: str) -> Iterator[tuple[str, str]]:
-    """(address of this machine, address of the host) for each way to it."""
+    """Yield (address of this machine, address of the host) for each route to the host."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, where in socket.getaddrinfo(
             host, _ANY_PORT, type=socket.SOCK_DGRAM
         ):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)  # of datagrams: only the route is looked up
+                probe.connect(where)  # datagrams: only the route is looked up
                 yield str(probe.getsockname()[0]), str(where[0])
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address; empty where none is found.
+    """Return the network interface that has this address, or an empty string if there is none.
 
     >>> interface_of("")
     ''
@@ -79,7 +81,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses_of() -> dict[str, list[str]]:
-    """The addresses of each network interface of this machine that has some."""
+    """Return the addresses of each network interface of this machine that has any."""
     found = {
         name: sorted(map(str, _addresses(name)), key=lambda a: ":" in a)
         for _, name in socket.if_nameindex()
@@ -88,18 +90,17 @@ def addresses_of() -> dict[str, list[str]]:
 
 
 def choose_gloo_interface(host: str, nodes: int) -> None:
-    """Where this host's own name leads nowhere, let Gloo use the interface by which ``host``, where
-    rank 0 is met, is reached (else the default route).
+    """Choose the interface that Gloo uses, if this host's name resolves to no useful address.
 
-    Sets GLOO_SOCKET_IFNAME, which torch reads whenever it makes a group; what the user has set
-    stays.
+    It is the interface on the route to ``host``, where rank 0 is, or else on the default route. The
+    choice is written to GLOO_SOCKET_IFNAME, which torch reads whenever it creates a group. A value
+    set by the user is left unchanged.
     """
     if os.environ.get(VARIABLE) or not _stays_here(_meaning(socket.gethostname())):
         return
     own = own_address(host)
-    if (
-        not own and nodes > 1 and host not in _LOOPBACK
-    ):  # a name that on this host, which it is, means this host
+    # Here ``host`` may be a name of this host itself, which resolves to a loopback address on it.
+    if not own and nodes > 1 and host not in _LOOPBACK:
         own = own_address(_ELSEWHERE)
     found = interface_of(own)
     if found:
@@ -107,8 +108,10 @@ def choose_gloo_interface(host: str, nodes: int) -> None:
 
 
 def gloo_hint(error: Exception, host: str) -> str:
-    """What to do about an error of Gloo's that comes of the wrong interface; empty for other
-    errors."""
+    """Return a remedy for a Gloo error that the wrong interface causes.
+
+    Return an empty string for other errors.
+    """
     text = str(error)
     if "connectFullMesh" not in text and "Unable to find address" not in text:
         return ""
@@ -138,14 +141,17 @@ def _stays_here(address: str) -> bool:
 
 
 def _meaning(name: str) -> str:
-    """The first address that a host's name means; empty where it means none."""
+    """Return the first address to which a host's name resolves, or an empty string."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""
 
 
 def _addresses(interface: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Its first IPv4 address and all of IPv6. Linux only: elsewhere it is as if there were none."""
+    """Return the first IPv4 address and all IPv6 addresses of an interface.
+
+    On systems other than Linux the set is empty.
+    """
     found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
     with contextlib.suppress(OSError, ImportError):
         import fcntl

@@ -1,5 +1,8 @@
-"""Process groups with torch's own signatures, beside a world that starts by itself: whichever of
-the two comes first, the other gets on with it."""
+"""Process groups with torch's own signatures, for a world that starts automatically.
+
+User code calls them through ``flow.distributed``. The world and the process group may be created in
+either order: the second one adopts the first.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ _HashStore: Any = vars(dist).get("HashStore")
 
 
 def start() -> ProcessWorld:
-    """The world with a process group, begun where nobody has: a script needs no
-    ``init_process_group``. Raises WorldError in simulated ranks."""
+    """Return the world with its process group, and start both if needed.
+
+    So a script does not need ``init_process_group``. Raise WorldError on simulated ranks.
+    """
     here = world()
     if not isinstance(here, ProcessWorld):
         raise WorldError(
@@ -42,7 +47,7 @@ def start() -> ProcessWorld:
             "launcher, flow.run), or use global tensors here"
         )
     if not dist.is_initialized() or (here.size == 1 < dist.get_world_size()):
-        reset_world()  # the group was made or destroyed behind its back
+        reset_world()  # the group was created or destroyed without the world
         here = world()
         assert isinstance(here, ProcessWorld)
         if not dist.is_initialized():
@@ -63,13 +68,16 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     **more: Any,
 ) -> None:
-    """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"``
-    (as None) or ``"mpi"``; who this process is may come from any launcher that ``flow.env`` knows,
-    and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says
-    (seconds).
+    """Initialise the process group as torch does, with these differences.
 
-    Where the world has started by itself, the call must agree with it. Raises WorldError where it
-    does not, or where the others cannot be joined.
+    - The call is optional.
+    - ``backend`` may also be ``"auto"``, which is the same as None, or ``"mpi"``.
+    - Rank and world size may come from any launcher that ``flow.env`` knows. Without a launcher
+      this process is a world of one.
+    - The default of ``timeout`` is the variable GLOBALTENSOR_TIMEOUT (seconds).
+
+    If the world has already started automatically, the call must agree with it. Raise WorldError if
+    the call does not, or if the other ranks cannot be joined.
     """
     here = running()
     if (
@@ -101,7 +109,7 @@ def init_process_group(
             dist.init_process_group(chosen, **where, **options)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and not missing_requirement(chosen):
-            raise  # torch's own word on its arguments
+            raise  # torch's own error about its arguments
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
         mend = (
             missing_requirement(chosen)
@@ -113,7 +121,7 @@ def init_process_group(
         ) from error
     started = world()
     if isinstance(started, ProcessWorld):
-        started.owned = True  # so that nothing of it is left when the interpreter ends
+        started.owned = True  # so that it is destroyed at interpreter exit
         if started.size > 1 and (
             place is None or (place.rank, place.world_size) != (started.rank, started.size)
         ):
@@ -123,8 +131,11 @@ def init_process_group(
 
 @contextlib.contextmanager
 def _serving(url: str | None) -> Iterator[None]:
-    """Under a launcher torch takes it that every address is served already. That is so for the
-    launcher's own alone: at another, rank 0 must serve."""
+    """Let rank 0 serve a store at ``url`` unless the launcher already serves that address.
+
+    Under a launcher torch assumes that every address is served already. This holds only for the
+    launcher's own address.
+    """
     asked, variable = urlsplit(url or ""), "TORCHELASTIC_USE_AGENT_STORE"
     before = os.environ.get(variable)
     elsewhere = asked.scheme == "tcp" and str(asked.port) != os.environ.get("MASTER_PORT")
@@ -139,13 +150,13 @@ def _serving(url: str | None) -> Iterator[None]:
 
 
 def _find_nodes(here: ProcessWorld) -> None:
-    """No launcher has said which ranks share a machine: they tell each other."""
+    """Exchange host names to find which ranks share a machine. No launcher has provided that."""
     hosts = here.comm(tuple(range(here.size))).all_gather_object(_host())
     here.local_rank, here.node_size = hosts[: here.rank].count(hosts[here.rank]), len(set(hosts))
 
 
 def _host() -> str:
-    """This machine: its name, and on Linux what tells apart those of one name."""
+    """Return this machine's name and, on Linux, its boot id, which differs between machines."""
     try:
         return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -160,7 +171,7 @@ def _meeting(
     place: Detected | None,
     timeout: timedelta,
 ) -> dict[str, Any]:
-    """How torch shall find the others, from what the caller and the environment say."""
+    """Return torch's arguments for finding the other ranks, from the call and the environment."""
     if store is not None:
         return {"store": store}
     who = (
@@ -203,8 +214,10 @@ def _agree(
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """torch's. Without ``group`` the world ends with it; whatever next asks for ranks starts
-    afresh."""
+    """Destroy a process group, as torch does.
+
+    Without ``group`` the world ends too, and the next call that needs ranks starts a new one.
+    """
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
         return
@@ -223,7 +236,7 @@ def new_group(
     device_id: torch.device | None = None,
     **options: Any,
 ) -> Any:
-    """torch's; ``backend`` may also be ``"mpi"``."""
+    """Create a process group, as torch does. ``backend`` may also be ``"mpi"``."""
     start()
     if backend is not None:
         backend = select_backend(backend)
@@ -241,32 +254,34 @@ def new_group(
 
 
 def is_available() -> bool:
-    """Whether this build of torch can form process groups."""
+    """Return True if this build of torch can form process groups."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group: made by ``init_process_group``, or by itself when a rank
-    was first asked for."""
+    """Return True if there is a process group.
+
+    It was created by ``init_process_group``, or automatically at the first use of the world.
+    """
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in the group (of all ranks where None); -1 outside it."""
+    """Return this process's rank in the group, or -1 outside it. None is the group of all ranks."""
     return world().rank if group is None else dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in the group; -1 outside it."""
+    """Return the number of ranks in the group, or -1 outside it. None is the group of all ranks."""
     return world().size if group is None else dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This process's rank among those of its node."""
+    """Return this process's rank among those of its node."""
     return world().local_rank
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """The backend of the group, as torch spells it."""
+    """Return the backend of the group, spelled as torch does."""
     start()
     return str(dist.get_backend(group))

@@ -1,5 +1,7 @@
-"""RDMA: the backends' own. NCCL and MPI's UCX send through InfiniBand or RoCE devices by
-themselves; here is whether they can, and why not."""
+"""RDMA of the backends: checks that it can be used, and the reason if not.
+
+`env` exports these functions. NCCL and MPI's UCX use InfiniBand or RoCE devices automatically.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ _STARTED: weakref.WeakSet[World] = weakref.WeakSet()
 
 
 def devices(folder: Path = _DEVICES) -> list[str]:
-    """The InfiniBand and RoCE devices of this machine that have an active port, as ``mlx5_0:1
-    (InfiniBand)``."""
+    """Return the InfiniBand and RoCE devices with an active port, as ``mlx5_0:1 (InfiniBand)``."""
     found = []
     for port in sorted(folder.glob("*/ports/*")):
         if "ACTIVE" in _text(port / "state"):
@@ -42,7 +43,7 @@ def _text(path: Path) -> str:
 
 
 def _missing(backend: str, folder: Path) -> str:
-    """What this rank lacks; "" where nothing."""
+    """Return what this rank lacks for RDMA, or "" if it lacks nothing."""
     if not devices(folder):
         seen = ", ".join(sorted(p.name for p in folder.glob("*"))) or "none"
         return (
@@ -61,10 +62,10 @@ def _missing(backend: str, folder: Path) -> str:
 
 
 def init_rdma(folder: Path = _DEVICES) -> None:
-    """Make sure that data between nodes goes by RDMA. Collective: all ranks must call it, before
-    they first communicate on devices.
+    """Check that data between nodes can move by RDMA.
 
-    Raises WorldError, on every rank, that says what was looked for on which rank and is not there.
+    The call is collective: all ranks must make it before they first communicate on devices. Raise
+    WorldError on every rank if something is missing; the error says what is missing on which rank.
     """
     here = start()
     told = here.comm(tuple(range(here.size))).all_gather_object(_missing(here.backend, folder))
@@ -78,14 +79,16 @@ def init_rdma(folder: Path = _DEVICES) -> None:
 
 
 def rdma_is_initialized() -> bool:
-    """Whether ``init_rdma`` has succeeded in this world."""
+    """Return True if ``init_rdma`` has succeeded in this world."""
     here = running()
     return here is not None and here in _STARTED
 
 
 def destroy_rdma() -> None:
-    """Communicators made from now on use no RDMA (NCCL; of an MPI, UCX_TLS chooses before it
-    starts)."""
+    """Turn RDMA off for communicators that are created from now on.
+
+    This works for NCCL. With MPI, UCX_TLS selects the transport before MPI starts.
+    """
     here = running()
     if here is not None and here in _STARTED:
         _STARTED.discard(here)

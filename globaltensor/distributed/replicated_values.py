@@ -1,8 +1,8 @@
-"""Plain tensors that global ones were written into: every rank holds the whole result, and a sum
-over ranks would count it once for each of them.
+"""Plain tensors into which global ones were written, so that every rank holds the full result.
 
-The functions that write into plain tensors note them here (_ops/dispatch.py, _ops/custom_ops.py);
-the collectives of torch.distributed ask before they begin.
+A sum over ranks would count such a result once for each rank. The functions that write into plain
+tensors record them here (_ops/dispatch.py, _ops/custom_ops.py). The collectives of
+torch.distributed check the record before they begin.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from ..errors import ReplicatedError
 
 __all__ = ["ADDING", "install", "note_replicated", "refuse_replicated"]
 
-_noted: Final = (
-    WeakIdKeyDictionary()
-)  # plain tensor -> the version that it had when a global value was written into it
+# Plain tensor -> its version when a global value was written into it.
+_noted: Final = WeakIdKeyDictionary()
 
-#: The collectives that add up what ranks hold, or gather it for that: name -> the argument that
+#: The collectives that add up local tensors, or gather them for that: name -> the argument that
 #: they read.
 ADDING: Final = {
     "all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "input_list",
     "reduce_scatter_tensor": "input",
     "all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "gather": "tensor",
 }  # fmt: skip
+# Reductions that leave equal values unchanged.
 _HARMLESS: Final = (
     "AVG",
     "MIN",
     "MAX",
     "BAND",
     "BOR",
-)  # of equal values they make the same value again
+)
 
 
 def note_replicated(plain: torch.Tensor) -> None:
-    """Note that a plain tensor now holds a value that all ranks have computed together."""
-    if (
-        not plain.is_inference()
-    ):  # such a tensor has no version that would tell when it is written into again
+    """Record that a plain tensor now holds a value that all ranks have computed together."""
+    # An inference tensor has no version that would show a later write.
+    if not plain.is_inference():
         _noted[plain] = plain._version
 
 
@@ -67,8 +66,10 @@ def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
 
 
 def refuse_replicated(name: str, read: Any, op: Any, group: Any) -> None:
-    """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the
-    tensor, or list of tensors, that it reads."""
+    """Raise ReplicatedError if a collective would add up a value that every rank holds in full.
+
+    ``read`` is the tensor, or the list of tensors, that the collective reads.
+    """
     if not _noted.data or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
         return
     size = dist.get_world_size(group)
@@ -77,5 +78,5 @@ def refuse_replicated(name: str, read: Any, op: Any, group: Any) -> None:
 
 
 def install() -> None:
-    """Have the collectives of torch.distributed that add up look for such tensors."""
+    """Make the collectives of torch.distributed that add up check for replicated tensors."""
     torch_private.before_collectives(ADDING, _noted.data, refuse_replicated)

@@ -1,8 +1,8 @@
-"""A simulated world: n ranks as threads of one process, with real values, local autograd and
-collectives. For tests and for trying things out.
+"""A simulated world: n ranks as threads of one process, for tests and for trying things out.
 
-It has the interface of the world of processes and the same arithmetic, so what holds here holds
-there; it is no faster than one process.
+Values, local autograd and collectives are real. The simulated world has the interface and the
+arithmetic of the world of processes, so results here hold there too. It is no faster than one
+process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TIMEOUT_SECONDS: Final = 60.0
 
 
 class _Meeting:
-    """Where the ranks of one communicator meet: each brings a value, all leave with all values.
+    """The meeting point of one communicator: each rank brings a value and leaves with all values.
 
-    Two sets of slots, used in turn, make one wait per meeting enough: a slot is written again only
-    after everyone has come to the next meeting, and so has read this one.
+    Two sets of slots, used in turn, make one wait per meeting enough. A slot is written again only
+    after every rank has come to the next meeting, and so has read this one.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,8 +38,10 @@ class _Meeting:
         self._changed = threading.Condition()
 
     def wait(self, timeout: float) -> bool:
-        """Return True when all have come; False where they will not, or not in time. A rank that
-        leaves afterwards does no harm (as in threading.Barrier)."""
+        """Return True once all ranks have come, or False if a rank will not come or is too late.
+
+        A rank that leaves after the meeting does no harm, as in threading.Barrier.
+        """
         with self._changed:
             turn = self._turn
             self._here += 1
@@ -51,14 +53,14 @@ class _Meeting:
             return self._turn != turn
 
     def abandon(self) -> None:
-        """Wake those who wait: someone will not come."""
+        """Wake the ranks that wait, because another rank will not come."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
 
 class _Mailbox:
-    """What one rank sends another: letters, numbered in the order in which they were sent."""
+    """The letters that one rank sends another, numbered in the order of sending."""
 
     def __init__(self) -> None:
         self.letters: dict[int, Tensor] = {}
@@ -73,26 +75,26 @@ class _Mailbox:
             self.changed.notify_all()
 
     def ask(self) -> int:
-        """The number of the next letter that nobody has asked for."""
+        """Return the number of the next letter that no receive has asked for."""
         with self.changed:
             self.asked += 1
             return self.asked - 1
 
     def take(self, number: int, timeout: float) -> Tensor | None:
-        """A letter; None where it will not come, or not in time."""
+        """Return a letter, or None if it will not come or is too late."""
         with self.changed:
             self.changed.wait_for(lambda: number in self.letters or self.closed, timeout)
             return self.letters.pop(number, None)
 
     def close(self) -> None:
-        """Wake those who wait: nothing more will come."""
+        """Wake the threads that wait, because no more letters will come."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
 
 class _Hall:
-    """What the ranks of one simulation share."""
+    """The state that the ranks of one simulation share."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout, self.lock = size, timeout, threading.Lock()
@@ -119,8 +121,7 @@ class _Hall:
             return found
 
     def leave(self, rank: int, how: str) -> None:
-        """A rank that has ended will meet nobody again: let those who wait for it, or will,
-        know."""
+        """Record that a rank has ended, and wake the ranks that wait for it."""
         with self.lock:
             self.gone[rank] = how
             for ranks, meeting in self.meetings.items():
@@ -138,13 +139,16 @@ class _SimulatedComm(Communicator):
         super().__init__(world, ranks)
         self._meeting = world.hall.meeting(ranks)
         self._turn = 0
-        self._announced = False  # whether the next meeting is the first one of a collective
+        self._announced = False  # True if the next meeting is the first of a collective
 
     def _compare(self, device: torch.device) -> None:
         self._announced = True
 
     def _meet(self, value: object) -> list[Any]:
-        """Every rank's value. The first meeting of a collective compares its digest as well."""
+        """Exchange values and return every rank's value.
+
+        The first meeting of a collective also compares its digest.
+        """
         announced, self._announced = self._announced, False
         found = self._exchange((self._digest if announced else b"", value))
         if any(digest != found[0][0] for digest, _ in found):
@@ -181,7 +185,7 @@ class _SimulatedComm(Communicator):
 
 
 class _Sent(Message):
-    """A message that lies in its mailbox."""
+    """A message that is in its mailbox."""
 
     def over(self) -> bool:
         return True
@@ -243,8 +247,10 @@ class _SimulatedChannel(Channel):
 
 
 class SimulatedWorld(World):
-    """One rank of a simulation. ``devices`` gives a stand-in for device types this machine lacks:
-    ``{"cuda": "cpu"}``."""
+    """One rank of a simulation.
+
+    ``devices`` replaces device types that this machine lacks: ``{"cuda": "cpu"}``.
+    """
 
     def __init__(self, rank: int, hall: _Hall, devices: Mapping[str, str]) -> None:
         super().__init__(rank, hall.size, rank, 1)
@@ -269,11 +275,11 @@ def simulate(
     timeout: float = _TIMEOUT_SECONDS,
     devices: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``n`` simulated ranks -> each rank's result, in order.
+    """Run ``fn(*args)`` on ``n`` simulated ranks, and return the results in the order of ranks.
 
-    The first rank to fail ends the others; its error is raised, a note naming the rank. A
-    collective that some rank never comes to, and a rank that never ends, raise WorldError after
-    ``timeout`` seconds.
+    The first rank to fail ends the others. Its error is raised with a note that names the rank.
+    Raise WorldError if a collective waits for a rank longer than ``timeout`` seconds, or if a rank
+    has not ended after ten times that.
 
     >>> from globaltensor.distributed.world import world
     >>> simulate(2, lambda: world().rank)
@@ -287,13 +293,13 @@ def simulate(
     def run(rank: int) -> None:
         set_world(SimulatedWorld(rank, hall, devices or {}))
         torch.set_grad_enabled(grad)
-        torch.autograd.set_multithreading_enabled(
-            False
-        )  # on a GPU all ranks' backward passes would run in one thread, which is no rank's
+        # On a GPU the backward passes of all ranks would run in one thread, which belongs to none
+        # of the ranks.
+        torch.autograd.set_multithreading_enabled(False)
         how = "ended"
         try:
             results[rank] = fn(*args)
-        except BaseException as error:  # whatever it is, it is raised again by the caller's thread
+        except BaseException as error:  # the caller's thread raises any error again
             errors.append((rank, error))
             how = f"failed with {type(error).__name__}"
         hall.leave(rank, how)

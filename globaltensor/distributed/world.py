@@ -1,8 +1,8 @@
-"""The world: the ranks this job runs on, who this process is among them, and the communicators
-between them.
+"""The world: the ranks of this job, the rank of this process, and the communicators between ranks.
 
-It starts by itself, at first use, from the variables torchrun and other launchers set; without them
-this process is a world of one.
+The world starts automatically at first use, from the variables that torchrun and other launchers
+set. Without these variables this process is a world of one. All collectives and channels of the
+library are obtained here.
 """
 
 from __future__ import annotations
@@ -46,41 +46,39 @@ __all__ = [
 ]
 
 _TIMEOUT_SECONDS = 600.0
-_ENDED = "globaltensor_ended"  # where in the store a rank leaves what it has run
+# Prefix of the store's keys under which ranks record what they have run.
+_ENDED = "globaltensor_ended"
 _STORE_SECONDS = 5.0
-_LINGER_SECONDS = (
-    2.0  # that the rank which serves the store waits for others that end at about the same time
-)
-_LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interpreter ends
+# The rank that serves the store waits so long for ranks that end at about the same time.
+_LINGER_SECONDS = 2.0
+_LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL at interpreter exit
 
 
 class World(ABC):
-    """The ranks of a job, seen by one of them. ``nodes`` counts machines; ``trace`` is where
-    collectives are recorded, if anywhere."""
+    """The ranks of a job, seen by one of them.
 
-    # whether nothing is sent, and of what would come only the shape is asked for: what takes many
-    # rounds may leave them out
+    ``node_size`` is the number of machines. ``trace`` is the list to which collectives are
+    recorded, or None.
+    """
+
+    # True if nothing is sent and only the shapes of results are needed. Algorithms of many rounds
+    # may then skip these.
     dry = False
-    compares = (
-        False  # whether each collective compares what the ranks have run up to it (divergence.py)
-    )
-    kind = plain = (
-        # what the collective is that this rank is in, and which plain tensor is compared there: for
-        # errors
-        ""
-    )
-    purpose: Purpose = ""  # and what it is for
-    seed_agreed = (
-        False  # whether the ranks have made sure that they draw from one seed (_ops/random.py)
-    )
-    odd: Kind | None = (
-        None  # of what kind the plain tensor is that is being compared, if it is no ordinary one
-    )
-    # what compares this rank's ops with those of the others (globaltensor._ops.rank_guard), if
-    # anything
+    # True if each collective compares what the ranks have run before it (divergence.py).
+    compares = False
+    # The collective that this rank is in, and the plain tensor that is compared there. Both are for
+    # errors.
+    kind = plain = ""
+    purpose: Purpose = ""  # the purpose of that collective, for errors
+    # True once the ranks have checked that they draw from one seed (_ops/random.py).
+    seed_agreed = False
+    # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
+    odd: Kind | None = None
+    # The object that compares this rank's ops with those of other ranks
+    # (globaltensor._ops.rank_guard), or None.
     pace: Any = None
-    # what sums this rank's gradients (globaltensor._tensor.gradients.reducer): each gradient of a
-    # backward pass asks for it
+    # The object that sums this rank's gradients (globaltensor._tensor.gradients.reducer). Each
+    # gradient of a backward pass needs it.
     reducer: Any = None
 
     def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
@@ -89,14 +87,14 @@ class World(ABC):
         self._comms: dict[tuple[int, ...], Communicator] = {}
         self._outside: dict[str, torch.device] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
-        self.histories: dict[tuple[int, ...], History] = {}  # by the ranks they are of, sorted
+        self.histories: dict[tuple[int, ...], History] = {}  # by their ranks, sorted
         self._histories_of: dict[Any, History] = {}
-        #: Where the program uses plain tensors with global ones: how often, and when to compare
-        #: next (_tensor/promote.py).
+        #: The places where the program uses plain tensors with global ones. The value says how
+        #: often that happened and when to compare next (_tensor/promote.py).
         self.plain_places: dict[Any, list[int]] = {}
 
     def history(self, placements: tuple[Placement, ...]) -> History:
-        """Return what this rank has run on tensors of these placements together."""
+        """Return the history of what this rank has run on tensors of these placements together."""
         found = self._histories_of.get(placements)
         if found is None:
             ranks = tuple(sorted({r for p in placements for r in p.flat}))
@@ -108,15 +106,17 @@ class World(ABC):
         return found
 
     def history_of_all(self) -> History:
-        """Return what this rank has run of what all ranks run."""
+        """Return the history of what this rank has run among the operations that all ranks run."""
         if not self.compares:
             return _IGNORED
         ranks = tuple(range(self.size))
         return self.histories.setdefault(ranks, History(ranks))
 
     def forget(self) -> None:
-        """Begin the digests of what was run anew. All ranks do so at the same point: after they
-        have diverged, the program may go on."""
+        """Restart the digests of what was run.
+
+        All ranks call it at the same point, so that the program may go on after they have diverged.
+        """
         self.histories.clear()
         self._histories_of.clear()
         self.plain_places.clear()
@@ -130,8 +130,10 @@ class World(ABC):
             forgotten()
 
     def comm(self, ranks: tuple[int, ...]) -> Communicator:
-        """The communicator of these ranks, in this order; this rank must be one of them. Raises
-        WorldError."""
+        """Return the communicator of these ranks, in this order.
+
+        Raise WorldError unless the ranks are ranks of this job and include this one.
+        """
         found = self._comms.get(ranks)
         if found is None:
             if self.rank not in ranks or min(ranks) < 0 or max(ranks) >= self.size:
@@ -147,8 +149,10 @@ class World(ABC):
     def _connect(self, ranks: tuple[int, ...]) -> Communicator: ...
 
     def channel(self, source: int, target: int, device: torch.device) -> Channel:
-        """What carries messages of tensors on this type of device from one rank to another; this
-        rank must be one of them. Raises WorldError."""
+        """Return the channel for this device type from rank ``source`` to rank ``target``.
+
+        Raise WorldError unless they are two ranks of this job and one of them is this rank.
+        """
         key = (source, target, device.type)
         found = self._channels.get(key)
         if found is None:
@@ -173,11 +177,11 @@ class World(ABC):
         )
 
     def device(self, type: str) -> torch.device:
-        """The device of this type that belongs to this rank: of accelerators, the one with the
-        number of the local rank. Raises WorldError.
+        """Return this rank's device of this type, which its local rank selects.
 
-        Ranks beyond the GPUs of a machine share them in turn where nothing forbids it (``shares``):
-        slower than one each, but good for trying things out.
+        Raise WorldError if the machine has no such device. If a machine has fewer GPUs than ranks
+        and the backend allows it (``shares``), the ranks share the GPUs in turn. That is slower
+        than one GPU for each rank, but enough to try things out.
         """
         if type in ("cpu", "meta"):
             return torch.device(type)
@@ -192,35 +196,39 @@ class World(ABC):
         return torch.device(type, index)
 
     def outside(self, type: str) -> torch.device:
-        """Where this rank keeps the nothing that it holds of others' tensors: on its own device of
-        that type, where it has one. So tensors of one placement are on one type of device on every
-        rank, as those who sort tensors by their devices want it (fused optimizers)."""
+        """Return the device of this rank's empty placeholders for tensors placed on other ranks.
+
+        It is this rank's own device of that type if there is one, else the CPU. So the tensors of
+        one placement are on one device type on every rank. Code that sorts tensors by device, such
+        as fused optimizers, needs that.
+        """
         found = self._outside.get(type)
         if found is None:
             try:
                 found = torch.empty(0, device=self.device(type)).device
+            # WorldError is ours. torch raises the others for a device type that its build does not
+            # support.
             except (
                 WorldError,
                 RuntimeError,
                 AssertionError,
-            ):  # torch's own, of a type of device that it was not made for
+            ):
                 found = torch.device("cpu")
             self._outside[type] = found
         return found
 
     def index(self, type: str) -> int:
-        """The number of this rank's device among those of this type, whether there is such a device
-        or not."""
+        """Return the index of this rank's device of this type, even if no such device exists."""
         count = torch.cuda.device_count() if type == "cuda" else 0
         return self.local_rank % count if count and self.shares else self.local_rank
 
     @property
     def shares(self) -> bool:
-        """Whether several ranks may compute on one device."""
+        """True if several ranks may compute on one device."""
         return True
 
     def close(self) -> None:
-        """Let go of the communicators and channels."""
+        """Drop the communicators and close the channels."""
         self._comms.clear()
         for channel in self._channels.values():
             channel.close()
@@ -228,34 +236,32 @@ class World(ABC):
 
 
 _IGNORED = History.ignored()
-#: Called when a world forgets its histories: whoever keeps a function that records into one has to
-#: ask for another.
+#: Callbacks for when a world forgets its histories. Code that caches a function which records into
+#: a history must then ask for a new one.
 ON_FORGET: list[Callable[[], None]] = []
 
 
 class Closable(Protocol):
-    """Something a world lets go of when it ends."""
+    """A resource that a world closes when it ends."""
 
     def close(self) -> None: ...
 
 
 class ProcessWorld(World):
-    """One rank, one process, over torch.distributed; a world of one needs no process group."""
+    """One rank as one process, over torch.distributed. A world of one needs no process group."""
 
     def __init__(self, rank: int, size: int, local_rank: int, nodes: int, owned: bool) -> None:
         super().__init__(rank, size, local_rank, nodes)
         self.compares = size > 1
-        self.owned = owned  # closing it ends torch's process group
-        self.background: Closable | None = (
-            None  # runs collectives beside the computation, once one is wanted
-        )
-        self.neighbours: SharedMemoryPeers | None = None  # those of this host, once they have met
+        self.owned = owned  # if True, closing this world destroys torch's process group
+        # The thread that runs collectives during the computation, started at first use.
+        self.background: Closable | None = None
+        self.neighbours: SharedMemoryPeers | None = None  # ranks of this host, once connected
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
-        self.backends: dict[
-            str, str
-        ] = {}  # of the device types that have one of their own, gloo aside
+        # Device type -> backend, where it is not gloo.
+        self.backends: dict[str, str] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.store: Any = None  # by which the ranks have met
+        self.store: Any = None  # the store of the rendezvous
         self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
@@ -268,10 +274,10 @@ class ProcessWorld(World):
 
     @property
     def shares(self) -> bool:
-        return "nccl" not in self.backends.values()  # which wants a device for each of its ranks
+        return "nccl" not in self.backends.values()  # NCCL needs one device per rank
 
     def patience(self) -> float:
-        """Seconds that a rank waits for others."""
+        """Return the seconds that a rank waits for other ranks."""
         return (
             timeout().total_seconds()
             if self.carrier is None
@@ -290,8 +296,11 @@ class ProcessWorld(World):
         return (NativeChannel if native else SharedChannel)(self, source, target, device)
 
     def pair(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
-        """A torch group for messages from one rank to another alone, on the device's own
-        backend."""
+        """Return a torch group for messages in one direction between two ranks.
+
+        The group uses the device's own backend. Raise WorldError if there is no process group any
+        more.
+        """
         if self.carrier is None:
             raise WorldError(
                 f"rank {self.rank} of {self.size} has no process group (any more): it was "
@@ -303,8 +312,11 @@ class ProcessWorld(World):
         )
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The torch group of these ranks, which are sorted; made at first use, by its members
-        alone."""
+        """Return the torch group of these ranks, which must be sorted.
+
+        Only its members create the group, at first use. Raise WorldError if there is no process
+        group any more.
+        """
         found = self._groups.get(ranks)
         if found is None:
             if self.carrier is None:
@@ -322,9 +334,12 @@ class ProcessWorld(World):
         return found
 
     def check_end(self, failed: bool = False) -> None:
-        """Compare what this rank has run with the ranks that have ended already, when its program
-        ends: the last one to end compares all. Waits for nobody, but for a moment where this
-        process serves the store in which the others leave their records. Raises DivergenceError."""
+        """Compare what this rank has run with the ranks that have ended before it.
+
+        The call is for the end of this rank's program, so the last rank to end compares all of
+        them. A rank does not wait for others, with one exception. The rank that serves the store
+        waits for a moment for their records. Raise DivergenceError if ranks differ.
+        """
         if not self.compares or self.store is None or not self.histories:
             return
         record = end_record(self.histories, failed)
@@ -332,13 +347,13 @@ class ProcessWorld(World):
         if self.neighbours is not None:
             records |= self.neighbours.last_words(record)
         if set(records) < set(range(self.size)):
-            with contextlib.suppress(RuntimeError):  # who served the store has gone
+            with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
                 records |= self._records(record)
         if text := differs_at_end(self.rank, records):
             raise DivergenceError(text)
 
     def _records(self, record: bytes) -> dict[int, bytes]:
-        """Leave this rank's record in the store; return those that are there."""
+        """Write this rank's record to the store; return the records that the store has."""
         self.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.store.set(f"{_ENDED}/{self.rank}", record)
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -361,8 +376,8 @@ class ProcessWorld(World):
         if self.neighbours is not None:
             self.neighbours.close()
             self.neighbours = None
-        # A reference left would keep gloo's threads alive until the interpreter is gone; when one
-        # then wants the GIL, the process aborts.
+        # A remaining reference would keep gloo's threads alive until interpreter exit. A thread
+        # that then asks for the GIL aborts the process.
         self.carrier = None
         if self.owned and dist.is_initialized():
             self.owned = False
@@ -370,8 +385,10 @@ class ProcessWorld(World):
 
 
 def _carrier() -> dist.ProcessGroup:
-    """The group of all ranks; where the user's own cannot carry cpu tensors (NCCL alone), a second
-    one. All ranks come here at first use."""
+    """Return the group of all ranks, or a second one if the user's group cannot move CPU tensors.
+
+    The latter is the case with NCCL alone. All ranks call this function at first use.
+    """
     group = dist.group.WORLD
     if "cpu:" not in str(dist.get_backend_config(group)):
         group = dist.new_group(backend="cpu:gloo,cuda:nccl")
@@ -380,10 +397,10 @@ def _carrier() -> dist.ProcessGroup:
 
 
 class _Current(threading.local):
-    # The class attribute is the process's world: threads that autograd starts see it too. A
-    # simulated rank sets its own thread's.
+    # The class attribute is the world of the process, so that threads started by autograd see it
+    # too. A simulated rank sets the attribute of its own thread.
     world: World | None = None
-    joined = False  # whether this process has ever been in a group of several
+    joined = False  # True once this process has been in a group of several ranks
 
 
 _current = _Current()
@@ -391,8 +408,10 @@ _starting = threading.Lock()
 
 
 def world() -> World:
-    """The current world; started from the environment at first use. Raises WorldError where the
-    variables are incomplete."""
+    """Return the current world, and start it from the environment at first use.
+
+    Raise WorldError if the environment variables are incomplete.
+    """
     found = _current.world
     if found is None:
         with _starting:
@@ -404,24 +423,26 @@ def world() -> World:
 
 
 def sent(value: torch.Tensor, source: int) -> torch.Tensor:
-    """What rank ``source`` has, on all ranks. Collective."""
+    """Return the value of rank ``source`` on all ranks. Collective."""
     here = world()
     return here.comm(tuple(range(here.size))).broadcast(value, source)
 
 
 def placeholder(spec: Spec) -> torch.Tensor:
-    """What a rank outside the placement holds: nothing, of the right dtype on the right type of
-    device."""
+    """Return the empty tensor that a rank outside the placement holds.
+
+    It has the spec's dtype and the placement's device type.
+    """
     return torch.empty(0, dtype=spec.dtype, device=world().outside(spec.placement.type))
 
 
 def running() -> World | None:
-    """The current world if it has started; None otherwise, without starting it."""
+    """Return the current world if it has started, else None. This function never starts a world."""
     return _current.world
 
 
 def set_world(value: World | None) -> None:
-    """Make ``value`` the world of this thread alone; None: the process's world again."""
+    """Make ``value`` the world of this thread only. None restores the world of the process."""
     if value is not None:
         _current.world = value
     elif "world" in vars(_current):
@@ -429,8 +450,10 @@ def set_world(value: World | None) -> None:
 
 
 def reset_world() -> None:
-    """Close the process's world; the next use starts a new one. Destroys the process group if the
-    world had made it."""
+    """Close the world of the process; the next use starts a new one.
+
+    The process group is destroyed if the world had created it.
+    """
     found, _Current.world = _Current.world, None
     if found is not None:
         found.close()
@@ -439,11 +462,11 @@ def reset_world() -> None:
 
 
 def _leave() -> None:
-    """The interpreter ends. A group that the program still holds (torch's DDP does, of one that was
-    destroyed too) keeps its threads: let them finish.
+    """Close the world at interpreter exit, and let the threads of remaining process groups finish.
 
-    They take the GIL to let go of a collective's tensors; one that asks for it once the interpreter
-    is ending aborts the process.
+    The program may still hold a group; torch's DDP holds one even after it was destroyed. The
+    threads of such a group take the GIL to release a collective's tensors. A thread that asks for
+    the GIL once the interpreter is ending aborts the process.
     """
     joined = _Current.joined or (dist.is_available() and dist.is_initialized())
     found, diverged = _Current.world, ""
@@ -455,7 +478,7 @@ def _leave() -> None:
     reset_world()
     if joined:
         time.sleep(_LAST_MOMENT)
-    if diverged:  # an exception that is raised here would leave the exit code 0
+    if diverged:  # an exception raised here would leave the exit code at 0
         sys.stdout.flush()
         sys.stderr.write(diverged)
         sys.stderr.flush()
@@ -463,7 +486,7 @@ def _leave() -> None:
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for the others."""
+    """Return how long a rank waits for the other ranks (GLOBALTENSOR_TIMEOUT, 600 s by default)."""
     return timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
 
 
@@ -474,9 +497,8 @@ def _start() -> World:
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         if place is None or (place.rank, place.world_size) != (rank, size):
-            return ProcessWorld(
-                rank, size, rank, 1, owned=False
-            )  # the user's own group: nothing tells of nodes, so one is assumed
+            # The group is the user's own. The number of nodes is unknown, so one is assumed.
+            return ProcessWorld(rank, size, rank, 1, owned=False)
         return ProcessWorld(rank, size, place.local_rank, place.nodes, owned=False)
     if place is None:
         return ProcessWorld(0, 1, 0, 1, owned=False)
@@ -490,8 +512,10 @@ def _start() -> World:
 
 
 def _take_device(found: ProcessWorld) -> None:
-    """Of several GPUs that NCCL serves the rank's own becomes the current one, where the program
-    has chosen none: ``.cuda()`` then goes there."""
+    """Make the rank's own GPU the current device, unless the program has chosen one.
+
+    This is for several GPUs that NCCL serves. ``.cuda()`` then uses that GPU.
+    """
     if (
         "nccl" in found.backends.values()
         and 0 < found.local_rank < torch.cuda.device_count()
@@ -501,8 +525,11 @@ def _take_device(found: ProcessWorld) -> None:
 
 
 def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:
-    """How torch shall find the others: torchrun's own store, a port for launchers torch does not
-    know, or the job's name. Raises WorldError (the last)."""
+    """Return the arguments by which torch's ``init_process_group`` finds the other ranks.
+
+    They name torchrun's own store, a port for launchers that torch does not know, or a store found
+    by the job's name. The last one raises WorldError if the ranks do not meet.
+    """
     who: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
     if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return {"init_method": "env://"} | who

@@ -1,1 +1,4 @@
-"""What carries the collectives: process groups of torch, shared memory, MPI."""
+"""The transports of collectives: process groups of torch, shared memory, MPI.
+
+`world` creates communicators and channels over them.
+"""

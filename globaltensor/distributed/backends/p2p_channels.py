@@ -1,5 +1,7 @@
-"""Channels between processes: single messages that go beside the computation, over
-torch.distributed."""
+"""Channels between processes: single messages over torch.distributed, during the computation.
+
+``World.channel`` creates them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,17 @@ from .shared_memory_comm import SharedMemoryCommunicator, stable_hash
 
 __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 
-# keeps these messages apart from those of collectives, and of the user's own send and recv
+# The tag separates these messages from those of collectives, and from the user's own send and recv.
 _TAG = 7003
 
 
 class _Message(Message):
-    """A work of torch, waited for once, and the memory that it needs until it is over."""
+    """A work of torch, waited for at most once, with the memory that it needs until it is over."""
 
     def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
         self._channel, self._kept = channel, kept
-        self._work: dist.Work | None = (
-            work  # until it has been waited for: gloo's would wait again, for another message
-        )
+        # None once it has been waited for: a second wait of gloo would wait for another message.
+        self._work: dist.Work | None = work
 
     def over(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -44,8 +45,10 @@ class _Message(Message):
 
 
 class _Watched(Message):
-    """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited
-    for."""
+    """A send that a thread waits for.
+
+    Gloo cannot report whether a send has finished; it can only wait for it.
+    """
 
     def __init__(self, message: _Message, thread: Background) -> None:
         self._job = thread.submit(message.wait)
@@ -58,8 +61,7 @@ class _Watched(Message):
 
 
 class _Landing(Message):
-    """A receive into host memory, of which a device without a backend of its own then gets a
-    copy."""
+    """A receive into host memory, then copied to a device that has no backend of its own."""
 
     def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
         self._message, self._host, self._data = message, host, data
@@ -85,7 +87,7 @@ def _broken(channel: Channel, error: Exception) -> WorldError:
 
 
 class MessageChannel(Channel):
-    """Over the group of all ranks: gloo, or MPI."""
+    """A channel over the group of all ranks: gloo, or MPI."""
 
     world: ProcessWorld
 
@@ -132,8 +134,10 @@ class MessageChannel(Channel):
 
 
 class SharedChannel(MessageChannel):
-    """Through memory that the two ranks share, where they are on one host: they find that out when
-    they connect."""
+    """A channel through memory that the two ranks share, if they are on one host.
+
+    They find that out when they connect. Otherwise it is a `MessageChannel`.
+    """
 
     def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
         super().__init__(world, source, target, device)
@@ -163,7 +167,7 @@ class SharedChannel(MessageChannel):
 
 
 class _Left(Message):
-    """A message that lies where its receiver reads it."""
+    """A message that is already in the memory where its receiver reads it."""
 
     def over(self) -> bool:
         return True
@@ -173,7 +177,7 @@ class _Left(Message):
 
 
 class _Awaited(Message):
-    """A message that its sender leaves."""
+    """A message that its sender will publish in shared memory."""
 
     def __init__(
         self, channel: Channel, near: SharedMemoryPeers, topic: int, number: int, data: Tensor
@@ -185,7 +189,7 @@ class _Awaited(Message):
             data,
         )
         self._waits = True
-        self._part: SharedBlock | None = None  # that has come and is not yet copied
+        self._part: SharedBlock | None = None  # a block that has arrived and is not yet copied
 
     def over(self) -> bool:
         return not self._waits or self._near.there(*self._name)
@@ -214,11 +218,12 @@ class _Awaited(Message):
 
 
 class NativeChannel(Channel):
-    """Over a group of the two ranks on the device's own backend, such as NCCL.
+    """A channel over a group of the two ranks on the device's own backend, such as NCCL.
 
-    There messages of a group run one after the other, whatever their direction, and one whose other
-    side comes later holds up those behind it: so each direction has its own group. Waiting is the
-    device's: the host goes on, and the computation queued next comes after the message.
+    Such a backend runs the messages of a group one after the other, whatever their direction. A
+    message whose other side comes late holds up those behind it, so each direction has its own
+    group. Only the device waits: the host goes on, and the computation queued next runs after the
+    message.
     """
 
     world: ProcessWorld
@@ -229,8 +234,8 @@ class NativeChannel(Channel):
         self._group = world.pair(source, target, device)
 
     def connect(self) -> None:
-        # The first message of a group waits on the host for its other side, so it must be one that
-        # both sides come to.
+        # The first message of a group blocks the host until its other side comes. So it must be a
+        # message for which both sides come.
         if not self._connected:
             mark = torch.zeros(1, dtype=torch.uint8, device=self._device)
             (self._send if self.world.rank == self.source else self._receive)(mark).wait()

@@ -1,10 +1,13 @@
 """Collectives among processes, over torch.distributed.
 
-On gloo everything is made of messages and all-to-alls: measured on two processes (26 MB) these take
-12 and 14 ms, all_reduce 28 ms, all_gather_into_tensor 25 ms, reduce_scatter_tensor 77 ms. Where
-both could serve, the all-to-all does: it waits in gloo's own threads, which a busy machine wakes
-sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). The own
-collectives of NCCL and of our MPI (globaltensor.distributed.backends.mpi) are used as they are.
+`shared_memory_comm` falls back to them if ranks share no memory.
+
+On gloo every collective is built from messages and all-to-alls. Measured on two processes (26 MB),
+these take 12 and 14 ms, all_reduce 28 ms, all_gather_into_tensor 25 ms and reduce_scatter_tensor 77
+ms. Where messages and an all-to-all could both serve, the all-to-all is used. It waits in gloo's
+own threads, which a busy machine wakes sooner. For 1 MB with both cores busy it takes 0.8 ms, and
+1.0 in the third quartile; messages take 0.9 and 4.0. The native collectives of NCCL and of our MPI
+(globaltensor.distributed.backends.mpi) are used as they are.
 """
 
 from __future__ import annotations
@@ -27,22 +30,21 @@ from ..world import ProcessWorld
 
 __all__ = ["P2PCommunicator", "ProcessGroupCommunicator"]
 
-_TAG: Final = 7001  # keeps our messages apart from those of the user's own send and recv
-_BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
-_AHEAD_TAG: Final = 7004  # and those of exchanges under way (7003 is that of channels)
+_TAG: Final = 7001  # separates our messages from the user's own send and recv
+_BACKGROUND_TAG: Final = 7002  # for messages of the background thread
+_AHEAD_TAG: Final = 7004  # for exchanges in progress (7003 is the tag of channels)
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
-#: Up to so many bytes that each rank sends an all-reduce under way is made of messages; of two
-#: ranks, where that sends no more than any other way. Measured on two cores: two ranks 4 KB 0.3 ms,
-#: gloo's own 0.4 to 1.4; 1 MB 1.0 and 1.3; 2 MB 1.7 and 3.4; 4 MB 4.0 and 3.7; four ranks 64 KB 2.5
-#: and 5.4, 1 MB 8.9 and 5.7.
+#: Up to so many bytes sent by each rank, an asynchronous all-reduce is built from messages.
+#: ``_SWAPPED`` is for two ranks, where no other algorithm sends fewer bytes. Measured on two cores,
+#: ours and gloo's own, in ms. Two ranks: 4 KB 0.3 and 0.4 to 1.4, 1 MB 1.0 and 1.3, 2 MB 1.7 and
+#: 3.4, 4 MB 4.0 and 3.7. Four ranks: 64 KB 2.5 and 5.4, 1 MB 8.9 and 5.7.
 _TOLD: Final = 1 << 17
 _SWAPPED: Final = 3 << 20
-# up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its
-# own
+# Up to so many ranks on MPI, one all-to-all with mostly empty parts is faster than separate
+# messages.
 _TO_ALL: Final = 4
-_GLOO_PLACE: Final = re.compile(
-    r"\[\S+\.(?:cc|h):\d+\] "
-)  # the line of gloo's source where an error came up
+# The line of gloo's source where an error came up.
+_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {
@@ -65,8 +67,10 @@ _scatter_evenly: Callable[..., object] = vars(dist).get(
 
 
 class P2PCommunicator(Communicator):
-    """Collectives made of point-to-point messages between processes, on cpu tensors (others go
-    through host memory)."""
+    """A communicator built on point-to-point messages between processes, on CPU tensors.
+
+    Tensors on other devices go through host memory.
+    """
 
     world: ProcessWorld
 
@@ -110,7 +114,7 @@ class P2PCommunicator(Communicator):
             r.copy_(host[i])
 
     def broken(self, what: str, error: Exception) -> WorldError:
-        """The error for a failed collective."""
+        """Return the error for a failed collective."""
         purpose = spelled(self.world.purpose)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
         told = (
@@ -127,7 +131,7 @@ class P2PCommunicator(Communicator):
 
 
 class _Messages:
-    """Messages of one exchange, under way."""
+    """The messages of one exchange in progress."""
 
     def __init__(
         self,
@@ -152,13 +156,15 @@ class _Messages:
 
 
 class ProcessGroupCommunicator(P2PCommunicator):
-    """Collectives over torch.distributed. The torch group is made when a collective first needs it,
-    by its members alone."""
+    """A communicator over torch.distributed.
+
+    Only its members create the torch group, when a collective first needs it.
+    """
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
         self._sorted = tuple(sorted(ranks))
-        #: The index in `ranks` of each rank of the torch group, which keeps them sorted.
+        #: The index in `ranks` of each rank of the torch group, which sorts its ranks.
         self._order = [ranks.index(r) for r in self._sorted]
         self._mpi = "mpi" in world.backend
 
@@ -179,12 +185,14 @@ class ProcessGroupCommunicator(P2PCommunicator):
                 raise self._diverged(self.all_gather_unchecked)
 
     def _native(self, device: torch.device) -> bool:
-        """Whether torch's own collectives serve this device better than messages do."""
+        """Return True if torch's own collectives serve this device better than messages."""
         return device.type in self.world.backends
 
     def _reduces(self, some: Tensor) -> bool:
-        """Whether torch's own collectives also add up numbers of this kind: ours over MPI do so as
-        `combine` does."""
+        """Return True if torch's own collectives also reduce numbers of this dtype.
+
+        Ours over MPI reduce as `combine` does.
+        """
         return self._native(some.device) and (self._mpi or some.dtype in _NATIVE_REDUCES)
 
     def _swap(
@@ -214,13 +222,15 @@ class ProcessGroupCommunicator(P2PCommunicator):
         )
         return _Work(self, work)
 
-    # All-to-all, and what is made of it, on the cpu
+    # All-to-all, and collectives built on it, on the CPU
 
     def _exchange_all(
         self, sends: Sequence[Tensor], outs: Sequence[Tensor], joined_out: Tensor | None
     ) -> None:
-        """One all-to-all of flat tensors, given in the order of the torch group; ``joined_out``:
-        memory of all ``outs``, one after the other."""
+        """Run one all-to-all of flat tensors, given in the order of the torch group.
+
+        ``joined_out`` is the memory of all ``outs``, one after the other, or None.
+        """
         source, target = (
             _joined(sends),
             outs[0].new_empty(sum(o.numel() for o in outs)) if joined_out is None else joined_out,
@@ -249,7 +259,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             raise self.broken("an all-to-all", error) from error
 
     def _pair(self, send: Tensor, recv: Tensor) -> None:
-        """Two ranks swap flat tensors."""
+        """Swap flat tensors between two ranks."""
         group = self.group
         mine = group.rank()
         sent, received = [0, 0], [0, 0]
@@ -257,8 +267,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
         self._all_to_all_bytes(as_bytes(recv), as_bytes(send), received, sent)
 
     def _dense(self, some: Tensor, longest: int | None) -> bool:
-        """Whether an all-to-all can carry this: on the cpu, and not too long to be counted.
-        ``longest`` is the same on every rank, so the answer is."""
+        """Return True if an all-to-all can carry this: on the CPU, and not too long to be counted.
+
+        ``longest`` is the same on every rank, so the answer is the same too.
+        """
         return (
             some.is_cpu
             and not self._mpi
@@ -321,7 +333,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return super()._all_gather_parts(flat, numels)
 
     def _replicates(self, flat: Tensor, numels: Sequence[int]) -> bool:
-        # All ranks must choose alike, so by the longest share, not by the own one.
+        # All ranks must choose the same algorithm. So the longest share decides, not the own one.
         return (
             flat.is_cpu
             and not self._mpi
@@ -377,8 +389,8 @@ class ProcessGroupCommunicator(P2PCommunicator):
             return ReduceScatterHandle(_Work(self, work), lambda: out)
         if not self._dense(mine, max(self.size * max(numels), sum(numels))):
             return super()._reduce_scatter_async(sends, op)
-        # Everyone's chunks for this rank, its own left where it is; they are added once they are
-        # here.
+        # All other ranks' chunks for this rank. The own chunk stays where it is. The chunks are
+        # added once they have arrived.
         size, n = mine.itemsize, mine.numel()
         others = [i for i in order if i != self.index]
         source, target = (
@@ -420,9 +432,9 @@ class ProcessGroupCommunicator(P2PCommunicator):
         ):
             return self._tell_all(flat, op)
         if flat.dtype in _NATIVE_REDUCES or self._mpi:
-            # Gloo's own too: its threads work without Python's lock, which a backward pass under
-            # way needs. Asked of the group itself: what torch's function does before costs as much
-            # again (45 us).
+            # Gloo's own all-reduce is used too: its threads work without Python's lock, which a
+            # running backward pass needs. The call is made on the group itself, because the work of
+            # torch's function before the call costs as much again (45 us).
             how = dist.AllreduceOptions()
             how.reduceOp = _OPS[op]  # type: ignore[assignment]
             return _Work(self, self.group.allreduce([flat], how))
@@ -434,7 +446,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
         )
 
     def _tell_all(self, flat: Tensor, op: str) -> Handle:
-        """All-reduce of few numbers in place: everyone tells everyone theirs."""
+        """Reduce few numbers over all ranks in place.
+
+        Each rank sends its numbers to every other rank and adds locally.
+        """
         n, p, group = flat.numel(), self.size, self.group
         if p == 2:
             parts: list[Tensor] = [flat, torch.empty_like(flat)]
@@ -448,7 +463,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other; without copying where they already lie so."""
+    """Return flat tensors one after the other, without a copy if they already have that layout."""
     at, first = parts[0].data_ptr(), parts[0]
     for part in parts:
         if (
@@ -475,8 +490,7 @@ class _Work:
 
 
 class _Told(_Work):
-    """The numbers of others, on their way; they are combined into ``flat`` where they are waited
-    for."""
+    """The numbers of other ranks in transit. ``wait`` combines them into ``flat``."""
 
     def __init__(
         self, comm: P2PCommunicator, work: dist.Work, flat: Tensor, parts: list[Tensor], op: str
@@ -487,9 +501,9 @@ class _Told(_Work):
     def wait(self) -> None:
         super().wait()
         if self._parts:
-            pair = (
-                len(self._parts) == 2
-            )  # the first of which is `flat`; which of two comes first makes no difference to a sum
+            # The first of the pair is `flat`. The order of two tensors makes no difference to a
+            # sum.
+            pair = len(self._parts) == 2
             total = combine(self._parts, self._op, spare=0 if pair and self._op == "sum" else None)
             if total is not self._flat:
                 self._flat.copy_(total)
@@ -508,15 +522,17 @@ class _Job:
         return self.done.is_set()
 
     def wait(self) -> None:
-        # Bounded by the timeout of the process group, which ends the job with an error.
+        # The timeout of the process group bounds the wait: it ends the job with an error.
         self.done.wait()
         if self.error is not None:
             raise self.error
 
 
 class Background:
-    """One thread that runs collectives in the order they were started, which is the same on every
-    rank, beside the main thread's computation."""
+    """A thread that runs collectives during the main thread's computation.
+
+    It runs them in the order in which they were started, which is the same on every rank.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -532,7 +548,7 @@ class Background:
         return job
 
     def close(self) -> None:
-        """End the thread after what is queued; wait for it a little."""
+        """End the thread after the queued collectives, and wait for it for a second at most."""
         self._jobs.put(None)
         self._thread.join(1.0)
 
@@ -541,14 +557,14 @@ class Background:
             try:
                 with torch.no_grad():
                     job.run()
-            except BaseException as error:  # handed to whoever waits for the job
+            except BaseException as error:  # raised by the job's wait()
                 job.error = error
             job.done.set()
-            del job  # and with it what it works on, while this thread waits for the next
+            del job  # free the job's tensors while this thread waits for the next
 
 
 def background(world: ProcessWorld) -> Background:
-    """The background thread of a world, started at first use."""
+    """Return the background thread of a world, started at first use."""
     if world.background is None:
         world.background = Background()
     assert isinstance(world.background, Background)

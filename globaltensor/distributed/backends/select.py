@@ -1,8 +1,8 @@
-"""Which backend carries the collectives: NCCL, MPI or Gloo; and making torch know MPI.
+"""The choice of the backend for collectives (NCCL, MPI or Gloo), and the registration of MPI.
 
-Everything that starts a process group goes through these two: ``select_backend`` turns what was
-asked for into torch's own spelling, ``register_backend`` registers the ``mpi`` backend
-(globaltensor.distributed.backends.mpi) where it is named.
+All code that creates a process group calls two functions. ``select_backend`` turns the user's
+choice into torch's own spelling. ``register_backend`` registers the ``mpi`` backend
+(globaltensor.distributed.backends.mpi) if the spelling names it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from ..cluster_env import Detected, Hydra, OpenMPI, Slurm
 
 __all__ = ["VARIABLE", "backend_names", "missing_requirement", "register_backend", "select_backend"]
 
-#: The environment variable by which the launcher's ``--backend`` reaches its ranks.
+#: The environment variable that carries the launcher's ``--backend`` to its ranks.
 VARIABLE = "GLOBALTENSOR_BACKEND"
 _AUTO = "auto"
 
 
 def select_backend(requested: str | None = None, place: Detected | None = None) -> str:
-    """Return the backend to use, as torch spells it (``"gloo"``, ``"mpi"``,
-    ``"cpu:gloo,cuda:nccl"``).
+    """Return the backend to use, in torch's spelling.
 
-    ``requested``: a name, taken as it is, or ``"auto"``; None: what the environment variable
-    GLOBALTENSOR_BACKEND says, else ``"auto"``. Auto is NCCL where there are CUDA devices, MPI in
-    ranks that an MPI launcher started (``place``, see detect) if mpi4py is installed, else Gloo.
+    Examples are ``"gloo"``, ``"mpi"`` and ``"cpu:gloo,cuda:nccl"``. ``requested`` is a name, which
+    is used unchanged, or ``"auto"``. None means the value of the environment variable
+    GLOBALTENSOR_BACKEND, else ``"auto"``.
 
-    Raises WorldError where nobody has made a backend of such a name known to torch.
+    Auto is NCCL if there are CUDA devices. It is MPI on ranks that an MPI launcher started
+    (``place``, see detect), if mpi4py is installed. Otherwise it is Gloo.
+
+    Raise WorldError if torch knows no backend of that name.
 
     >>> select_backend("gloo")
     'gloo'
@@ -56,7 +58,7 @@ def select_backend(requested: str | None = None, place: Detected | None = None) 
 def _by_mpi(place: Detected | None) -> bool:
     if place is None:
         return False
-    # srun starts ranks of every kind; with --mpi=pmix it has told MPI's runtime of them too.
+    # srun starts ranks of every kind. With --mpi=pmix it has announced them to MPI's runtime too.
     return place.source in (OpenMPI.name, Hydra.name) or (
         place.source == Slurm.name and "PMIX_RANK" in os.environ
     )
@@ -72,8 +74,10 @@ def backend_names(backend: str) -> set[str]:
 
 
 def missing_requirement(backend: str) -> str:
-    """Return what a torch spelling needs that is missing here, and what would do instead; empty
-    where nothing is known to be missing."""
+    """Return what a torch spelling needs that is missing here, with an alternative.
+
+    Return an empty string if nothing is known to be missing.
+    """
     if "nccl" in backend_names(backend) and not (
         dist.is_nccl_available() and torch.cuda.is_available()
     ):
@@ -85,15 +89,15 @@ def missing_requirement(backend: str) -> str:
 
 
 def register_backend(backend: str) -> None:
-    """Make ready what a torch spelling names: registers ``mpi`` with torch. Call it before the
-    process group is made.
+    """Register the ``mpi`` backend with torch, if the torch spelling names it.
 
-    Raises WorldError where mpi4py or an MPI library is missing, or where ``mpi`` shall serve one
-    type of device only: it serves all of a group.
+    Call it before the process group is created. Raise WorldError if mpi4py or an MPI library is
+    missing. Also raise it if ``mpi`` is named for one device type only, as it serves all devices of
+    a group.
     """
-    # Functions of this module have the default group of the moment as a default argument. Torch
-    # loads it as late as with its compiler: it would then keep our group, and with it gloo's
-    # threads, for as long as the interpreter lives; one that lets go of a tensor at its very end
+    # Functions of this module have the current default group as a default argument. torch loads the
+    # module late, for example with its compiler. It would then hold our group, and with it gloo's
+    # threads, for the life of the interpreter. A thread that releases a tensor at interpreter exit
     # aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     if "mpi" not in backend_names(backend):

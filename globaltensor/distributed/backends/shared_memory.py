@@ -1,11 +1,12 @@
-"""Memory that the ranks of one host share: what a rank has for others it copies there once, and
-they read it where it lies.
+"""Memory that the ranks of one host share: senders copy data there once, receivers read it there.
 
-Each rank writes into memory files of its own (memfd: they have no name, so nothing is left behind
-whatever happens), which the others map. Which part is whose goes as a note through a Unix socket
-between each two ranks, which also tells at once that a rank has died. Leaving something never waits
-until it is read, so a collective that has started needs nobody's attention to go on; nor does it
-need a thread.
+`shared_memory_comm` and `p2p_channels` call this module.
+
+Each rank writes into its own memory files, which the other ranks map. The files are memfds: they
+have no name, so nothing is left behind whatever happens. Between each two ranks a Unix socket
+carries notes, which say which part of a file is for which rank. The socket also shows at once that
+a rank has died. Sending never waits until the data is read. So a collective that has started goes
+on without attention, and needs no thread.
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ from torch import Tensor
 __all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 
 VARIABLE: Final = "GLOBALTENSOR_SHARED_MEMORY"
-_FILE: Final = 64 << 20  # bytes of a memory file, which takes only as many as were written
-_LEAST: Final = 4 << 10  # bytes of a block; all have a power of two
-# bytes at the start of a block, one for each who reads it, 1 where that is done; also what parts
-# are aligned to
+_FILE: Final = 64 << 20  # bytes of a memory file; only those written take memory
+_LEAST: Final = 4 << 10  # smallest size of a block in bytes; all sizes are powers of two
+# Bytes at the start of a block. Each reader has one, which is 1 once it has read its part. Parts
+# are aligned to this size too.
 _HEAD: Final = 64
-_UNREAD: Final = (
-    256 << 20
-)  # so many bytes that are not yet read may lie there before one who can wait does
-#: Topic, number, digest of what the part belongs to, file, where in it the reader says that it is
-#: done, where the part is, its bytes.
+# With more unread bytes than this, a patient sender waits before it publishes more.
+_UNREAD: Final = 256 << 20
+#: Topic, number, digest of the collective, file, the place of the reader's mark, the place of the
+#: part, its size in bytes.
 _NOTE: Final = struct.Struct("<QQ8sIIQQ")
+# Topics: reports of ranks that have diverged, and records of ranks that end.
 _REPORTS, _LAST_WORDS = (
     (1 << 64) - 1,
     (1 << 64) - 2,
-)  # topics: what a rank says of itself when ranks have diverged, and when it ends
-_HELLO: Final = struct.Struct("<II")  # rank, and what the connection is for
+)
+_HELLO: Final = struct.Struct("<II")  # rank, and the purpose of the connection
 _NOTES, _FILES = 0, 1
-_SLICE: Final = 0.05  # seconds between looks at what another thread may have heard
-_LOOKS: Final = 40  # at a socket before sleeping
+_SLICE: Final = 0.05  # seconds between checks for notes that another thread has received
+_LOOKS: Final = 40  # checks of a socket before sleeping
 
 
 class PeerLost(RuntimeError):
-    """What a neighbour was to leave cannot come any more, or is not what was expected."""
+    """An error: a peer died, or published a block of unexpected size."""
 
 
 def host() -> str:
-    """The same text in processes that can share memory: of one boot, network namespace and user.
-    Nothing where that can't be, or is not wanted."""
+    """Return a text that is equal in processes that can share memory.
+
+    These have one boot, network namespace and user. Return an empty string if memory cannot be
+    shared, or if that is turned off.
+    """
     if (
         os.environ.get(VARIABLE, "1") == "0"
         or not hasattr(os, "memfd_create")
@@ -74,30 +78,30 @@ def host() -> str:
         return ""
 
 
-#: Taking a lock keeps what is read and written before it from being seen after what comes next,
-#: also by processors that else order things as they like.
+#: Taking a lock is a memory barrier: reads and writes before it are seen before later ones, also on
+#: processors with weak memory ordering.
 _BARRIER: Final = threading.Lock()
 
 
 class _File:
-    """A memory file, mapped."""
+    """A mapped memory file."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = mmap.mmap(descriptor, size)
 
     def part(self, start: int, nbytes: int) -> Tensor:
-        """So many of its bytes, at least one."""
+        """Return ``nbytes`` bytes of the file, at least one, from ``start`` on."""
         return torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
 
     def read(self, mark: int) -> None:
-        """Say that the part with this mark has been read."""
+        """Mark the part with this mark as read."""
         with _BARRIER:
             pass
         self.bytes[mark] = 1
 
 
 class _Block(NamedTuple):
-    """Part of a memory file of this rank."""
+    """A block of one of this rank's memory files."""
 
     number: int
     file: _File
@@ -105,7 +109,7 @@ class _Block(NamedTuple):
     size: int
 
     def lend(self, readers: int) -> None:
-        """Nobody has read it."""
+        """Mark the block as unread by its readers."""
         self.file.bytes[self.start : self.start + readers] = bytes(readers)
         self.file.bytes[self.start + readers : self.start + _HEAD] = b"\1" * (_HEAD - readers)
 
@@ -118,21 +122,21 @@ _ALL_READ: Final = b"\1" * _HEAD
 
 
 class _Arena:
-    """The memory that this rank writes, in blocks that serve again once everyone has read them."""
+    """The memory that this rank writes, in blocks that are reused once all readers are done."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[int, int, _File]] = []  # descriptor and size of each
+        self.files: list[tuple[int, int, _File]] = []  # descriptor, size and mapping of each
         self._lent: dict[int, deque[_Block]] = {}
-        self.bytes = 0  # of all blocks
+        self.bytes = 0  # size of all blocks
         self._open(_FILE)
 
     def take(self, nbytes: int) -> _Block:
-        """A block for so many bytes that nobody uses."""
+        """Return an unused block for ``nbytes`` bytes."""
         size = max(_LEAST, 1 << (nbytes + _HEAD - 1).bit_length())
         lent = self._lent.setdefault(size, deque())
-        for _ in range(
-            min(4, len(lent))
-        ):  # the oldest; those that are read late must not hide the others
+        # Try the oldest blocks, and several of them: one that is read late must not hide the
+        # others.
+        for _ in range(min(4, len(lent))):
             lent.rotate(-1)
             if lent[-1].idle:
                 return lent[-1]
@@ -155,7 +159,7 @@ class _Arena:
         self._used = 0
 
     def unread(self) -> int:
-        """Bytes of blocks that somebody has still to read."""
+        """Return the bytes of the blocks that some rank still has to read."""
         return sum(
             block.size for lent in list(self._lent.values()) for block in lent if not block.idle
         )
@@ -167,29 +171,32 @@ class _Arena:
 
 
 class SharedBlock:
-    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there
-    until ``done``; and the digest of what it belongs to."""
+    """A block that a peer has published for this rank.
+
+    ``data`` are flat bytes in the peer's memory, valid until ``done``. ``digest`` is that of the
+    collective to which the block belongs.
+    """
 
     def __init__(self, file: _File, mark: int, start: int, nbytes: int, digest: bytes) -> None:
         self.data, self.nbytes, self.digest = file.part(start, nbytes), nbytes, digest
         self._file, self._mark = file, mark
 
     def done(self) -> None:
-        """It has been read: its memory may be written again."""
+        """Mark the block as read, so that its memory may be written again."""
         self._file.read(self._mark)
 
 
 class _Peer:
-    """The connections with another rank, and what it has said."""
+    """The connections with another rank, and the state of what it has sent."""
 
     def __init__(self) -> None:
         self.notes: socket.socket | None = None
         self.descriptors: socket.socket | None = None
         self.files: list[_File] = []
-        self.told = 0  # how many of this rank's files it has
+        self.told = 0  # how many of this rank's files the peer has
         self.rest = b""
         self.left = False
-        self.reports = 0  # of its, that were read
+        self.reports = 0  # the peer's reports that were read
 
     def close(self) -> None:
         for end in (self.notes, self.descriptors):
@@ -199,14 +206,17 @@ class _Peer:
 
 
 class SharedMemoryPeers:
-    """This rank among those of its host: what they leave for one another, by topic and number,
-    which both sides know. Raises OSError where the system does not let it have what it takes."""
+    """The ranks of this host as seen by one of them, with the blocks that they publish.
+
+    Both sides know the topic and number of each block. The constructor raises OSError if the system
+    refuses the resources.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
         self._here: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
-        self._reports = 0  # of this rank, that were sent
+        self._reports = 0  # this rank's reports that were sent
         self._unwanted: set[tuple[int, int, int]] = set()
         self._lock = threading.RLock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -216,8 +226,10 @@ class SharedMemoryPeers:
         _ALL.add(self)
 
     def connect(self, names: Mapping[int, str], seconds: Callable[[], float]) -> None:
-        """Connect with the ranks of these names, who do the same: the higher rank calls, the lower
-        one answers. Raises Gone where one does not come."""
+        """Connect with the ranks of these names, which do the same.
+
+        The higher rank calls, and the lower one answers. Raise PeerLost if a rank does not come.
+        """
         with self._lock:
             for rank, name in names.items():
                 if rank < self.rank and rank not in self._peers:
@@ -262,7 +274,7 @@ class SharedMemoryPeers:
             with contextlib.suppress(OSError):
                 hello = end.recv(_HELLO.size, socket.MSG_WAITALL)
         if len(hello) < _HELLO.size:
-            end.close()  # someone else's
+            end.close()  # the caller is not one of our ranks
             return
         rank, purpose = _HELLO.unpack(hello)
         self._keep(self._peers.setdefault(rank, _Peer()), purpose, end)
@@ -276,7 +288,7 @@ class SharedMemoryPeers:
             peer.notes = end
             self._ready.register(end, select.EPOLLIN)
 
-    # Leaving
+    # Publishing
 
     def leave(
         self,
@@ -286,8 +298,11 @@ class SharedMemoryPeers:
         patient: bool = False,
         digest: bytes = b"",
     ) -> None:
-        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread
-        already, first wait until it is not. ``digest``: 8 bytes that go with them. Raises Gone."""
+        """Publish flat bytes for the ranks given with them.
+
+        If ``patient`` and much is still unread, wait first until it is read. ``digest`` is 8 bytes
+        that are sent along. Raise PeerLost if a rank has gone.
+        """
         total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
         with self._lock:
             if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
@@ -322,8 +337,8 @@ class SharedMemoryPeers:
                 try:
                     note = note[peer.notes.send(note) :]
                 except BlockingIOError:
-                    # it has many notes to read, and may itself be waiting until this rank reads its
-                    # own
+                    # The peer has many notes to read, and may itself be waiting until this rank
+                    # reads its notes.
                     self._hear_all()
                     select.select([], [peer.notes], [], 0.001)
         except OSError as error:
@@ -340,7 +355,7 @@ class SharedMemoryPeers:
     # Reading
 
     def there(self, rank: int, topic: int, number: int) -> bool:
-        """Whether that has come, or cannot come any more; without waiting."""
+        """Return True if that block has arrived or can no longer arrive, without waiting."""
         wanted, peer = (rank, topic, number), self._peers[rank]
         if wanted not in self._here and not peer.left:
             with self._lock:
@@ -350,8 +365,10 @@ class SharedMemoryPeers:
     def find(
         self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]
     ) -> SharedBlock:
-        """Return what ``rank`` leaves; wait until it is there. Raises Gone if it has not
-        ``nbytes``, where these are given, or does not come in that time."""
+        """Return the block that ``rank`` publishes, and wait for it if needed.
+
+        Raise PeerLost if it does not come in time, or if ``nbytes`` is given and its size differs.
+        """
         wanted = rank, topic, number
         found = self._here.pop(wanted, None)
         if found is None:
@@ -367,8 +384,10 @@ class SharedMemoryPeers:
     # Reports
 
     def last_words(self, data: bytes) -> dict[int, bytes]:
-        """Leave what this rank says when it ends; return what those said that have ended before.
-        Waits for nobody."""
+        """Publish this rank's record at its end, and return the records of ranks that ended before.
+
+        This function does not wait.
+        """
         self._leave_for_all(_LAST_WORDS, 0, data)
         with self._lock:
             self._hear_all()
@@ -386,18 +405,17 @@ class SharedMemoryPeers:
                     self.leave(topic, number, [(flat, [rank])])
 
     def report(self, data: bytes) -> None:
-        """Leave a report of this rank for each rank that is connected with it. Those that have gone
-        get none."""
+        """Publish a report of this rank for each connected rank, except those that have gone."""
         self._leave_for_all(_REPORTS, self._reports, data)
         self._reports += 1
 
     def has_report(self, rank: int) -> bool:
-        """Return True if a report of that rank is here to be read."""
+        """Return True if a report of that rank can be read now."""
         peer = self._peers.get(rank)
         return peer is not None and (rank, _REPORTS, peer.reports) in self._here
 
     def read_report(self, rank: int, seconds: float) -> bytes:
-        """Return the next report of a rank; nothing where it does not come in that time."""
+        """Return the next report of a rank, or empty bytes if it does not come in ``seconds``."""
         peer = self._peers.get(rank)
         if peer is None:
             return b""
@@ -411,7 +429,7 @@ class SharedMemoryPeers:
         return data
 
     def forget(self, rank: int, topic: int, number: int) -> None:
-        """Nobody will read that."""
+        """Discard a block that no code will read, now or when it arrives."""
         wanted = rank, topic, number
         with self._lock:
             found = self._here.pop(wanted, None)
@@ -430,8 +448,8 @@ class SharedMemoryPeers:
                 if looks < _LOOKS:
                     self._hear(rank, peer)
                 else:
-                    # one whose notes are not read cannot go on, and this rank may be waiting for
-                    # what comes of that
+                    # A peer whose notes are not read cannot go on, and this rank may be waiting for
+                    # a result of that peer.
                     self._hear_all()
                 found = self._here.pop(wanted, None)
             if found is not None:
@@ -488,14 +506,17 @@ class SharedMemoryPeers:
             return peer.files[number]
 
     def _lost(self, rank: int, peer: _Peer) -> None:
-        """It has closed its connection; what it left before can still be read."""
+        """Record that a peer has closed its connection.
+
+        Blocks that it published before can still be read.
+        """
         peer.left = True
         assert peer.notes is not None
         with contextlib.suppress(OSError, ValueError):
             self._ready.unregister(peer.notes)
 
     def close(self) -> None:
-        """Let go of the connections and the memory."""
+        """Close the connections and release the memory."""
         self._listener.close()
         self._ready.close()
         for peer in self._peers.values():
@@ -504,8 +525,10 @@ class SharedMemoryPeers:
 
 
 def _leave_to_parent() -> None:
-    """A child of a fork, such as those that load data, must not hold the connections open: its
-    parent's end is to be noticed."""
+    """Close the connections in a child of a fork, such as a data loader's worker.
+
+    Otherwise the peers would not notice it when the parent ends.
+    """
     for each in list(_ALL):
         each.close()
 

@@ -1,8 +1,10 @@
-"""Collectives among the processes of one host, through memory that they share; what they cannot
-carry goes as among any processes.
+"""Collectives among the processes of one host, through memory that they share.
 
-Long tensors go in pieces, so that a piece is read while it is still in the cache. Reductions read
-everyone's numbers where they lie.
+``World.comm`` creates this communicator. Collectives that shared memory cannot carry run as among
+any processes.
+
+Long tensors move in pieces, so that a piece is read while it is still in the cache. Reductions read
+the numbers of other ranks in place.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
 
 __all__ = ["SharedMemoryCommunicator", "stable_hash"]
 
-_MANY: Final = 16  # ranks; each reads what every other has left
-_PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
-_AHEAD: Final = (
-    1 << 27
-)  # bytes of a collective under way, all of which lie there until it is waited for
-_READ: Final = 1 << 23  # bytes of others up to which each rank adds up all of an all-reduce
-_REPORT_SECONDS: Final = (
-    5.0  # that a rank waits for what another says of itself when they have diverged
-)
-_PLACE: Final = 512  # bytes in which a rank says where it is
+_MANY: Final = 16  # at most so many ranks, as each reads the data of every other
+_PIECE: Final = (1 << 24) - (1 << 12)  # bytes that fit into a block of 16 MB
+# Largest number of bytes of a collective in progress. All of them occupy memory until its wait().
+_AHEAD: Final = 1 << 27
+_READ: Final = 1 << 23  # bytes from others up to which each rank adds all of an all-reduce
+# A rank waits so long for another rank's report after they have diverged.
+_REPORT_SECONDS: Final = 5.0
+_PLACE: Final = 512  # bytes of the message in which a rank sends its host and name
 
-#: Flat bytes, and the indexes of those who get them.
+#: Flat bytes, and the indexes of the ranks that get them.
 _Left = tuple[Tensor, Sequence[int]]
 
 
 class SharedMemoryCommunicator(ProcessGroupCommunicator):
-    """Collectives among ranks that may all be on one host, which they find out when they first call
-    one."""
+    """A communicator of ranks that may all be on one host.
+
+    The ranks find out at their first collective.
+    """
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
@@ -51,8 +53,12 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._near: dict[torch.device, SharedMemoryPeers | None] = {}
 
     def near(self, device: torch.device) -> SharedMemoryPeers | None:
-        """Those of this host, where all are of it and they can carry this."""
-        if device not in self._near:  # a dict of devices: reading device.type takes 0.2 us
+        """Return the peers of this host.
+
+        Return None unless all ranks are on this host and shared memory can carry tensors on
+        ``device``.
+        """
+        if device not in self._near:  # a dict by device: reading device.type takes 0.2 us
             self._near[device] = (
                 None
                 if device.type != "cpu" or self._native(device) or self.size > _MANY
@@ -76,7 +82,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             raise self.broken("the first collective", error) from error
         return mine
 
-    # What everything is made of
+    # Primitives
 
     def _leave(
         self, near: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False
@@ -114,7 +120,10 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         ]
 
     def _gone(self, near: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
-        """The error where another rank does not come any more: it may have said why."""
+        """Return the error for a rank that no longer comes.
+
+        That rank may have reported the reason.
+        """
         if self.world.compares and any(
             near.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
@@ -123,7 +132,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _compare(self, device: torch.device) -> None:
         if self.near(device) is None:
-            super()._compare(device)  # else the notes carry the digest
+            super()._compare(device)  # otherwise the notes carry the digest
 
     def _next(self) -> int:
         self._number += 1
@@ -132,7 +141,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     def _move(
         self, near: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]
     ) -> None:
-        """Send flat bytes, and fill others from where they come."""
+        """Send flat bytes, and fill other flat tensors with the received bytes."""
         number = self._next()
         longest = max(
             [0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())]
@@ -155,8 +164,10 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         op: str,
         out: Tensor,
     ) -> None:
-        """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be
-        ``mine``. One send for all is written once."""
+        """Send flat tensors, and combine ``mine`` with the received ones into ``out``.
+
+        ``out`` may be ``mine``. If all ranks get the same tensor, it is written once.
+        """
         number, size, flats = self._next(), mine.itemsize, list(sends.values())
         same = len({id(flat) for flat in flats}) == 1
         step = _PIECE // size
@@ -329,9 +340,8 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         if near is None:
             return super()._all_reduce(flat, op)
         if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
-            return super(ProcessGroupCommunicator, self)._all_reduce(
-                flat, op
-            )  # of a reduce-scatter and an all-gather
+            # The base class runs a reduce-scatter and an all-gather.
+            return super(ProcessGroupCommunicator, self)._all_reduce(flat, op)
         out = torch.empty_like(flat)
         self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
         return out
@@ -364,13 +374,15 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
 
 def _piece(flat: Tensor, at: int, size: int) -> Tensor:
-    """Return ``size`` elements of a flat tensor from ``at`` on, or up to its end. Most tensors fit
-    into one piece, and a slice takes 1 us."""
+    """Return ``size`` elements of a flat tensor from ``at`` on, or up to its end.
+
+    Most tensors fit into one piece, and a slice takes 1 us.
+    """
     return flat if at == 0 and flat.numel() <= size else flat[at : at + size]
 
 
 class _Ahead:
-    """A collective whose parts are on their way; ``read`` takes them where they are waited for."""
+    """A collective whose data is in transit. ``wait`` passes the data to ``read``."""
 
     def __init__(
         self,
@@ -405,21 +417,20 @@ class _Ahead:
 
 
 def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
-    """``out``: the parts combined; it may be one of them."""
-    total = combine(
-        parts, op, out=None if any(out is part for part in parts[2:]) else out
-    )  # it would be written before it is read
+    """Combine the parts into ``out``, which may be one of them."""
+    # An operand after the second would be overwritten before it is read.
+    total = combine(parts, op, out=None if any(out is part for part in parts[2:]) else out)
     if total is not out:
         out.copy_(total)
 
 
 def stable_hash(of: object) -> int:
-    """A number for what both sides can write down alike."""
+    """Return a hash of ``repr(of)`` that is the same in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
 
 
 def neighbours(world: ProcessWorld) -> SharedMemoryPeers | None:
-    """This rank among those of its host; None where it shares no memory."""
+    """Return the peers of this rank on its host, or None if the rank shares no memory."""
     if world.neighbours is None and host():
         with contextlib.suppress(OSError):
             world.neighbours = SharedMemoryPeers(world.rank)

@@ -1,8 +1,8 @@
-"""The launcher: ranks as processes, and what watches over them. The command is
-``globaltensor.distributed.launch``.
+"""The parts of the launcher, whose command is ``globaltensor.distributed.launch``.
 
-`options` (the command line) make a `job`; an `agent` of torch's elastic starts it, again where it
-may; `nodes` are the launchers of several hosts; `supervise` has the ranks, `streams` what they
-write; `mpirun` starts them where MPI must; `tether`, `keeper` and `shim` are small scripts beside
-them.
+`options` (the command line) makes a `job`, which `elastic_agent` starts, and starts again if
+restarts are left. `node_rendezvous` connects the launchers of several hosts. `workers` owns the
+ranks' processes, and `log_streams` their output. `mpirun` starts the processes if they need an MPI
+world. `parent_death`, `orphan_reaper` and `mpirun_shim` are small scripts that run as separate
+processes.
 """

@@ -1,11 +1,13 @@
-"""torch's elastic agent over this package's own processes: torch's decides when ranks start, start
-again and are done, ours how they live and end.
+"""torch's elastic agent with this package's own processes, used by ``distributed.launch``.
 
-Why not torch's processes (``LocalElasticAgent``): they get signals one by one, so what they have
-started stays behind; they outlive an agent that is killed; they write straight to the console, in
-the middle of each other's lines, or through files; and of a failure without ``@record`` only the
-exit code is told. The four methods below, and ``_exit_barrier``, are those that torch documents for
-agents to implement.
+torch's agent decides when ranks start, restart and are done. This package decides how their
+processes live and end.
+
+torch's own processes (``LocalElasticAgent``) have these faults. They get signals one by one, so the
+processes that they have started stay behind. They outlive an agent that is killed. They write to
+the console directly, in the middle of each other's lines, or through files. For a failure without
+``@record`` only the exit code is reported. The four methods below and ``_exit_barrier`` are those
+that torch documents for agents to implement.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ _SIGNALS: Final = tuple(
 
 
 class Signals:
-    """The signals that ask the launcher to end, noted instead of acted on: an exception in the
-    middle of a start would leave a rank that nobody knows of."""
+    """The signals that ask the launcher to end, recorded instead of acted on at once.
+
+    An exception in the middle of a start would leave a rank behind that the launcher does not know.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -55,8 +59,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # An ignored SIGHUP stays so (nohup). SIGINT does not: shells ignore it for what
-                # they put in the background.
+                # An ignored SIGHUP stays ignored (nohup). SIGINT does not, because shells ignore it
+                # for background jobs.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -71,14 +75,14 @@ class Signals:
             self.check()
 
     def check(self) -> None:
-        """Raise torch's SignalException if a signal has come."""
+        """Raise torch's SignalException if a signal has arrived."""
         if self.received:
             number = signal.Signals(self.received[0])
             raise SignalException(f"the launcher got {number.name}", number)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within the block a signal raises as soon as it comes."""
+        """Raise as soon as a signal arrives, while the block runs."""
         self._at_once = True
         try:
             self.check()
@@ -88,8 +92,11 @@ class Signals:
 
 
 class NodeAgent(SimpleElasticAgent):
-    """This node's part of a job. ``command`` and ``variables`` are those of every rank; ``code``
-    is, in the end, the launcher's exit code."""
+    """The agent for the ranks that a job has on this node.
+
+    ``command`` and ``variables`` are the same for every rank. ``code`` is the launcher's exit code
+    at the end.
+    """
 
     def __init__(
         self,
@@ -118,12 +125,12 @@ class NodeAgent(SimpleElasticAgent):
         self._mpirun = Mpirun(pump, signals.check) if mpi else None
         self._team: LocalWorkers | None = None
         self._watch: NodeMonitor | None = None
-        self._server: TCPStore | None = None  # where the ranks meet, if this node serves it
+        self._server: TCPStore | None = None  # the ranks' store, if this node serves it
         self._done = False
-        self._starts = 0  # restarts, and changes in the number of nodes
+        self._starts = 0  # starts so far: restarts and changes in the number of nodes count too
         self.code = 0
 
-    # What torch's agent asks for
+    # Methods that torch's agent calls
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.check()
@@ -152,7 +159,7 @@ class NodeAgent(SimpleElasticAgent):
         if watch is not None and watch.news:
             self.code = watch.code
             if watch.final and isinstance(worker_group.spec.rdzv_handler, StaticRendezvous):
-                self._remaining_restarts = 0  # there will be too few nodes
+                self._remaining_restarts = 0  # too few nodes would be left
             self._end(team)
             say(
                 f"{watch.news}\nthis node's {len(team.ranks)} "
@@ -193,12 +200,12 @@ class NodeAgent(SimpleElasticAgent):
             watch.close()
 
     def _exit_barrier(self) -> None:
-        # Not torch's own: it waits in the store for minutes, deaf to signals, for nodes that may
-        # have died.
+        # torch's own barrier waits in the store for minutes, without reacting to signals, for nodes
+        # that may have died.
         if self._watch is not None:
             self._watch.leave()
 
-    # Parts of it
+    # Helpers
 
     def _end(self, team: LocalWorkers) -> None:
         asked = len(self._signals.received)
@@ -255,7 +262,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._watch.all_done
 
     def _ranks(self, group: WorkerGroup, where: tuple[str, int], restarts: int) -> list[Rank]:
-        """This node's ranks, with the variables that tell each who it is."""
+        """Return this node's ranks, with the variables that define each rank's place."""
         addr, port = where
         shared = {
             **self._variables,
@@ -308,8 +315,11 @@ class NodeAgent(SimpleElasticAgent):
         return ranks
 
     def _meeting_point(self, group: WorkerGroup) -> tuple[str, int]:
-        """The store where the ranks meet, which the first node serves: the launchers' own, but
-        ranks started again must not find what others left in it."""
+        """Return the address and port of the store where the ranks meet; the first node serves it.
+
+        At the first start it may be the launchers' own store. Restarted ranks need a new one,
+        without the entries of earlier ranks.
+        """
         handler = group.spec.rdzv_handler
         self._starts += 1
         if isinstance(handler, StaticRendezvous) and self._starts == 1:
@@ -322,13 +332,19 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def _met(group: WorkerGroup) -> Any:
-    """The group once its nodes have met; torch declares what it is told then as None."""
+    """Return the group after the rendezvous, typed as Any.
+
+    torch declares the fields that it then sets as None.
+    """
     return group
 
 
 def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
-    """A rank's stdout or stderr, as torch's LogsSpecs says: "" is the console, a file is a file,
-    and also the console if teed."""
+    """Return the stream for a rank's stdout or stderr, as torch's LogsSpecs describes it.
+
+    The path "" is the console. Any other path is a file, and also the console if the stream is
+    teed.
+    """
     kept = number == STDERR
     if path in ("", os.devnull):
         return Stream(number if not path else None, kept=kept)

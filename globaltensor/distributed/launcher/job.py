@@ -1,4 +1,7 @@
-"""What to start on this node, with whom, and where its output goes: the command line as values."""
+"""A job as a value: the command to start on this node, the other nodes, and the output.
+
+`options` makes it from the command line, and ``distributed.launch`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,11 @@ ROLE: Final = "default"
 
 @dataclass(frozen=True)
 class Output:
-    """Where what the ranks write goes, beside the console. ``folder``: OneFlow's layout;
-    ``redirects``, ``tee`` and ``log_dir``: torchrun's."""
+    """The destinations of the ranks' output, other than the console.
+
+    ``folder`` selects OneFlow's layout of files. ``redirects``, ``tee`` and ``log_dir`` are
+    torchrun's options. ``shown`` are the local ranks whose output is shown, or None for all.
+    """
 
     folder: Path | None = None
     redirects: Std | dict[int, Std] = Std.NONE
@@ -45,8 +51,10 @@ class Output:
     shown: frozenset[int] | None = None
 
     def specs(self) -> LogsSpecs:
-        """The same as torch says it. Raises WorldError where the folder cannot be made or written
-        into."""
+        """Return this as torch's LogsSpecs.
+
+        Raise WorldError if the folder cannot be created or written to.
+        """
         for option, folder in (("--logdir", self.folder), ("--log_dir", self.log_dir)):
             if folder is not None:
                 try:
@@ -66,8 +74,10 @@ class Output:
 
 
 class _Folders(LogsSpecs):
-    """``LOGDIR/local_rank_<i>/stdout`` and ``stderr``; without a folder everything is on the
-    console."""
+    """A layout of output files: ``LOGDIR/local_rank_<i>/stdout`` and ``stderr``.
+
+    Without a folder everything is written to the console.
+    """
 
     @property
     def root_log_dir(self) -> str:
@@ -96,8 +106,12 @@ class _Folders(LogsSpecs):
 
 @dataclass(frozen=True)
 class Job:
-    """What to start on this node, and with whom. ``port`` 0: one that is free (with one node
-    only)."""
+    """A job on this node: its command, its ranks and how it meets the other nodes.
+
+    ``nproc_per_node`` is the number of ranks on this node. ``nnodes`` is the minimum and maximum
+    number of nodes. ``port`` 0 means any free port, with one node only. Times are in seconds. The
+    constructor raises WorldError for values that make no sense.
+    """
 
     command: Sequence[str]
     nproc_per_node: int = 1
@@ -164,7 +178,10 @@ class Job:
             )
 
     def rendezvous(self, signals: Signals) -> RendezvousHandler:
-        """How this node meets the others. Raises WorldError."""
+        """Return the handler by which this node meets the others.
+
+        Raise WorldError if it cannot be set up.
+        """
         wait = self._seconds("timeout", _timeout())
         if self.rdzv_backend == "static":
             connect = self._seconds("connect_timeout", min(CONNECT_SECONDS, wait))
@@ -187,7 +204,7 @@ class Job:
         conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}
         endpoint, local = self.rdzv_endpoint, self.local_addr
         host, _, port = endpoint.rpartition(":")
-        # torch goes by this node's own name, which others need not know, and which on Debian means
+        # torch uses this node's own name, which other nodes may not know. On Debian it resolves to
         # 127.0.1.1.
         if host and is_here(host.strip("[]")):
             endpoint, local = (
@@ -212,8 +229,7 @@ class Job:
             ) from error
 
     def beat(self) -> tuple[float, int]:
-        """How often a launcher shows the others that it lives, in seconds, and how many of these it
-        may miss."""
+        """Return the seconds between a launcher's signs of life, and how many it may miss."""
         return self._seconds("keep_alive_interval", 5.0), int(
             self._seconds("keep_alive_max_attempt", 3)
         )
@@ -227,15 +243,17 @@ class Job:
             ) from None
 
     def environment(self) -> dict[str, str]:
-        """The variables that every rank gets besides the launcher's own and those of its place."""
+        """Return the variables that the ranks of this job get.
+
+        They are added to the launcher's own variables and to those of a rank's place.
+        """
         out = dict(self.variables)
         if self.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-            out.setdefault(
-                "OMP_NUM_THREADS", "1"
-            )  # as many threads as cores in each of n processes would fight for the cores
-        out.setdefault(
-            "PYTHONFAULTHANDLER", os.environ.get("PYTHONFAULTHANDLER", "1")
-        )  # a rank that crashes in native code shows where
+            # With as many threads as cores in each of n processes, the threads would compete for
+            # cores.
+            out.setdefault("OMP_NUM_THREADS", "1")
+        # A rank that crashes in native code then shows where.
+        out.setdefault("PYTHONFAULTHANDLER", os.environ.get("PYTHONFAULTHANDLER", "1"))
         out.setdefault(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
             os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -257,7 +275,7 @@ def _timeout() -> float:
 
 
 def in_one_line(error: BaseException | None) -> str:
-    """An error with its causes, in one line."""
+    """Return an error and its causes in one line."""
     words = []
     while error is not None:
         words.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -1,5 +1,8 @@
-"""What ranks write, on its way to the launcher's console, to files, or both: in whole lines, and
-with the last of it kept for the report of a failure."""
+"""The output of ranks on its way to the launcher's console, to files, or to both.
+
+The launcher's agent and workers call this module. It passes output on in whole lines, and saves the
+end of it for the report of a failure.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ _writing = threading.Lock()
 
 
 def write(descriptor: int, text: bytes) -> None:
-    """Write all of it, whatever is in the way: nobody may be listening any more, which is no reason
-    to end the ranks."""
+    """Write all of the text, and ignore errors.
+
+    Even if no process reads it any more, the ranks should not end for that.
+    """
     with _writing, contextlib.suppress(OSError):
         view = memoryview(text)
         while view:
@@ -37,7 +42,7 @@ def write(descriptor: int, text: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """The launcher's own words, on stderr."""
+    """Write a message of the launcher itself to stderr."""
     write(
         STDERR,
         "".join(f"globaltensor.launch: {line}\n" for line in text.splitlines()).encode(
@@ -48,22 +53,27 @@ def say(text: str) -> None:
 
 @dataclass
 class Stream:
-    """A rank's stdout or stderr. ``console``: where it is shown (1, 2), None: nowhere. ``kept``: is
-    the end of it wanted for a report?"""
+    """The stdout or stderr of a rank.
+
+    ``console`` is the descriptor where it is shown (1 or 2), or None. If ``kept`` is True, its end
+    is saved for a report.
+    """
 
     console: int | None
     path: Path | None = None
     prefix: bytes = b""
     kept: bool = False
-    ours: int = -1  # our end of the channel, -1 where there is none
-    theirs: int | None = None  # the rank's end; None: the launcher's own
+    ours: int = -1  # our end of the channel, or -1
+    theirs: int | None = None  # the rank's end, or None for the launcher's own descriptor
     said: bytes = b""
     unfinished: bytes = b""
     file: IO[bytes] | None = None
 
     def open(self, again: bool = False) -> None:
-        """Make the channel and the file, if they are wanted. ``again``: a restarted rank writes on
-        where its predecessor ended."""
+        """Open the channel and the file, if they are needed.
+
+        If ``again``, a restarted rank appends to the file of its predecessor.
+        """
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab" if again else "wb", buffering=0)  # noqa: SIM115 - closed in close()
@@ -75,17 +85,19 @@ class Stream:
             self.ours, self.theirs = _channel(self.console)
 
     def started(self) -> None:
-        """The rank has its end: ours is closed, so that we see when the last of its holders is
-        gone."""
+        """Close the launcher's copy of the rank's end, once the rank has it.
+
+        So the launcher sees when the last process that holds the end has closed it.
+        """
         if self.theirs is not None:
             os.close(self.theirs)
             self.theirs = None
 
     def take(self, chunk: bytes) -> None:
-        """Pass on what came, as far as it makes whole lines."""
+        """Pass on what has arrived, as far as it makes whole lines."""
         self.said = (self.said + chunk)[-_TAIL_BYTES:]
         if self.file is not None:
-            with contextlib.suppress(OSError):  # the disk is full: the console still gets it
+            with contextlib.suppress(OSError):  # the disk is full, but the console still gets it
                 self.file.write(chunk)
         text = self.unfinished + chunk
         cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
@@ -93,7 +105,7 @@ class Stream:
         self._show(text[:cut])
 
     def flush(self, end: bytes = b"") -> None:
-        """Show the start of a line too: it may be a prompt or a progress bar."""
+        """Show an unfinished line too: it may be a prompt or a progress bar."""
         if self.unfinished and (end or not self.prefix):
             self._show(self.unfinished + end)
             self.unfinished = b""
@@ -105,7 +117,7 @@ class Stream:
             write(self.console, text)
 
     def tail(self) -> bytes:
-        """The last of what was written."""
+        """Return the end of the output."""
         if self.ours < 0 and not self.said and self.path is not None:
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -123,8 +135,10 @@ class Stream:
 
 
 def _channel(console: int | None) -> tuple[int, int]:
-    """(our end, the rank's end): a terminal where the console is one, so that progress bars
-    stay."""
+    """Return (our end, the rank's end) of a channel.
+
+    It is a terminal if the console is one, so that progress bars still work.
+    """
     if console is not None and sys.platform != "win32" and os.isatty(console):
         with contextlib.suppress(OSError, ImportError):
             import fcntl
@@ -141,8 +155,10 @@ def _channel(console: int | None) -> tuple[int, int]:
 
 
 class Pump:
-    """A thread that passes on what the streams bring, whatever the launcher is busy with: torch's
-    agent sleeps and waits."""
+    """A thread that passes on the output of streams.
+
+    It is independent of torch's agent, which sleeps and waits.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -172,25 +188,25 @@ class Pump:
             os.close(self._rope)
 
     def add(self, stream: Stream) -> None:
-        """Pass on what this stream brings, until the rank's end of it is closed."""
+        """Pass on the output of this stream until the rank's end of it is closed."""
         if stream.ours >= 0:
             self._order(
                 lambda: self._selector.register(stream.ours, selectors.EVENT_READ, stream) and None
             )
 
     def drop(self, stream: Stream) -> None:
-        """Pass on what this stream has brought, and close it."""
+        """Pass on the output that this stream has brought, and close the stream."""
         self._order(lambda: self._drop(stream))
 
     def settle(self) -> None:
-        """Return when what has been written so far is passed on; soon, in any case."""
+        """Wait until the output written so far is passed on, for a few seconds at most."""
         done = threading.Event()
         self._order(self._drain)
         self._order(done.set)
         done.wait(2 * _DRAIN_SECONDS)
 
     def _order(self, order: Callable[[], None]) -> None:
-        # The selector is the thread's alone: what is to be done with it is done there.
+        # Only the thread may use the selector, so every change to it is queued for the thread.
         self._orders.put(order)
         os.write(self._rope, b".")
 
@@ -202,7 +218,10 @@ class Pump:
                 self._orders.get()()
 
     def _pass(self, seconds: float) -> bool:
-        """One round, waiting at most so long for something to come. False: nothing came."""
+        """Read once from all ready streams, after waiting at most ``seconds``.
+
+        Return False if there was no data.
+        """
         came = False
         for key, _ in self._selector.select(seconds):
             if key.data is None:
@@ -211,7 +230,7 @@ class Pump:
             came = True
             try:
                 chunk = os.read(key.fd, 1 << 16)
-            except OSError:  # how a terminal says that its other end is closed
+            except OSError:  # a terminal reports so that its other end is closed
                 chunk = b""
             key.data.take(chunk)
             if not chunk:

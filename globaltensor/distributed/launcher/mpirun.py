@@ -1,8 +1,10 @@
-"""Ranks in an MPI world: mpirun starts a shim for each, which runs the rank for the launcher. So
-ranks of every backend are watched over alike.
+"""Ranks in an MPI world: mpirun starts a shim for each rank, and the shim runs the rank.
 
-mpirun is there for what only it can give: the connection of the ranks to its PMIx (or PMI) server,
-through variables and sockets that a rank inherits.
+The agent calls this module. The shim obeys the launcher, so ranks of every backend are watched in
+the same way.
+
+mpirun is needed for one thing only: the connection of the ranks to its PMIx (or PMI) server. A rank
+inherits that connection as variables and sockets.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ _SHIM: Final = Path(__file__).with_name("mpirun_shim.py")
 
 
 def find_mpirun() -> str:
-    """The mpirun beside this Python, or else on the path. Raises WorldError where there is none."""
+    """Return the mpirun in the folder of this Python, else on the PATH.
+
+    Raise WorldError if there is none.
+    """
     beside = [Path(sys.executable).parent / name for name in ("mpirun", "mpiexec")]
     found = (
         next((str(path) for path in beside if os.access(path, os.X_OK)), None)
@@ -48,8 +53,10 @@ def find_mpirun() -> str:
 
 
 def options(program: str) -> list[str]:
-    """What this mpirun needs to be told: start as many as asked, bind none to a core, as without
-    it."""
+    """Return the options that this mpirun needs to behave like the launcher without MPI.
+
+    They let it start as many ranks as asked, and bind none of them to a core.
+    """
     done = subprocess.run(
         [program, "--version"],
         stdin=subprocess.DEVNULL,
@@ -58,7 +65,7 @@ def options(program: str) -> list[str]:
         timeout=_START_SECONDS,
     )
     if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
-        return []  # Hydra (MPICH, Intel MPI) does so by itself
+        return []  # Hydra (MPICH, Intel MPI) does so by default
     return [
         "--oversubscribe",
         "--bind-to",
@@ -68,18 +75,20 @@ def options(program: str) -> list[str]:
 
 
 def room(folder: str) -> dict[str, str]:
-    """Variables by which Open MPI keeps its own files in this folder. Else their folder is named by
-    mpirun's pid: one that was killed leaves it behind, and the next mpirun of that pid takes the
-    server it tells of to be alive, and says no more than that "the PMIx server's listener thread
-    failed to start"."""
+    """Return the variables that make Open MPI store its own files in this folder.
+
+    Otherwise mpirun's pid names their folder. An mpirun that was killed leaves its folder behind.
+    The next mpirun of that pid then assumes that the server described there is alive. All that it
+    reports is that "the PMIx server's listener thread failed to start".
+    """
     return {
         "PRTE_MCA_prte_tmpdir_base": folder,
         "OMPI_MCA_orte_tmpdir_base": folder,
-    }  # of Open MPI 5 and 4
+    }  # for Open MPI 5 and 4
 
 
 class Shimmed:
-    """A rank that a shim runs; the shim tells how it ended."""
+    """A rank that a shim runs; the shim reports how the rank ended."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid, self._connection = pid, connection
@@ -87,25 +96,24 @@ class Shimmed:
         connection.setblocking(False)
 
     def poll(self) -> int | None:
-        """Exit code, -n where signal n ended it, None while it lives."""
+        """Return the exit code, -n if signal n ended the rank, or None while it lives."""
         if self._code is None:
             with contextlib.suppress(BlockingIOError):
                 try:
                     told = self._connection.recv(64)
                 except ConnectionError:
                     told = b""
-                self._code = (
-                    int(told) if told else -9
-                )  # a shim that was killed takes its rank with it
+                # A killed shim takes its rank with it.
+                self._code = int(told) if told else -9
         return self._code
 
     def close(self) -> None:
-        """Let the shim end, and with it what is left of the rank."""
+        """Let the shim end, which kills what is left of the rank."""
         self._connection.close()
 
 
 class Mpirun:
-    """Starts ranks through mpirun. ``check`` is called while it waits, and may raise."""
+    """A starter of ranks through mpirun. ``check`` is called during waits, and may raise."""
 
     def __init__(self, pump: Pump, check: Callable[[], None]) -> None:
         self._pump, self._check = pump, check
@@ -117,8 +125,10 @@ class Mpirun:
         self._said = Stream(None, kept=True)
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Start these ranks, which are all of the world's. Raises WorldError where mpirun
-        cannot."""
+        """Start these ranks, which must be all ranks of the world.
+
+        Raise WorldError if mpirun cannot.
+        """
         self.close()
         self._room = tempfile.TemporaryDirectory(
             prefix="globaltensor_mpi_", ignore_cleanup_errors=True
@@ -175,11 +185,11 @@ class Mpirun:
 
     @property
     def died(self) -> bool:
-        """Has mpirun ended though it was not asked to?"""
+        """True if mpirun has ended without a request."""
         return self._process is not None and self._process.poll() is not None
 
     def epitaph(self) -> tuple[int, str]:
-        """(exit code for it, how it ended), once it has."""
+        """Return (exit code for the launcher, how mpirun ended), once it has ended."""
         code = self._process.returncode if self._process is not None else 1
         how = (
             f"was ended by {signal_name(-code)} (signal {-code})"
@@ -201,7 +211,7 @@ class Mpirun:
         )
 
     def close(self) -> None:
-        """Let shims and mpirun end; kill mpirun where it takes long."""
+        """Let the shims and mpirun end, and kill mpirun if that takes long."""
         for shim in self._shims:
             shim.close()
         self._shims.clear()

@@ -1,10 +1,12 @@
-"""What mpirun starts for each rank: gets the rank's command and its stdout and stderr from the
-launcher, runs it, and tells how it ended.
+"""The process that mpirun starts for each rank: it runs the rank for the launcher.
 
-Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``).
-It stands between because mpirun ends a whole job at the first failure, within a second, and reports
-it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this
-process end only when all have.
+It gets the rank's command, stdin, stdout and stderr from the launcher, runs the command, and
+reports how it ended. It runs as a bare script (``python -I -S distributed/launcher/mpirun_shim.py
+<the launcher's socket>``).
+
+mpirun ends a whole job within a second of the first failure, and reports it in its own words. The
+launcher gives ranks time and reports which one failed. So mpirun sees only the shim, which ends
+when all ranks have ended.
 """
 
 import contextlib
@@ -18,17 +20,16 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-# A neighbour: this package is not on the path of a bare script.
+# This module is in the same folder. The package is not on the path of a bare script.
 from parent_death import become, tie  # type: ignore[import-not-found]
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def main(path: str) -> int:
-    """Serve one rank -> 0, always: the launcher knows better."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: None
-    )  # mpirun's request to end; the launcher makes its own
+    """Serve one rank. Return 0 always: the launcher gets the rank's exit code directly."""
+    # Ignore mpirun's request to end, as the launcher makes its own request.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     launcher.connect(path)
@@ -47,8 +48,10 @@ def main(path: str) -> int:
 
 
 def receive(launcher: socket.socket) -> tuple[bytes, list[int]]:
-    """(what to run, as JSON; stdin, stdout and stderr for it): a line, and the descriptors that
-    came with its start."""
+    """Return (the order as JSON, the descriptors of stdin, stdout and stderr).
+
+    The order is one line. The descriptors come with its start.
+    """
     text, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = launcher.recv(1 << 16)
@@ -59,7 +62,7 @@ def receive(launcher: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def begin(order: dict[str, Any], streams: list[int]) -> None:
-    """Become the rank."""
+    """Replace this process by the rank."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.environ.update(order["variables"])
@@ -67,15 +70,17 @@ def begin(order: dict[str, Any], streams: list[int]) -> None:
 
 
 def watch(pid: int, launcher: socket.socket) -> None:
-    """Tell the launcher when the rank ends and how. When the launcher is done, or dead, what is
-    left of a rank that has not ended well is killed."""
+    """Report to the launcher when and how the rank ends.
+
+    Once the launcher is done or dead, kill what is left of a rank that has not ended well.
+    """
     alive, code, ended = True, 0, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     while True:
         sources: list[Any] = [launcher, *([ended] if alive and ended is not None else [])]
         ready, _, _ = select.select(sources, [], [], 0.05 if alive and ended is None else None)
         if launcher in ready and not launcher.recv(1 << 12):
             break
-        # Not reaped: so its number stays its own until its group is killed.
+        # The process is not reaped, so that its pid is not reused until its group is killed.
         told = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if alive else None
         if told is not None:
             alive = False

@@ -1,8 +1,9 @@
-"""The launchers of a job, one on each node: how they meet, agree, and learn of each other's end.
+"""The launchers of a job, one on each node: rendezvous, agreement, and news of failures.
 
-Nodes of a fixed number meet at a store that node 0 serves at the job's master port; an elastic
-number through torch's own rendezvous. While ranks run, each launcher shows now and then that it
-lives, and posts the failure of a rank of its own, so that all nodes end within seconds.
+`job` and the agent call this module. A fixed number of nodes meet at a store that node 0 serves at
+the job's master port. An elastic number meet by torch's own rendezvous. While ranks run, each
+launcher shows periodically that it lives. It also posts the failure of one of its ranks, so that
+all nodes end within seconds.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from .log_streams import say
 
 __all__ = ["Interruptible", "NodeMonitor", "StaticRendezvous", "TCPStore", "bound", "serve"]
 
-CONNECT_SECONDS: Final = 45.0  # for node 0 to answer
-_NO_SHARED_STORE: Final = (
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
-)
+CONNECT_SECONDS: Final = 45.0  # wait for an answer of node 0
+# A setting of torch, read at each rendezvous.
+_NO_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _TRY_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.05
-_TELL_SECONDS: Final = 10.0  # between words about whom we wait for
-_STORE_SECONDS: Final = 15.0  # for an answer of the store
-_HEAR_SECONDS: Final = 3.0  # for the other nodes to hear of a failure
+_TELL_SECONDS: Final = 10.0  # between messages about the nodes that are missing
+_STORE_SECONDS: Final = 15.0  # wait for an answer of the store
+_HEAR_SECONDS: Final = 3.0  # wait for the other nodes to read of a failure
 
 
 def bound(port: int = 0, listen: bool = False) -> socket.socket:
-    """A socket that holds this port on all of this machine's addresses; 0: one that is free. Raises
-    WorldError where it is in use."""
+    """Return a socket bound to this port on all addresses of this machine.
+
+    Port 0 means any free port. Raise WorldError if the port is in use.
+    """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -63,8 +65,10 @@ def bound(port: int = 0, listen: bool = False) -> socket.socket:
 
 
 def serve(port: int = 0) -> TCPStore:
-    """A store served at this port of this machine; 0: a free one. Raises WorldError where it is in
-    use."""
+    """Return a store served at this port of this machine.
+
+    Port 0 means any free port. Raise WorldError if the port is in use.
+    """
     held = bound(port, listen=True)
     number = int(held.getsockname()[1])
     return TCPStore(
@@ -79,7 +83,7 @@ def serve(port: int = 0) -> TCPStore:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """The meeting of a fixed number of nodes. ``check`` is called while it waits, and may raise."""
+    """A rendezvous of a fixed number of nodes. ``check`` is called during waits, and may raise."""
 
     def __init__(
         self,
@@ -122,7 +126,10 @@ class StaticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes, and make sure that all were started alike. Raises WorldError."""
+        """Meet the other nodes, and check that all were started with the same options.
+
+        Raise WorldError if they were not, or if a node does not come.
+        """
         self._round += 1
         if self._store is None:
             self._store = PrefixStore(
@@ -185,7 +192,11 @@ class StaticRendezvous(RendezvousHandler):
             ) from error
 
     def _agree(self, store: Store) -> None:
-        """Wait until all nodes are here. Each shows its card; node 0's counts."""
+        """Wait until all nodes have come.
+
+        Each node publishes its card and compares it: node 0 with every node's, the others with node
+        0's.
+        """
         mine = {
             "nnodes": self.nodes,
             "nproc_per_node": self.nproc,
@@ -231,7 +242,10 @@ class StaticRendezvous(RendezvousHandler):
             time.sleep(_TICK_SECONDS)
 
     def _card_of_who_came_first(self, store: Store) -> dict[str, object]:
-        """Whoever took this node's number shows its card next, unless it ends just there."""
+        """Return the card of the launcher that has this node's number.
+
+        It publishes the card right after it takes the number, unless it ends at that point.
+        """
         until = time.monotonic() + _TRY_SECONDS
         while not store.check([f"card/{self.rank}"]):
             if time.monotonic() > until:
@@ -268,8 +282,10 @@ class StaticRendezvous(RendezvousHandler):
             raise WorldError(why)
 
     def _tell_all(self, store: Store) -> None:
-        """Node 0 serves what the others read, so it stays until those who have come know why, for a
-        few seconds at most."""
+        """Wait until the nodes that have come know the reason, for a few seconds at most.
+
+        Node 0 serves the store from which the others read it, so node 0 must not end before.
+        """
         if self.rank:
             store.set(f"knows/{self.rank}", "")
             return
@@ -282,11 +298,11 @@ class StaticRendezvous(RendezvousHandler):
 
 
 class Interruptible(RendezvousHandler):
-    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a
-    signal ends the wait.
+    """A wrapper of torch's own rendezvous that lets a signal end its wait of minutes.
 
-    torch would serve one store for the ranks of all rounds (2.13: a node that joins later waits in
-    vain to be told where); the agent serves one each time.
+    ``interruptible()`` returns a context in which a signal ends the wait. torch would serve one
+    store for the ranks of all rounds. In torch 2.13 a node that joins later then waits in vain for
+    the store's address. So the agent serves a new store each time.
     """
 
     def __init__(
@@ -332,12 +348,11 @@ class Interruptible(RendezvousHandler):
 
 
 class NodeMonitor:
-    """What becomes of the other nodes while the ranks run. A thread: the store may take its time to
-    answer.
+    """A monitor of the other nodes while the ranks run.
 
-    ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of
-    seconds counts as dead. ``line``: a store that the first node's launcher serves; a connection
-    that ends tells that it is gone.
+    It has a thread, because the store may take its time to answer. A launcher that shows no sign of
+    life for ``interval`` times ``attempts`` seconds counts as dead. ``line`` is the address of a
+    store that the first node's launcher serves. If a connection to it ends, that launcher is gone.
     """
 
     def __init__(
@@ -370,8 +385,10 @@ class NodeMonitor:
         self._thread.start()
 
     def tell(self, what: str, code: int, final: bool) -> str:
-        """Post that this node has failed -> the news of another that had before, or nothing.
-        ``final``: it does not begin again."""
+        """Post that this node has failed, and return the earlier news of another node, if any.
+
+        ``final`` means that this node does not restart.
+        """
 
         def post() -> int:
             if self._store.add("failures", 1) == 1:
@@ -393,28 +410,29 @@ class NodeMonitor:
 
     @property
     def news(self) -> str:
-        """What has become of another node; nothing as long as all is well."""
+        """The news of another node's failure, or an empty string while all is well."""
         silence = time.monotonic() - self._answered
-        if (
-            not self._news and self._rank > 0 and silence > self._silence
-        ):  # our thread waits for an answer, maybe for ever
+        # Our thread waits for an answer, which may never come.
+        if not self._news and self._rank > 0 and silence > self._silence:
             self._news = (
                 f"node 0 has been silent for {silence:.0f} s: its launcher is dead, or its network"
             )
         return self._news
 
     def done(self) -> None:
-        """Say that this node's ranks have ended well."""
+        """Post that this node's ranks have ended without errors."""
         self._ask(lambda: self._store.add("done", 1))
 
     @property
     def all_done(self) -> bool:
-        """Have those of all nodes?"""
+        """True if the ranks of all nodes have ended without errors."""
         return self._count("done") >= self._nodes
 
     def leave(self) -> None:
-        """Wait until all nodes know that all is done: whose launcher serves the store must be the
-        last to go."""
+        """Wait until all nodes know that the job is done.
+
+        The launcher that serves the store must be the last to end.
+        """
         until = time.monotonic() + self._silence
         self._ask(lambda: self._store.add("left", 1))
         while (
@@ -426,8 +444,10 @@ class NodeMonitor:
             time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
-        """End the watch. Whose launcher serves the store gives the others time to read in it
-        why."""
+        """End the monitor.
+
+        The launcher that serves the store gives the others time to read the reason there.
+        """
         self._stop.set()
         until = time.monotonic() + _HEAR_SECONDS
         if self._rank == 0 and self._count("failures"):
@@ -443,8 +463,11 @@ class NodeMonitor:
         return self._ask(lambda: self._store.add(key, 0))
 
     def _ask(self, question: Callable[[], int]) -> int:
-        """What the store answers; 0 where it does not. It is not asked again then: torch waits for
-        as long as the system takes a cut cable for a slow one."""
+        """Return the store's answer, or 0 if it does not answer.
+
+        After that, the store is not asked again. torch would wait for as long as the system regards
+        a cut cable as a slow one.
+        """
         answers: list[int] = []
 
         def ask() -> None:
@@ -459,8 +482,10 @@ class NodeMonitor:
         return answers[0] if answers else 0
 
     def _reachable(self) -> bool:
-        """Is the connection up? Asked before the store is, which writes pages to stderr when its
-        own is not."""
+        """Return True if the connection is up.
+
+        Check it before using the store, which writes pages to stderr if its own connection is down.
+        """
         ready, _, _ = select.select([self._line], [], [], 0)
         with contextlib.suppress(OSError):
             return not ready or bool(self._line.recv(1, socket.MSG_PEEK))
@@ -492,7 +517,10 @@ class NodeMonitor:
             self._news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
 
     def _beat(self) -> None:
-        """Show that this launcher lives; look whether others do: node 0 at all, all at node 0."""
+        """Show that this launcher lives, and check others.
+
+        Node 0 checks all nodes, and the other nodes check node 0.
+        """
         self._store.add(f"beat/{self._rank}", 1)
         now = time.monotonic()
         for node in range(1, self._nodes) if self._rank == 0 else [0]:

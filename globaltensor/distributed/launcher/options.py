@@ -1,5 +1,7 @@
-"""The launcher's command line: OneFlow's options and torchrun's, each also with dashes, and by
-torchrun's variables ``PET_<OPTION>``."""
+"""The launcher's command line: OneFlow's options and torchrun's. ``distributed.launch`` calls it.
+
+Each option may also be spelled with dashes, or given by torchrun's variable ``PET_<OPTION>``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_
 
 
 def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.ArgumentParser:
-    """The launcher's options, each with its explanation."""
+    """Return the parser of the launcher's options, each with its explanation."""
     what = "Start a script on several processes, on this machine and others, and watch over them."
     out = argparse.ArgumentParser(
         prog=prog,
@@ -235,7 +237,7 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """The parsed command line as a job. Raises WorldError where it makes no sense."""
+    """Return the parsed command line as a job. Raise WorldError if it makes no sense."""
     nnodes = _nodes(options.nnodes)
     backend, endpoint, run = (
         options.rdzv_backend or ("static" if nnodes[0] == nnodes[1] else "c10d"),

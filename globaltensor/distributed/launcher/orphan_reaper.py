@@ -1,10 +1,12 @@
-"""Ends what ranks have started when the launcher is killed. The ranks themselves die with it by
-their tether; what they have started does not.
+"""A script that kills the processes that ranks have started, if the launcher is killed.
 
-Run as a bare script (``python -I -S distributed/launcher/orphan_reaper.py``), in a session of its
-own: what kills the launcher's whole group leaves it. It reads from the launcher, in lines, process
-groups to hold (``+1234``) and to let go (``-1234``), and at the end of input, however it comes,
-kills those it still holds.
+The ranks themselves die with the launcher by their tether (parent_death.py). The processes that
+they have started do not.
+
+It runs as a bare script (``python -I -S distributed/launcher/orphan_reaper.py``) in its own
+session, so that killing the launcher's whole group spares it. From the launcher it reads lines with
+process groups to hold (``+1234``) and to release (``-1234``). At the end of input, for whatever
+reason, it kills the groups that it still holds.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import sys
 
 
 def main() -> None:
-    """Hold groups until the launcher is gone."""
+    """Hold process groups until the launcher is gone, then kill them."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     held: set[int] = set()

@@ -1,9 +1,8 @@
-"""The first thing a launched rank runs: ties its life to the launcher's, then becomes the command.
+"""The first code that a launched rank runs: tie its life to the launcher's, then exec the command.
 
-Run as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid>
-command...``), so that it starts in milliseconds: it imports nothing of this package. Not a
-``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with
-threads.
+It runs as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid>
+command...``). So it starts in milliseconds, as it imports nothing of this package. A ``preexec_fn``
+would run Python between fork and exec, which may deadlock in a process with threads.
 """
 
 import contextlib
@@ -15,20 +14,22 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def tie(launcher: int) -> None:
-    """Ask the kernel for SIGKILL when the launcher (this process's parent) dies, however it dies;
-    lead a process group, so that all of it can be ended."""
-    with contextlib.suppress(OSError):  # a group's leader already
+    """Ask the kernel for SIGKILL when the launcher (this process's parent) dies, however it dies.
+
+    Also make this process lead a process group, so that the whole group can be ended.
+    """
+    with contextlib.suppress(OSError):  # already the leader of a group
         os.setpgid(0, 0)
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the kernel knew
+        if os.getppid() != launcher:  # the launcher died before the request
             os._exit(128 + signal.SIGKILL)
 
 
 def become(command: list[str]) -> None:
-    """Replace this process by the command. Exit code 127: it cannot be run."""
+    """Replace this process by the command. Exit with code 127 if it cannot be run."""
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,5 +1,7 @@
-"""The ranks of one node as processes: start them, tell how they ended, and end them with all that
-they have started."""
+"""The ranks of one node as processes: start them, report how they ended, and end them.
+
+The agent calls this module. Ending a rank also ends all processes that it has started.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from .log_streams import STDERR, STDOUT, Pump, Stream, say
 __all__ = ["LocalWorkers", "OrphanReaper", "Process", "Rank", "start_here", "stdin", "tethered"]
 
 _TICK_SECONDS: Final = 0.02
-_KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
+_KILL_SECONDS: Final = 5.0  # for the system to end processes after SIGKILL
 _TAIL_LINES: Final = 12
-_LAST_LINES: Final = 4  # of a traceback: the message
-# for the rank to end whose failure others have noticed already: an interpreter takes a while to
+_LAST_LINES: Final = 4  # the lines of a traceback that have its message
+# Other ranks may notice a failure before the failed rank has ended, as an interpreter takes a while
+# to exit. The launcher waits so long for that rank.
 _CAUSE_SECONDS: Final = 2.0
-_RANK_BEFORE: Final = re.compile(
-    r"^\[rank\d+\]: ?", re.MULTILINE
-)  # what torch puts before the lines of a traceback
-#: What ranks say that end since another has ended: of those that failed at once, the other is the
-#: one to name.
+# The prefix that torch writes before the lines of a traceback.
+_RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+#: Messages of ranks that end because another rank has ended. If several ranks failed at once, the
+#: report names a rank without such a message.
 _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own "
     r"error says why\)|remote process exited|socket closed",
@@ -50,13 +52,15 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """Exit code, -n where signal n ended it, None while it lives."""
+        """Return the exit code, -n if signal n ended the process, or None while it lives."""
 
 
 @dataclass
 class Rank:
-    """One rank: what it runs, the variables that it gets besides the launcher's own, where its
-    output goes; once it is started, its process."""
+    """One rank: its command, its variables, its output streams and, once started, its process.
+
+    ``variables`` are added to those of the launcher.
+    """
 
     rank: int
     local_rank: int
@@ -69,16 +73,16 @@ class Rank:
 
     @property
     def code(self) -> int | None:
-        """Exit code, -n where signal n ended it, None while it lives."""
+        """The exit code, -n if signal n ended the rank, or None while it lives."""
         return None if self.process is None else self.process.poll()
 
     @property
     def failed(self) -> bool:
-        """Did it end badly, of its own?"""
+        """True if the rank ended with an error before the launcher asked it to end."""
         return bool(self.code) and not self.told_to_end
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and to all that it has started."""
+        """Send a signal to the rank and to all processes that it has started."""
         if self.process is None:
             return
         self.told_to_end = self.told_to_end or self.code is None
@@ -90,7 +94,7 @@ class Rank:
                     os.kill(self.process.pid, number)
 
     def last_words(self) -> list[str]:
-        """The last traceback it wrote, shortened to its head and its end; else its last lines."""
+        """Return the last traceback that the rank wrote, shortened, else its last lines."""
         said = _RANK_BEFORE.sub("", self.err.tail().decode(errors="replace").replace("\r", "\n"))
         lines = said.rstrip().splitlines()
         lines = [line for line in lines if not line.startswith("Extension modules:")]
@@ -102,7 +106,7 @@ class Rank:
             and lines[heads[-1]].startswith(_CRASH)
             and lines[heads[-2]].startswith(_THROWN)
         ):
-            cause = lines[heads[-2] : heads[-1]]  # why it was aborted, and below where
+            cause = lines[heads[-2] : heads[-1]]  # the reason; the place of the abort follows
             return [*cause, *lines[heads[-1] :][-_TAIL_LINES:]]
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
@@ -110,13 +114,13 @@ class Rank:
 
     @property
     def echoes(self) -> bool:
-        """Did it, by its last words, end only because another rank had ended?"""
+        """True if the last output shows that the rank ended because another rank had ended."""
         return (self.code or 0) > 0 and bool(
             _ECHO.search(" ".join(self.last_words()[-_LAST_LINES:]))
         )
 
     def epitaph(self) -> str:
-        """Which rank it was and how it ended, in one line."""
+        """Return one line that says which rank it was and how it ended."""
         code = self.code or 0
         how = f"ended with exit code {code}"
         if code < 0:
@@ -130,8 +134,10 @@ class Rank:
 
 
 class OrphanReaper:
-    """A process that outlives this one for a moment, and ends what ranks have started where this
-    one can't any more. Leaving the block ends it."""
+    """A process that outlives the launcher for a moment, to kill what ranks have started.
+
+    It does so only if the launcher can no longer do it. Leaving the block ends it.
+    """
 
     def __enter__(self) -> OrphanReaper:
         command = [sys.executable, "-I", "-S", str(_KEEPER)]
@@ -152,21 +158,24 @@ class OrphanReaper:
             self._process.communicate(timeout=_KILL_SECONDS)
 
     def hold(self, group: int) -> None:
-        """Kill this process group if this process ends before it says ``release``."""
+        """Kill this process group if the launcher ends before it calls ``release``."""
         self._tell(f"+{group}")
 
     def release(self, group: int) -> None:
-        """Let it live."""
+        """Stop holding this process group, so that it may live."""
         self._tell(f"-{group}")
 
     def _tell(self, text: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: a comfort less
+        with contextlib.suppress(OSError):  # the reaper was already killed, and it is not essential
             self._process.stdin.write(f"{text}\n")
 
 
 class LocalWorkers:
-    """This node's ranks, which live and end together. ``start``: how their processes begin."""
+    """The ranks of this node, which start and end together.
+
+    ``start`` is a function that starts their processes.
+    """
 
     def __init__(
         self,
@@ -178,7 +187,7 @@ class LocalWorkers:
         self.ranks, self._pump, self._keeper, self._start = list(ranks), pump, keeper, start
 
     def start(self, again: bool = False) -> None:
-        """Begin. ``again``: what they write to files goes on where it ended."""
+        """Start the ranks. If ``again``, they append to the files of earlier ranks."""
         for rank in self.ranks:
             for stream in (rank.out, rank.err):
                 stream.open(again)
@@ -194,21 +203,27 @@ class LocalWorkers:
 
     @property
     def alive(self) -> list[Rank]:
-        """Those not ended yet."""
+        """The ranks that have not ended yet."""
         return [rank for rank in self.ranks if rank.process is not None and rank.code is None]
 
     @property
     def failed(self) -> list[Rank]:
-        """Those that ended badly of their own; of ranks found dead at the same moment, one ended by
-        a signal did not die of the others' death."""
+        """The ranks that failed without a request to end, the most likely cause first.
+
+        Of ranks found dead at the same moment, one ended by a signal did not end because of the
+        others.
+        """
         failed = [rank for rank in self.ranks if rank.failed]
         if len(failed) > 1:
-            self._pump.settle()  # their last words
+            self._pump.settle()  # get their last output
         return sorted(failed, key=lambda rank: ((rank.code or 0) > 0, rank.echoes, rank.rank))
 
     def failed_by(self, hurry: Callable[[], object]) -> list[Rank]:
-        """``failed``, with the cause among them: who noticed that a rank had gone may be found dead
-        before it, which is waited for, or for ``hurry``."""
+        """Return ``failed`` with the rank that caused the failure among them.
+
+        A rank that noticed the end of another rank may be found dead before that rank. So wait for
+        the cause for a moment, or until ``hurry`` returns True.
+        """
         until = time.monotonic() + _CAUSE_SECONDS
         self._pump.settle()
         while (
@@ -226,8 +241,11 @@ class LocalWorkers:
         grace: float = 10.0,
         hurry: Callable[[], bool] = lambda: False,
     ) -> None:
-        """End all ranks and whatever they have started: by this signal, and those that live
-        ``grace`` seconds later, or at ``hurry``, by SIGKILL."""
+        """End all ranks and all processes that they have started.
+
+        They first get signal ``number``. Those alive ``grace`` seconds later, or once ``hurry``
+        returns True, get SIGKILL.
+        """
         until = time.monotonic() + grace
         for rank in self.ranks:
             rank.signal(number)
@@ -247,8 +265,10 @@ class LocalWorkers:
         self._pump.settle()
 
     def report(self, failed: Sequence[Rank]) -> str:
-        """What went wrong, in lines: the first of these ranks, its last words, and what became of
-        the others."""
+        """Return the report of a failure, in lines.
+
+        It has the first of these ranks, its last output, and what happened to the others.
+        """
         first, *others = failed
         lines = [
             first.epitaph(),
@@ -265,7 +285,7 @@ class LocalWorkers:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Let go of the ranks; those alive are killed."""
+        """Release the ranks, and kill those that are alive."""
         for rank in self.alive:
             rank.signal(signal.SIGKILL)
         for rank in self.ranks:
@@ -277,7 +297,7 @@ class LocalWorkers:
 
 
 def start_here(ranks: Sequence[Rank]) -> None:
-    """Start these ranks as processes of this one."""
+    """Start these ranks as child processes of this process."""
     for rank in ranks:
         variables = {**os.environ, **rank.variables}
         rank.process = subprocess.Popen(
@@ -290,20 +310,22 @@ def start_here(ranks: Sequence[Rank]) -> None:
 
 
 def tethered(command: Sequence[str]) -> list[str]:
-    """The command, tied to the life of this process and leading a process group."""
+    """Return the command so that it dies with this process and leads its own process group."""
     return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
 
 
 def stdin() -> int | None:
-    """What ranks read: not the terminal, since in a group of its own a rank would be stopped for
-    it."""
+    """Return the stdin for ranks, which is never the terminal.
+
+    A rank in its own process group would be stopped if it read from the terminal.
+    """
     return (
         subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
     )
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM for 15, and so on."""
+    """Return the name of a signal: SIGTERM for 15, and so on."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,1 +1,1 @@
-"""`flow.run` and `flow.spawn`: ranks that a notebook starts."""
+"""`flow.run` and `flow.spawn`: start ranks from a notebook."""

@@ -1,8 +1,10 @@
-"""Values on their way between processes: pickled, with their tensors beside them in host memory.
+"""Values in transit between processes: pickled, with their tensors separate in host memory.
 
-What a notebook defines (functions, lambdas, closures, classes of ``__main__``) travels by value,
-with cloudpickle. Ordinary tensors arrive on the CPU. Of a global tensor each rank sends its part;
-where the parts of all ranks have come, they are put together.
+`spawn` and `worker` call this module.
+
+Objects that a notebook defines (functions, lambdas, closures, classes of ``__main__``) are sent by
+value, with cloudpickle. Ordinary tensors arrive on the CPU. Each rank sends its local tensor of a
+global tensor. Once those of all ranks have arrived, they are assembled.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ __all__ = ["SerializedValue", "assembled", "load", "pack", "register_wrapper", "
 
 
 class _Tensor(NamedTuple):
-    """A tensor on its way. ``spec``: of a global one, of which ``part`` is this rank's."""
+    """A tensor in transit.
+
+    A global tensor has a ``spec``, and ``part`` is this rank's local tensor.
+    """
 
     part: torch.Tensor
     spec: Spec | None
@@ -36,8 +41,10 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SerializedValue:
-    """A value on its way: ``body`` is its pickle, in which a tensor is an index into
-    ``tensors``."""
+    """A value in transit.
+
+    ``body`` is its pickle, in which a tensor is an index into ``tensors``.
+    """
 
     body: bytes
     tensors: tuple[_Tensor, ...]
@@ -51,8 +58,10 @@ _wrap: list[Callable[[torch.Tensor, Spec], Any]] = []
 
 
 def register_wrapper(wrap: Callable[[torch.Tensor, Spec], Any]) -> None:
-    """Say how a local tensor and its Spec become a global tensor, whose class stands above this
-    package."""
+    """Register the function that makes a global tensor from a local tensor and its Spec.
+
+    The class of global tensors is in a layer above this package.
+    """
     _wrap[:] = [wrap]
 
 
@@ -61,11 +70,13 @@ def _is_global(x: object) -> TypeGuard[torch.Tensor]:
 
 
 def pack(value: object) -> SerializedValue:
-    """Make a value ready to be sent. Raises what pickle raises where something in it cannot be:
-    TypeError, PicklingError, AttributeError ..."""
-    kept: dict[
-        int, tuple[int, torch.Tensor]
-    ] = {}  # the tensors live until the end: their ids are keys
+    """Serialize a value for sending.
+
+    Raise pickle's own error if something in it cannot be pickled: TypeError, PicklingError,
+    AttributeError ...
+    """
+    # Keyed by id, so the tensors must live until the end.
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
 
     def index(tensor: object) -> int | None:
         if (
@@ -104,26 +115,29 @@ def _sent(tensor: torch.Tensor) -> _Tensor:
         part, spec, is_parameter = tensor, None, False
     plain = part.detach().cpu()
     if plain.layout is torch.strided and plain.untyped_storage().nbytes() != plain.nbytes:
-        plain = plain.clone()  # of a view only what it shows
+        plain = plain.clone()  # of a view, send only its own elements
     return _Tensor(plain, spec, tensor.requires_grad and tensor.is_leaf, is_parameter)
 
 
 def save(parcel: SerializedValue, path: Path) -> None:
-    """Write a parcel; the file appears whole or not at all."""
+    """Write a serialized value to a file, which appears complete or not at all."""
     unfinished = path.with_name(path.name + ".unfinished")
     torch.save(parcel, unfinished)
     unfinished.rename(path)
 
 
 def load(path: Path) -> SerializedValue:
-    """Read a parcel that this user's own processes have written."""
+    """Read a serialized value that this user's own processes have written."""
     parcel: SerializedValue = torch.load(path, map_location="cpu", weights_only=False)
     return parcel
 
 
 def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None) -> Any:
-    """The value. ``wholes``: what the global tensors in it have become; without it they are those
-    of a world of one, whose part is the whole."""
+    """Return the value.
+
+    ``wholes`` are replacements for its global tensors. Without them the local tensors are used,
+    which in a world of one are the full values.
+    """
     parts = [t.part for t in parcel.global_tensors] if wholes is None else list(wholes)
     these = iter(parts)
     tensors = [_received(t, t.part if t.spec is None else next(these)) for t in parcel.tensors]
@@ -142,11 +156,10 @@ def _received(sent: _Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
-    """The value that each rank has sent, global tensors as ordinary ones with the whole value,
-    which the ranks that sent the same one share.
+    """Return the value of each rank, with full tensors in place of its global tensors.
 
-    The k-th global tensor of one rank belongs to the k-th of the others. Raises WorldError where
-    they are not the same.
+    Ranks that sent the same global tensor share the full one. The k-th global tensor of one rank
+    belongs to the k-th of the others. Raise WorldError if they are not the same.
     """
     sent = [parcel.global_tensors for parcel in parcels]
     known: dict[tuple[int, Spec], torch.Tensor] = {}
@@ -164,8 +177,10 @@ def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
 
 
 def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tensor:
-    """What the parts of the ranks of ``spec`` make, found by boxing them to broadcast on simulated
-    ranks."""
+    """Return the full value of a global tensor from the local tensors of the ranks.
+
+    It is computed by boxing to broadcast on simulated ranks.
+    """
     for rank in spec.placement.flat:
         theirs = sent[rank][k].spec if k < len(sent[rank]) else None
         if theirs is not spec:

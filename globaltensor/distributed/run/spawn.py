@@ -1,9 +1,9 @@
-"""Starting ranks from Python: ``spawn`` is torch's own, ``run`` is made for notebooks.
+"""Start ranks from Python: ``spawn`` is torch's own, ``run`` is made for notebooks.
 
-``run`` starts fresh interpreters, as the launcher does. torch.multiprocessing's processes would run
-the main module again, get a rank's variables after torch is loaded, and outlive a parent that is
-killed while they wait in a collective; a fork is no way out: CUDA and torch's threads do not
-survive it.
+User code calls both through ``flow``. ``run`` starts fresh interpreters, as the launcher does. The
+processes of torch.multiprocessing would run the main module again, and get a rank's variables after
+torch is loaded. They would also outlive a parent that is killed while they wait in a collective. A
+fork is no alternative: CUDA and torch's threads do not survive it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .worker import Failure, RemoteCall
 
 __all__ = ["run", "spawn"]
 
-GRACE_SECONDS: Final = 5.0  # between the request to end (SIGTERM) and the end (SIGKILL)
+GRACE_SECONDS: Final = 5.0  # between the request to end (SIGTERM) and SIGKILL
 _TICK_SECONDS: Final = 0.03
-_SETTLE_SECONDS: Final = 0.3  # for others to be found dead of the same cause
-_STACK_SECONDS: Final = 0.5  # for a rank to say where it is
+_SETTLE_SECONDS: Final = 0.3  # so that other ranks that die of the same cause are found too
+_STACK_SECONDS: Final = 0.5  # for a rank to write its stack
 _PROGRAM: Final = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -51,10 +51,11 @@ sys.path[:] = json.loads((folder / "path.json").read_text())
 from globaltensor.distributed.run.worker import main
 main(folder, {rank}, {parent})
 """
+# Prefixes of variables that describe how this process was started.
 _STARTED_OTHERWISE: Final = (
     "TORCHELASTIC_",
     "ROLE_",
-)  # variables that tell of how this process was started
+)
 
 T = TypeVar("T")
 
@@ -67,31 +68,34 @@ def run(
     timeout: float | None = None,
     start_timeout: float = 120.0,
 ) -> list[T]:
-    """Call ``fn(*args)`` on ``nprocs`` new processes of this machine, the ranks of one world ->
-    what each returned, in the order of ranks.
+    """Call ``fn(*args)`` on ``nprocs`` new processes of this machine, the ranks of one world.
 
-    For notebooks and interactive sessions; it blocks until all ranks have returned. Functions
-    defined there, lambdas and closures travel by value, with the globals they use; what ranks
-    change in those stays with them. Arguments and results are copies: ordinary tensors arrive on
-    the CPU (a leaf keeps ``requires_grad``), a global tensor comes back as an ordinary one with the
-    whole value. What ranks print appears in ``sys.stdout`` and ``sys.stderr``.
+    Return the result of each rank, in the order of ranks. ``run`` is for notebooks and interactive
+    sessions, and blocks until all ranks have returned. Functions defined there, lambdas and
+    closures are sent by value, with the globals that they use. Changes that ranks make to those
+    globals stay in the ranks. Arguments and results are copies. Ordinary tensors arrive on the CPU,
+    and a leaf keeps ``requires_grad``. A global tensor comes back as an ordinary one with the full
+    value. Output of ranks appears in ``sys.stdout`` and ``sys.stderr``.
 
-    ``backend``: as for ``init_process_group``; "mpi" needs mpirun. ``timeout``: seconds for all of
-    it, None for no limit; ``start_timeout``: seconds until every rank has begun with ``fn``.
+    ``backend`` is as for ``init_process_group``; "mpi" needs mpirun. ``timeout`` is the limit in
+    seconds for the whole run, or None for no limit. ``start_timeout`` is the limit in seconds until
+    every rank has begun with ``fn``.
 
-    Raises the exception of the first rank that failed, caused by a WorldError with that rank's
-    traceback, or a WorldError alone where it cannot be pickled; WorldError where a rank dies, time
-    runs out, ``fn`` or a result cannot be pickled, or this process is itself one of several ranks.
-    The other ranks have ended by then, as they have after an interrupt.
+    Raise the exception of the first rank that failed, caused by a WorldError with that rank's
+    traceback. If the exception cannot be pickled, raise the WorldError alone. Also raise WorldError
+    if a rank dies or time runs out, if ``fn`` or a result cannot be pickled, or if this process is
+    one of several ranks. By then the other ranks have ended, as they have after an interrupt.
 
     >>> run(pow, 2, 5, nprocs=1)
     [32]
     """
     _check(nprocs, timeout, start_timeout)
     call = _call(fn, args)
+    # Imported here, so that `python -m globaltensor.distributed.launch` does not find it imported
+    # already.
     from ..launch import (
         reserved_port,
-    )  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
+    )
 
     with (
         tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name,
@@ -161,16 +165,17 @@ def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
 
 @dataclass
 class _Shown(Stream):
-    """What a rank writes, shown where this process's ``print`` goes: in a notebook that is no file
-    descriptor."""
+    """The output of a rank, shown where this process's ``print`` writes.
+
+    In a notebook that is not a file descriptor.
+    """
 
     where: TextIO | None = None
 
     def _show(self, text: bytes) -> None:
         if text and self.where is not None:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # nobody may be listening: no reason to end the ranks
+            # Ranks should not end only because no one reads their output.
+            with contextlib.suppress(OSError, ValueError):
                 self.where.write(text.decode(errors="replace"))
                 self.where.flush()
 
@@ -193,14 +198,14 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
         "GROUP_WORLD_SIZE": 1,
         "MASTER_PORT": port,
     }
+    # A rank that crashes in native code then shows where.
     defaults = {
         "PYTHONFAULTHANDLER": "1",
         "PYTHONIOENCODING": "utf-8",
-    }  # a rank that crashes in native code shows where
+    }
     if n > 1:
-        defaults["OMP_NUM_THREADS"] = (
-            "1"  # as many threads as cores in each of n processes would fight for the cores
-        )
+        # With as many threads as cores in each of n processes, the threads would compete for cores.
+        defaults["OMP_NUM_THREADS"] = "1"
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     variables |= {name: "" for name in os.environ if name.startswith(_STARTED_OTHERWISE)}
     variables |= {
@@ -221,7 +226,10 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
 def _starter(
     backend: str, pump: Pump, stack: contextlib.ExitStack
 ) -> Callable[[Sequence[Rank]], None]:
-    """How the ranks' processes begin: through mpirun where they shall form an MPI world."""
+    """Return the function that starts the ranks' processes.
+
+    It uses mpirun if they must form an MPI world.
+    """
     if "mpi" not in backend_names(backend):
         return _start
     mpirun = Mpirun(pump, lambda: None)
@@ -232,7 +240,8 @@ def _starter(
 def _start(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         variables = {**os.environ, **rank.variables}
-        # Not this process's stdin: it may be where the program, or the user, is read from.
+        # The ranks do not get this process's stdin: the program or the user's input may come from
+        # it.
         streams: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": rank.out.theirs,
@@ -242,14 +251,17 @@ def _start(ranks: Sequence[Rank]) -> None:
 
 
 class RunningCall:
-    """A call under way. Its folder tells which ranks have begun, returned or failed
-    (distributed/run/worker.py)."""
+    """A call in progress.
+
+    The files in its folder show which ranks have begun, returned or failed
+    (distributed/run/worker.py).
+    """
 
     def __init__(self, team: LocalWorkers, folder: Path) -> None:
         self.team, self.folder, self.n = team, folder, len(team.ranks)
 
     def wait(self, timeout: float | None, start_timeout: float) -> None:
-        """Return when all ranks have returned and ended. Raises what ``run`` raises."""
+        """Wait until all ranks have returned and ended. Raise the errors that ``run`` raises."""
         began = time.monotonic()
         while not all(self._has("result", rank) for rank in self.team.ranks):
             if any(self._failed(rank) for rank in self.team.ranks):
@@ -271,17 +283,19 @@ class RunningCall:
             time.sleep(_TICK_SECONDS)
 
     def _has(self, what: str, rank: Rank) -> bool:
-        return os.access(
-            self.folder / f"{what}.{rank.rank}", os.F_OK
-        )  # not by an error caught inside, in which an interrupt would be shown
+        # os.access raises no error. An interrupt would show an error caught here in its traceback.
+        return os.access(self.folder / f"{what}.{rank.rank}", os.F_OK)
 
     def _failed(self, rank: Rank) -> bool:
-        ended = rank.code is not None  # first: it answers before it ends
+        ended = rank.code is not None  # read first, because a rank writes its answer before it ends
         return self._has("failure", rank) or (ended and not self._has("result", rank))
 
     def _raise(self) -> None:
-        """Raise the error of the rank that failed first. One that died without a word did not fail
-        because the others did."""
+        """Raise the error of the rank that failed first.
+
+        A rank that died without a failure file counts as first, as it did not fail because of the
+        others.
+        """
         failures = [(self._failure(rank), rank) for rank in self.team.ranks if self._failed(rank)]
         failure, rank = min(failures, key=lambda found: found[0].at if found[0] else 0.0)
         if failure is None:
@@ -292,13 +306,13 @@ class RunningCall:
             raise told
         try:
             error: Exception = unpack(failure.error)
-        except Exception:  # it may need what only the ranks have
+        except Exception:  # unpickling may need objects that only the ranks have
             raise told from None
         noted(error, f"(on rank {rank.rank} of {self.n}, in globaltensor.run)")
         raise error from told
 
     def _failure(self, rank: Rank) -> Failure | None:
-        """How a rank says that it has failed; None where it died without a word."""
+        """Return the failure that a rank has written, or None if it died without writing one."""
         if not self._has("failure", rank):
             return None
         found: Failure = pickle.loads((self.folder / f"failure.{rank.rank}").read_bytes())

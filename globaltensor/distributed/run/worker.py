@@ -1,9 +1,8 @@
-"""What a process that ``run`` has started does: read what to call, call it, leave the answer in the
-folder of the call.
+"""The main function of a process started by ``run``: read the call, make it, write the result.
 
-The folder holds ``path.json`` (where to import from), ``call`` (function and arguments), and by
-rank ``here.0`` (it is about to call), ``result.0`` or ``failure.0``, and ``stack.0`` (where it was
-when it was asked with SIGUSR1).
+The program in `spawn` calls it. Files in the folder of the call are ``path.json`` (the import path)
+and ``call`` (function and arguments). Each rank writes ``here.0`` (it is about to make the call),
+then ``result.0`` or ``failure.0``, and ``stack.0`` (its stack when it got SIGUSR1).
 """
 
 from __future__ import annotations
@@ -37,8 +36,11 @@ _LOOK_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """What every rank calls. ``sources``: the text of files that are none, like a notebook's cells,
-    for tracebacks."""
+    """The call that every rank makes.
+
+    ``sources`` has the text of sources that are not files, such as a notebook's cells, for
+    tracebacks.
+    """
 
     what: SerializedValue
     arguments: Sequence[str]
@@ -47,8 +49,10 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: when (seconds since 1970), its traceback, and the exception where it could
-    be pickled."""
+    """The failure of a rank: its time (seconds since 1970), its traceback and its exception.
+
+    The exception is None if it could not be pickled.
+    """
 
     at: float
     traceback: str
@@ -56,8 +60,10 @@ class Failure:
 
 
 def main(folder: Path, rank: int, parent: int | None) -> None:
-    """Run one rank of a call; ``parent``: who called, where that is this process's parent. Ends the
-    process with code 1 where it fails."""
+    """Run one rank of a call, and exit with code 1 if it fails.
+
+    ``parent`` is the process that called ``run``, if it is this process's parent.
+    """
     end_with(parent or os.getppid())
     _tell_where_when_asked(folder / f"stack.{rank}")
     try:
@@ -65,11 +71,12 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
         here = running()
         if isinstance(here, ProcessWorld):
             here.check_end()
-    except BaseException as error:  # whatever it is, who called run is told
+    except BaseException as error:  # any error is reported to the caller of run
         _write(
             Failure(time.time(), _traceback(error), _sendable(error)), folder / f"failure.{rank}"
         )
-        # No farewell: what is left of the world may wait for ever for ranks that wait for this one.
+        # Skip the usual cleanup: the rest of the world may wait for ever for ranks that wait for
+        # this one.
         _flush()
         os._exit(1)
     _flush()
@@ -106,7 +113,7 @@ def _write(failure: Failure, path: Path) -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without this file's own frames."""
+    """Return the traceback without the frames of this file."""
     own, start = (main.__code__.co_filename,), error.__traceback__
     while start is not None and start.tb_frame.f_code.co_filename in own:
         start = start.tb_next
@@ -114,8 +121,10 @@ def _traceback(error: BaseException) -> str:
 
 
 def _sendable(error: BaseException) -> SerializedValue | None:
-    """The exception, where it is one that can be raised elsewhere and comes out of its pickle as it
-    went in."""
+    """Return the serialized exception, or None if it cannot be raised in another process.
+
+    Unpickling it must give an equal exception.
+    """
     if not isinstance(error, Exception):
         return None
     with contextlib.suppress(Exception):
@@ -138,8 +147,10 @@ def _tell_where_when_asked(path: Path) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process and all it has started when its parent dies. Linux does so at once
-    (distributed/launcher/parent_death.py), but for this process alone, and others not at all.
+    """End this process, and all processes that it has started, when its parent dies.
+
+    Linux kills this process at once (distributed/launcher/parent_death.py), but not its children.
+    Other systems do neither.
     """
 
     def watch() -> None:

@@ -1,9 +1,9 @@
-"""The backend "mpi": torch.distributed's process groups over mpi4py, on any build of torch. Docs:
-docs/mpi.md.
+"""The backend "mpi": torch.distributed's process groups over mpi4py, on any build of torch.
 
-``register()`` makes ``torch.distributed.init_process_group("mpi")`` known to torch; `library`
-starts and ends MPI, `messages` are rounds of messages with bounded waits, `collectives` are made of
-rounds, `reduction` adds up, `work` drives them, `group` is what torch sees.
+Docs: docs/mpi.md. ``register()`` makes ``torch.distributed.init_process_group("mpi")`` known to
+torch. `library` starts and ends MPI. `requests` has rounds of messages without blocking waits.
+`collectives` are built from rounds, and `reduction` adds up. `progress` drives operations.
+`process_group` is the group that torch sees.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make the backend "mpi" known to torch, and start MPI if it isn't started yet. Again: nothing.
-    Raises WorldError without mpi4py or an MPI library."""
+    """Register the backend "mpi" with torch, and start MPI if it has not started.
+
+    Further calls change nothing. Raise WorldError without mpi4py or an MPI library.
+    """
     library()
     torch_private.register_mpi(_create)
 

@@ -1,9 +1,11 @@
-"""Collectives as generators of rounds, on contiguous tensors. Each rank reduces its share in rank
-order, so every rank gets the same bits.
+"""Collectives as generators of rounds, on contiguous tensors. `process_group` calls them.
 
-Made of messages rather than MPI's own collectives: those reduce no bfloat16, cannot be given up,
-and write past the end of a tensor where another rank gives a longer one. Measured on two ranks of
-one host they are no faster either (26 MB: 8.3 ms, these 7.8 ms; 4 KB: the same).
+Each rank reduces its share in the order of ranks, so every rank gets the same bits.
+
+The collectives are built from messages rather than from MPI's own collectives. MPI's own do not
+reduce bfloat16, cannot be abandoned, and write past the end of a tensor if another rank sends a
+longer one. They are no faster either, as measured on two ranks of one host. For 26 MB they take 8.3
+ms and these 7.8 ms; for 4 KB both take the same time.
 """
 
 from __future__ import annotations
@@ -34,26 +36,26 @@ __all__ = [
     "scatter",
 ]
 
-#: Where a rank would get up to so many bytes, a reduction gathers all and adds locally: in one
-#: round, which a busy machine delays once and not twice.
+#: If a rank would receive up to so many bytes, a reduction gathers everything and adds locally.
+#: This takes one round, which a busy machine delays once and not twice.
 _SMALL: Final = 1 << 18
-#: Of a reduction's bytes so many are on their way at once: they are added while they are still in
-#: the cache.
+#: So many bytes of a reduction are in transit at once. They are added while they are still in the
+#: cache.
 _CACHED: Final = 1 << 22
-#: So many pieces of memory of that size are kept.
+#: So many buffers of that size are cached.
 _SPARE: Final = 4
-#: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many
-#: rounds as their number has bits.
+#: Up to so many ranks, each rank sends to every other at once. More ranks forward small messages,
+#: in as many rounds as their number has bits.
 _FEW: Final = 4
-#: So often a small message is looked out for before all that waiting needs is made: some 20
+#: A small message is polled so often before the objects for waiting are created: about 20
 #: microseconds.
 _LOOKS: Final = 50
-#: Up to so many bytes a message is on its way at once, whatever the receiver does.
+#: Messages of up to so many bytes are sent at once, whatever the receiver does.
 EAGER: Final = 1 << 14
 
 
 def barrier(team: Team, tag: int) -> Steps:
-    """Over when all have started it."""
+    """Finish when all ranks of the team have started the barrier."""
     none, step = torch.empty(0, dtype=torch.uint8), 1
     while step < team.size:
         at = Round(team, tag)
@@ -64,7 +66,7 @@ def barrier(team: Team, tag: int) -> Steps:
 
 
 def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
-    """``t`` of the rank at index ``root`` into everyone's."""
+    """Send ``t`` of the rank at index ``root`` into the ``t`` of every rank."""
     size, place = team.size, (team.index - root) % team.size
     if size <= _FEW:
         here = Round(team, tag)
@@ -74,7 +76,7 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
             here.send(t, (root + other) % size)
         yield here
         return
-    # A tree: the rank at place 0b1xx has it from 0b0xx, and gives it to those that have one more
+    # A tree: the rank at place 0b1xx receives from 0b0xx, and sends to the ranks that have one more
     # bit.
     reach = 1 << (size - 1).bit_length()
     if place:
@@ -92,7 +94,10 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
 
 
 def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
-    """Everyone's ``mine`` into everyone's ``parts``. The own part may be ``mine`` itself."""
+    """Send every rank's ``mine`` into ``parts`` of every rank.
+
+    The own entry of ``parts`` may be ``mine`` itself.
+    """
     here, others = Round(team, tag), _others(team)
     for other in others:
         here.send(mine, other)
@@ -103,7 +108,7 @@ def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> S
 
 
 def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
-    """``sends[i]`` to the rank at index i, from which ``parts[i]`` comes."""
+    """Send ``sends[i]`` to the rank at index i, and receive ``parts[i]`` from it."""
     here, others = Round(team, tag), _others(team)
     for other in others:
         here.send(sends[other], other)
@@ -114,7 +119,7 @@ def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Te
 
 
 def gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
-    """Everyone's ``mine`` into ``parts`` of the rank at index ``root``."""
+    """Send every rank's ``mine`` into ``parts`` of the rank at index ``root``."""
     here = Round(team, tag)
     if parts is None:
         here.send(mine, root)
@@ -126,7 +131,7 @@ def gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor] | None, r
 
 
 def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, root: int) -> Steps:
-    """``parts[i]`` of the rank at index ``root`` into ``mine`` of that at i."""
+    """Send ``parts[i]`` of the rank at index ``root`` into ``mine`` of the rank at index i."""
     here = Round(team, tag)
     if parts is None:
         here.receive(mine, root)
@@ -138,18 +143,18 @@ def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, 
 
 
 def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    """The reduction of everyone's ``t``, in place."""
+    """Reduce ``t`` over all ranks, in place."""
     return (_all_reduce_small if t.nbytes * (team.size - 1) <= _SMALL else _all_reduce_large)(
         team, tag, t, fold
     )
 
 
 def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps | None:
-    """As ``all_reduce``, for a small ``t`` of two ranks that mostly come at the same time -> None
-    where it is over at once, else the steps that are left.
+    """Reduce a small ``t`` over two ranks in place, for ranks that come at about the same time.
 
-    Of a 4 KB all_reduce most of the time goes into the objects that stand for it: here are as few
-    as can be.
+    Return None if it has finished at once, else the remaining steps. Most of the time of a 4 KB
+    all_reduce goes into the objects that represent it, so this function creates as few objects as
+    possible.
     """
     other, nbytes, theirs, status = (
         1 - team.index,
@@ -182,8 +187,11 @@ def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reducti
 
 
 def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    """Each rank reduces its share, a piece in a round, and gives the piece to all in the next
-    round, while it is still in the cache."""
+    """Reduce ``t`` in pieces of each rank's share.
+
+    Each round reduces one piece. The next round sends it to all ranks while it is still in the
+    cache.
+    """
     chunks, others = _chunks(t, team.size), _others(team)
     mine, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
     memory = Scratch(t, team.size - 1, min(length, mine.numel()))
@@ -212,7 +220,8 @@ def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
             here.receive(parts[other], other)
         yield here
     else:
-        # Rows of ranks index, index + 1, ...: each round doubles how many a rank has.
+        # The rows of ranks index, index + 1, ...: each round doubles the number of rows that a rank
+        # has.
         rows, have = t.new_empty((team.size, t.numel())), 1
         rows[0].copy_(t.view(-1))
         while have < team.size:
@@ -229,8 +238,10 @@ def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
 def reduce_scatter(
     team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, fold: Reduction
 ) -> Steps:
-    """The reduction of everyone's ``chunks[i]`` into ``out`` of the rank at index i; ``out`` may be
-    the own chunk."""
+    """Reduce ``chunks[i]`` over all ranks into ``out`` of the rank at index i.
+
+    ``out`` may be the own chunk.
+    """
     me, mine = team.index, chunks[team.index].view(-1)
     if team.size == 1:
         fold([mine], out.view(-1))
@@ -239,8 +250,8 @@ def reduce_scatter(
     longest = max(chunk.numel() for chunk in flat)
     length = _piece(mine, team.size, longest)
     memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
-    # Every rank goes through the rounds of the longest chunk, which all know; without an element
-    # there is one round as well: sizes are compared.
+    # Every rank takes part in the rounds of the longest chunk, whose length all ranks know. Without
+    # an element there is one round too, which compares sizes.
     for at in range(0, max(1, longest), length):
         here, rows = Round(team, tag), iter(memory.rows)
         for other in _others(team):
@@ -258,8 +269,10 @@ def reduce_scatter(
 
 
 def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
-    """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are
-    left as they are."""
+    """Reduce ``t`` over all ranks into the ``t`` of the rank at index ``root``.
+
+    The ``t`` of other ranks is left unchanged.
+    """
     at_root = team.index == root
     if t.nbytes * (team.size - 1) <= _SMALL or team.size == 1:
         parts = (
@@ -276,8 +289,10 @@ def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps
 
 
 class Scratch:
-    """Memory for what others send: the same again and again, as first touches of new memory take
-    longer than the sums."""
+    """A buffer for received data, which is reused.
+
+    First touches of new memory would take longer than the sums.
+    """
 
     _spare: ClassVar[list[Tensor]] = []
 
@@ -299,16 +314,20 @@ class Scratch:
                 return torch.empty(_CACHED, dtype=torch.uint8)
 
     def give_back(self) -> None:
-        """Others may have it. Not after a failure: a message may still be on its way into it."""
+        """Return the buffer for reuse.
+
+        Do not call it after a failure: a message into the buffer may still be in transit.
+        """
         if self._bytes is not None and len(self._spare) < _SPARE:
             self._spare.append(self._bytes)
 
 
 def _piece(t: Tensor, size: int, chunk: int) -> int:
-    """Number of elements of each rank that are reduced at once, of the longest ``chunk`` elements.
+    """Return how many elements of each rank to reduce at once.
 
-    As many fewer than memory is kept for as there would be pieces: ranks that give different sizes,
-    each of whole pieces, have pieces that differ.
+    ``chunk`` is the number of elements of the longest chunk. The cached memory holds ``most``
+    elements. The result is smaller than that by the number of pieces. So if ranks pass different
+    sizes, each a multiple of ``most``, their pieces differ and the difference is found.
     """
     most = max(1, _CACHED // (t.itemsize * (size - 1)))
     return max(1, most - -(-chunk // most))
@@ -325,13 +344,15 @@ def _receive(here: Round, t: Tensor, other: int) -> None:
 
 
 def _chunks(t: Tensor, n: int) -> list[Tensor]:
-    """Nearly equal shares of the elements, one for each rank."""
+    """Return nearly equal shares of the elements, one for each rank."""
     return list(t.view(-1).split_with_sizes([length for _, length in balanced_split(t.numel(), n)]))
 
 
 def _others(team: Team) -> Sequence[int]:
-    """The indexes of the other ranks, each rank beginning with its next: not all send to the first
-    at once."""
+    """Return the indexes of the other ranks, starting with the next one.
+
+    So not all ranks send to the first rank at once.
+    """
     return [*range(team.index + 1, team.size), *range(team.index)]
 
 

@@ -1,4 +1,7 @@
-"""The caller's tensors as contiguous memory that MPI can read and write, and back."""
+"""The caller's tensors as contiguous memory that MPI can read and write, and the copy back.
+
+`process_group` calls this module.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ __all__ = ["Memory", "plain"]
 
 
 class Memory:
-    """The memory of one operation's tensors. Tensors that lie contiguous on the host are used as
-    they are; what is written for others is copied at the end.
+    """The memory of one operation's tensors.
 
-    ``cuda_aware``: MPI takes CUDA memory too; else that goes through the host.
+    Tensors that are contiguous on the host are used directly. Buffers for results are copied to the
+    caller's tensors at the end. If ``cuda_aware``, MPI accepts CUDA memory too. Otherwise CUDA
+    tensors go through the host.
     """
 
     __slots__ = ("_copies", "_cuda_aware", "_streams")
@@ -25,7 +29,7 @@ class Memory:
         self._streams: list[torch.cuda.Stream] = []
 
     def read(self, t: Tensor) -> Tensor:
-        """Memory with the values of ``t``; it is only read."""
+        """Return memory with the values of ``t``, which is only read."""
         if plain(t):
             return t
         t = t.detach()
@@ -36,7 +40,7 @@ class Memory:
         return (t if t.is_cpu or self._cuda_aware else t.cpu()).contiguous()
 
     def write(self, t: Tensor) -> Tensor:
-        """Memory whose values ``t`` will have."""
+        """Return memory whose values are copied to ``t`` at the end, if it is not ``t`` itself."""
         if plain(t):
             return t
         if t.is_cuda:
@@ -49,31 +53,33 @@ class Memory:
         )
 
     def change(self, t: Tensor) -> Tensor:
-        """Memory with the values of ``t``, which will have those written there."""
+        """Return memory with the values of ``t``, whose results are copied to ``t`` at the end."""
         memory = self.read(t)
         return memory if memory.data_ptr() == t.data_ptr() else self.replace(t, memory)
 
     def replace(self, t: Tensor, memory: Tensor) -> Tensor:
-        """``memory``, whose values ``t`` will have."""
+        """Record that ``memory`` is copied to ``t`` at the end, and return ``memory``."""
         self._copies.append((t.detach(), memory))
         return memory
 
     def _wait_for(self, t: Tensor) -> None:
-        """Kernels that the caller has queued may still be writing or reading it. What is copied
-        back goes to the same queue."""
+        """Wait for queued kernels of the caller, which may still write or read ``t``.
+
+        The copy back is queued on the same stream.
+        """
         stream = torch.cuda.current_stream(t.device)
         stream.synchronize()
         self._streams.append(stream)
 
     def around(self, steps: Steps) -> Steps:
-        """The same steps, and at their end the copies."""
+        """Return the same steps with the copies at their end."""
         return self._then_copy(steps) if self._copies or self._streams else steps
 
     def _then_copy(self, steps: Steps) -> Steps:
         yield from steps
         for t, memory in self._copies:
             if t.is_cuda:
-                # Another thread than the caller's may be here, with another queue.
+                # The current thread may not be the caller's, and may have another current stream.
                 with torch.cuda.stream(self._streams[0]):
                     t.copy_(memory.view(t.shape))
             else:
@@ -83,7 +89,7 @@ class Memory:
 
 
 def plain(t: Tensor) -> bool:
-    """Whether MPI can use the memory of ``t`` as it is."""
+    """Return True if MPI can use the memory of ``t`` directly."""
     return (
         t.layout is torch.strided
         and t.is_cpu

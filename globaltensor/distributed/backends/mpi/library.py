@@ -1,5 +1,7 @@
-"""MPI in this process: started at first use, told of ranks that leave, ended so that no other rank
-waits for one that is gone."""
+"""MPI in this process: started at first use, and ended so that no rank waits for one that is gone.
+
+The other modules of this backend call it. Ranks send one another a farewell when they leave.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ _INSTALL: Final = (
     "pip install globaltensor[mpi] brings mpi4py and an Open MPI; with another MPI "
     "on this machine pip install mpi4py is enough"
 )
-#: Seconds between a rank's farewell and the error of those who still wait for it: what it had sent
-#: before may be on its way.
+#: Seconds between a rank's farewell and the error of ranks that still wait for it. Messages that it
+#: sent before may still be in transit.
 _GRACE: Final = 1.0
 
 
 class Library:
-    """MPI as this process has it; ``rank`` and ``size`` are those of MPI's world."""
+    """The MPI library of this process. ``rank`` and ``size`` are those of MPI's world."""
 
     def __init__(self) -> None:
         before = sys.modules.get("mpi4py.MPI")
@@ -47,36 +49,37 @@ class Library:
                 "globaltensor start it, "
                 'or set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
             )
-        #: Held around every call of MPI where it cannot bear two threads at once.
+        #: A lock held during every call of MPI, if MPI does not support two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
         self.rank, self.size = api.COMM_WORLD.rank, api.COMM_WORLD.size
         ranks, cores = (
             _ranks_here(self.size),
             len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         )
-        #: Whether the ranks of this machine are more than its cores: who waits must let others run
-        #: then.
+        #: True if this machine has more ranks than cores. A waiting rank must then let others run.
         self.crowded = ranks > cores
-        #: Whether each has a core, but not all a second one: a thread beside the computation waits
-        #: for it to pause.
+        #: True if each rank has a core, but not every rank a second one. A thread other than the
+        #: computation then waits until the computation pauses.
         self.full = ranks <= cores < 2 * ranks
         self.cuda_aware = _cuda_aware(api)
         self.tags = int(api.COMM_WORLD.Get_attr(api.TAG_UB) or 32767)
         self.timeout = timedelta(minutes=10)
-        #: Messages that nobody waits for any more, with the memory that MPI may still read.
+        #: Requests that no operation waits for any more, with the memory that MPI may still read.
         self.abandoned: list[tuple[list[MPI.Request], list[Tensor]]] = []
-        #: Where in MPI's world the ranks are that torch counts.
+        #: Rank in torch's numbering -> rank in MPI's world.
         self.places: dict[int, int] = {}
         self._farewells: MPI.Intracomm | None = None
-        self._left: dict[int, float] = {}  # rank -> when its farewell was seen
+        self._left: dict[int, float] = {}  # rank -> time of its farewell
         self._failed = False
         self._process = os.getpid()
         self._watch_for_failure()
         atexit.register(self._leave)
 
     def _watch_for_failure(self) -> None:
-        """Note whether this process is about to end by an exception: it must not wait for the
-        others then."""
+        """Record it when this process is about to end by an exception.
+
+        Then the process must not wait for the other ranks.
+        """
         show = sys.excepthook
 
         def hook(
@@ -88,16 +91,20 @@ class Library:
         sys.excepthook = hook
 
     def listen(self) -> None:
-        """From now on ranks tell each other when they leave. All ranks of MPI's world come here
-        together, once."""
+        """Prepare for the farewells that ranks send when they leave.
+
+        All ranks of MPI's world call this method together, once.
+        """
         if self._farewells is None and self.size > 1:
             self._farewells = self.api.COMM_WORLD.Dup()
 
     def gone(self, ranks: Iterable[int] = ()) -> list[int]:
-        """Those of these ranks, as torch counts them, that have left, and so long ago that nothing
-        of theirs can still be on its way."""
+        """Return which of these ranks (in torch's numbering) have left, after a grace period.
+
+        After that time none of their messages can still be in transit.
+        """
         comm, status = self._farewells, self.api.Status()
-        # Not Iprobe and Recv: another thread may be here too.
+        # Iprobe and Recv would not do: another thread may call this method at the same time.
         while (
             comm is not None
             and (message := comm.Improbe(self.api.ANY_SOURCE, 0, status)) is not None
@@ -108,7 +115,7 @@ class Library:
         return [rank for rank in ranks if now - self._left.get(self.places[rank], now) > _GRACE]
 
     def abandon(self, requests: list[MPI.Request], kept: list[Tensor]) -> None:
-        """Keep what MPI still works on alive; what has ended meanwhile is let go."""
+        """Hold requests and tensors that MPI still works on, and release the finished ones."""
         self.abandoned = [
             (r, k) for r, k in [*self.abandoned, (requests, kept)] if not self._over(r)
         ]
@@ -119,8 +126,10 @@ class Library:
         return False
 
     def _leave(self) -> None:
-        """Say farewell, wait for the others' farewells, and end MPI. After an exception don't wait:
-        the launcher ends the others, or the farewell does."""
+        """Send a farewell, wait for the farewells of others, and end MPI.
+
+        After an exception there is no wait: the launcher or the farewell ends the other ranks.
+        """
         if os.getpid() != self._process or self.api.Is_finalized():
             return
         from .progress import stop_progress
@@ -159,8 +168,10 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """MPI in this process, started at the first call. Raises WorldError where mpi4py or an MPI
-    library is missing, or MPI cannot bear threads."""
+    """Return the MPI library of this process, started at the first call.
+
+    Raise WorldError if mpi4py or an MPI library is missing, or if MPI does not support threads.
+    """
     return Library()
 
 
@@ -172,12 +183,11 @@ def _load() -> Any:
             f"the backend mpi needs mpi4py, which is not installed: {_INSTALL}"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
-        # Messages of a few KB go at once, rather than by a question and an answer: an all-reduce of
-        # 4 KB between two ranks takes a third less.
+        # Messages of a few KB are then sent at once, without a handshake. An all-reduce of 4 KB
+        # between two ranks takes a third less time.
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
-        mpi4py.rc.finalize = (
-            False  # Library._leave does it: mpi4py would wait for ranks that have failed
-        )
+        # Library._leave ends MPI. mpi4py would wait for ranks that have failed.
+        mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -193,8 +203,10 @@ def _ranks_here(size: int) -> int:
 
 
 def _cuda_aware(api: Any) -> bool:
-    """Whether MPI takes the addresses of CUDA memory, by the question that Open MPI and MPICH
-    offer."""
+    """Return True if MPI accepts addresses of CUDA memory.
+
+    The answer comes from a query that Open MPI and MPICH offer.
+    """
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(api.__file__).MPIX_Query_cuda_support())
     return False

@@ -1,8 +1,10 @@
-"""MpiGroup: what torch.distributed calls. It takes the caller's tensors apart into contiguous
-memory, and starts the operation."""
+"""MpiGroup: the process group that torch.distributed calls.
+
+It converts the caller's tensors to contiguous memory, and starts operations.
+"""
 
 # mypy: disable-error-code="override,assignment"
-# torch's stubs give each method several signatures; which of them it means shows in the first argument.  # noqa: E501
+# torch's stubs give each method several signatures. The first argument shows which one is meant.
 from __future__ import annotations
 
 import contextlib
@@ -37,16 +39,17 @@ _NO_MPIRUN: Final = (
 
 
 class MpiGroup(dist.ProcessGroup):
-    """A process group over MPI. ``ranks``: its members as torch counts them; none: all, as many as
-    MPI has.
+    """A process group over MPI.
 
-    Raises WorldError where the members don't meet within the timeout, or MPI doesn't know of all.
+    ``ranks`` are its members in torch's numbering. An empty list means all of MPI's ranks. The
+    constructor raises WorldError if the members do not meet within the timeout, or if MPI's world
+    does not contain all of them.
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> None:
-        # the one that Python subclasses can be made with
+        # the constructor for Python subclasses
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._timeout, self._title = store, timeout, name
         self._names = list(ranks) or list(range(size))
@@ -72,8 +75,10 @@ class MpiGroup(dist.ProcessGroup):
     _together: list[Operation] | None
 
     def _meet(self, store: Any, rank: int, size: int) -> list[int]:
-        """Wait for all members -> their ranks in MPI's world. What is collective in MPI has no time
-        limit, so nobody begins before all are here."""
+        """Wait for all members, and return their ranks in MPI's world.
+
+        MPI's collective functions have no time limit, so none starts before all members have come.
+        """
         lib = self.library
         keys = [f"mpi rank of {i}" for i in range(size)]
         store.set(keys[rank], f"{lib.rank} {lib.size}")
@@ -102,7 +107,7 @@ class MpiGroup(dist.ProcessGroup):
     def _who(self) -> str:
         return f"rank {self._names[self.rank()]}: mpi group {self._title} of ranks {self._names}"
 
-    # What torch asks about a group
+    # Properties that torch reads
 
     def getBackendName(self) -> str:
         return "mpi"
@@ -118,7 +123,7 @@ class MpiGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._description
 
-    # torch keeps both with the backends of a group; this one is its own.
+    # torch stores both with the backends of a group. This group is its own backend.
     def _set_group_name(self, name: str) -> None:
         self._title = name
 
@@ -153,8 +158,11 @@ class MpiGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Let go of the group. Not collective: what others still wait for ends with their time
-        limit."""
+        """Mark the group as destroyed.
+
+        The call is not collective: operations that other ranks still wait for end with their time
+        limit.
+        """
         self._alive = False
 
     abort = shutdown
@@ -179,7 +187,7 @@ class MpiGroup(dist.ProcessGroup):
         )
 
     def _awaited(self, options: Any) -> bool:
-        """Whether the caller waits anyway, and nobody else is inside MPI."""
+        """Return True if the caller waits anyway, and no other thread is inside MPI."""
         return (
             options is not None
             and not options.asyncOp
@@ -207,14 +215,14 @@ class MpiGroup(dist.ProcessGroup):
         return operation
 
     def told(self, title: str, outputs: Sequence[Tensor]) -> str:
-        """Who does what, for an error."""
+        """Return a description of the operation and its ranks, for an error."""
         shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in outputs[:3])
         return f"{self._who()}: {title}" + (
             f" of {shapes}{', ...' if len(outputs) > 3 else ''}" if shapes else ""
         )
 
     def seconds(self, options: Any) -> float:
-        """How long an operation may take: what the call says, else the group's time limit."""
+        """Return the time limit of an operation: that of the call, else that of the group."""
         own = options.timeout.total_seconds() if options is not None else -1.0
         return own if own > 0 else self._timeout.total_seconds()
 
@@ -239,9 +247,8 @@ class MpiGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         given = _listed(tensors)
         fold = self._fold(opts, given)
-        if (
-            len(given) == 1 and fold.factor is None and plain(given[0])
-        ):  # mostly so, and then without detours
+        # The usual case takes a shorter path.
+        if len(given) == 1 and fold.factor is None and plain(given[0]):
             team, t, options = self._team, given[0], _options(opts)
             if (
                 team.size == 2
@@ -275,7 +282,7 @@ class MpiGroup(dist.ProcessGroup):
     def _entering(
         memory: Memory, t: Tensor, fold: Reduction, use: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The memory of a tensor that is to be reduced, scaled where the reduction says so."""
+        """Return the memory of a tensor to reduce, scaled if the reduction requires it."""
         if fold.factor is None:
             return use(t)
         scaled = fold.prepare(memory.read(t))
@@ -395,7 +402,7 @@ class MpiGroup(dist.ProcessGroup):
         input_list: Sequence[Tensor],
         opts: Any = None,
     ) -> Work:
-        """``output_lists[r][i]`` is ``input_list[i]`` of rank r."""
+        """Gather several tensors: ``output_lists[r][i]`` is ``input_list[i]`` of rank r."""
         lengths = [len(outs) for outs in output_lists]
         if lengths != [len(input_list)] * self._team.size:
             raise WorldError(
@@ -521,7 +528,7 @@ class MpiGroup(dist.ProcessGroup):
         row = t.numel() // length if length else 0
         return list(t.view(-1).split_with_sizes([n * row for n in rows]))
 
-    # Waiting for each other
+    # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
         return self._start(
@@ -535,8 +542,10 @@ class MpiGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when all have come. Raises WorldError, which on the group's first rank names all
-        that have not."""
+        """Block until all ranks have come.
+
+        Raise WorldError if some have not. On the group's first rank the error names all of these.
+        """
         team, tag = self._team, self._tag()
         marks = [torch.zeros(1, dtype=torch.uint8) for _ in self._names]
 
@@ -580,7 +589,7 @@ class MpiGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)
 
-    # What is wrong with a call
+    # Checks of arguments
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self._team.size:
@@ -624,8 +633,10 @@ def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
 
 
 def _options(opts: Any) -> Any:
-    """The options, where they are some: groups can also be called with a reduction or a root in
-    their place."""
+    """Return the options, or None.
+
+    Groups can also be called with a reduction or a root in place of the options.
+    """
     return opts if hasattr(opts, "timeout") else None
 
 

@@ -1,8 +1,8 @@
-"""Operations under way: driven by whoever waits for them, and by one thread beside the computation
-for those that nobody waits for yet.
+"""Operations in progress: driven by the caller that waits, or by a thread during the computation.
 
-An operation is a generator of steps. It goes on whenever somebody looks whether it is over; nothing
-blocks inside MPI, so every wait has an end.
+`process_group` starts operations. The thread drives those for which no caller waits yet. An
+operation is a generator of steps. It advances whenever it is polled. No call blocks inside MPI, so
+every wait has an end.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ from .library import Library
 
 __all__ = ["Finished", "Joint", "Operation", "Step", "Steps", "progress", "stop_progress"]
 
-_SPIN: Final = 50e-6  # seconds of looking again at once: what a message between two cores may take
-_LOOKS: Final = 50  # about as long, in numbers of looks
-_YIELD: Final = 1e-3  # and then of letting others have the core between two looks
-# later: naps of this share of the time waited so far, so that a wait is at most so much too long
+_SPIN: Final = 50e-6  # seconds of polling without pause; a message between cores takes about that
+_LOOKS: Final = 50  # about as long, as a number of polls
+_YIELD: Final = 1e-3  # seconds up to which each poll yields the core
+# After that the thread naps for this share of the time waited so far. So a wait is too long by at
+# most that share.
 _SHARE: Final = 0.05
-_BESIDE: Final = 0.25  # the same, for the thread beside the computation
+_BESIDE: Final = 0.25  # the same share for the progress thread
 _LONG_NAP: Final = 1e-3
-# while a message is on its way: where the kernel does not copy it from process to process it goes
-# in pieces, a few at each look
+# The longest nap while a message is in transit. If the kernel does not copy a message between
+# processes, it moves in pieces, a few at each poll.
 _SHORT_NAP: Final = 1e-4
-_MOVING: Final = 1.0  # seconds of looking at it again at once, where there are cores for that
-# seconds without a move for which a rank stays with what it started, where every core has its rank:
-# a thread waits longer for one
+_MOVING: Final = 1.0  # seconds of polling a moving message without pause, if cores are free
+# If every core has its rank, a rank drives what it started until nothing has advanced for so many
+# seconds. A thread would wait longer for a core.
 _PATIENCE: Final = 1e-3
-_LONG: Final = (
-    0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
-)
-_LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
-_AWAKE: Final = 0.25  # and for which it goes on looking out for them
+# After so many seconds of waiting, check the time limit and whether a rank has left.
+_LONG: Final = 0.1
+_LAZY: Final = 2e-3  # seconds after which the thread drives messages without a waiting caller
+_AWAKE: Final = 0.25  # seconds for which the thread then keeps checking for such messages
 
 
-#: Let another thread have the core; it is called without Python's lock, which os.sched_yield keeps.
+#: Yield the core to another thread. This call releases Python's lock, which os.sched_yield would
+#: hold.
 give_way: Final = ctypes.CDLL(None).sched_yield
 
 
 class Step(Protocol):
-    """What an operation waits for: a round of messages, or one."""
+    """A condition that an operation waits for: a round of messages, or one message."""
 
     def finished(self) -> bool: ...
 
     def awaited(self) -> list[int]: ...
 
     def moving(self) -> bool:
-        """Whether messages are on their way, as far as this rank can know: all that it receives
-        have come."""
+        """Return True if messages are in transit, as far as this rank can know.
+
+        That is the case once the start of everything that it receives has arrived.
+        """
 
     def left(self) -> list[int]:
-        """The ranks that gave it up, where only they are waited for."""
+        """Return the ranks that abandoned the step, if only these are still waited for."""
 
     def abandon(self) -> None: ...
 
@@ -72,20 +75,22 @@ Steps = Generator[Step, None, None]
 
 
 class Group(Protocol):
-    """What an operation asks its group."""
+    """The interface of a group that operations use."""
 
     library: Library
 
     def told(self, title: str, outputs: Sequence[Tensor]) -> str:
-        """Who does what, for an error."""
+        """Return a description of the operation and its ranks, for an error."""
 
     def seconds(self, options: Any) -> float:
-        """How long an operation may take."""
+        """Return the time limit of an operation in seconds."""
 
 
 class Operation(dist.Work):
-    """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors,
-    filled once it is over."""
+    """A collective or a message in progress, as torch's Work.
+
+    ``outputs`` are the caller's tensors, which are filled once the operation is over.
+    """
 
     def __init__(
         self,
@@ -113,8 +118,11 @@ class Operation(dist.Work):
     def at_once(
         cls, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any
     ) -> Operation | Finished:
-        """For a caller that waits anyway: mostly it is over before all that an operation needs
-        would have been made."""
+        """Run an operation for a caller that waits anyway.
+
+        Return `Finished` if it is over after a few polls, else an `Operation`. Such an operation is
+        usually over before an `Operation` object could be created.
+        """
         step, operation = None, None
         try:
             step = next(steps, None)
@@ -132,7 +140,10 @@ class Operation(dist.Work):
         return operation or cls(group, steps, outputs, title, options, step)
 
     def advance(self) -> bool:
-        """Go on as far as that is possible without waiting -> whether it is over, well or not."""
+        """Advance as far as possible without waiting.
+
+        Return True if the operation is over, with or without an error.
+        """
         if not self.over and self._lock.acquire(blocking=False):
             try:
                 if self._inference:
@@ -155,12 +166,12 @@ class Operation(dist.Work):
                 str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}",
                 error,
             )
-        except BaseException as error:  # Ctrl-C: not ours to keep
+        except BaseException as error:  # Ctrl-C must be raised here
             self._fail(f"interrupted by {type(error).__name__}", error)
             raise
 
     def _fail(self, why: str, cause: BaseException | None = None) -> None:
-        """The lock is held."""
+        """End the operation with an error. The caller must hold the lock."""
         self.error = WorldError(f"{self._group.told(self._title, self.outputs)}: {why}")
         self.error.__cause__ = None if isinstance(cause, WorldError) else cause
         if self._step is not None:
@@ -169,21 +180,21 @@ class Operation(dist.Work):
 
     @property
     def moving(self) -> bool:
-        """Whether it goes on the quicker the more often somebody looks."""
+        """True if the operation advances faster the more often it is polled."""
         step = self._step
         return step is not None and step.moving()
 
     @property
     def roomy(self) -> bool:
-        """Whether there are cores for looking all the time, besides those of the computation."""
+        """True if cores are free for constant polling, in addition to those that compute."""
         library = self._group.library
         return not (library.full or library.crowded)
 
     def carry_on(self) -> bool:
-        """Drive it as long as it moves, and a little longer -> whether it is over.
+        """Drive the operation as long as it advances, and a little longer.
 
-        For a machine whose cores all have their rank: beside the computation nothing would move
-        there before the scheduler's next slice.
+        Return True if it is over. This is for a machine where every core has its rank. During the
+        computation, nothing would advance there before the scheduler's next time slice.
         """
         moves, moved = self.moves, time.perf_counter()
         while not self.advance():
@@ -195,8 +206,10 @@ class Operation(dist.Work):
         return True
 
     def overdue(self, waited: float, limit: float | None = None) -> None:
-        """End it with an error if it has taken longer than ``limit`` (none: the group's), or waits
-        for a rank that has left."""
+        """End the operation with an error if it is too late, or waits for a rank that has left.
+
+        It is too late after ``limit`` seconds; None means the group's limit.
+        """
         allowed = self._group.seconds(self._options) if limit is None else limit
         with self._lock:
             if self.over:
@@ -236,7 +249,10 @@ class Operation(dist.Work):
                 time.sleep(min(_SHARE * waited, _LONG_NAP))
 
     def tell(self) -> None:
-        """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
+        """Complete the future, if a caller has requested one.
+
+        The future's callbacks run in this call.
+        """
         with self._lock:
             future, told = self._future, self._told
             self._told = future is not None
@@ -249,16 +265,16 @@ class Operation(dist.Work):
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody has asked for the future."""
+        """True if a caller has requested the future."""
         return self._future is not None
 
     @property
     def started(self) -> float:
-        """By `time.perf_counter`."""
+        """The start time, by `time.perf_counter`."""
         return self._started
 
     def source_rank(self) -> int:
-        """Of a receive: the index in the group of the rank it came from."""
+        """Return the index in the group of the rank that sent a received message, or -1."""
         source = getattr(self._last, "source", None)
         return -1 if source is None else int(source)
 
@@ -267,8 +283,11 @@ class Operation(dist.Work):
     # torch's Work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over. Raises WorldError where it failed, or took longer than
-        ``timeout`` (none: the group's)."""
+        """Block until the operation is over.
+
+        Raise WorldError if it failed, or took longer than ``timeout``. Zero means the group's time
+        limit.
+        """
         if not self.over:
             seconds = timeout.total_seconds()
             self._drive(seconds if seconds > 0 else None)
@@ -278,14 +297,14 @@ class Operation(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over; it goes on with every question."""
+        """Return True if the operation is over. Each call also advances it."""
         return self.advance()
 
     def is_success(self) -> bool:
         return self.over and self.error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with."""
+        """Return the error of the operation, or None."""
         return self.error
 
     def result(self) -> list[Tensor]:
@@ -298,7 +317,7 @@ class Operation(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """A future of the outputs."""
+        """Return a future of the outputs."""
         with self._lock:
             if self._future is None:
                 self._future = Future(devices=devices_of(self.outputs))
@@ -314,7 +333,7 @@ def _ranks(names: Sequence[int]) -> str:
 
 
 class Finished(dist.Work):
-    """A collective that was over before anybody could wait for it."""
+    """A collective that was over before a caller could wait for it."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -339,7 +358,7 @@ class Finished(dist.Work):
         return None
 
     def get_future(self) -> Future[Any]:
-        """A future of the outputs, fulfilled."""
+        """Return a completed future of the outputs."""
         return fulfilled(self.outputs)
 
 
@@ -354,20 +373,20 @@ def devices_of(outputs: Sequence[Tensor]) -> list[Any]:
 
 
 class Joint(dist.Work):
-    """Several operations as one."""
+    """A work that combines several operations."""
 
     def __init__(self, works: Sequence[Operation]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until all are over."""
+        """Block until all operations are over."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        return sum(work.advance() for work in self._works) == len(self._works)  # each goes on
+        return sum(work.advance() for work in self._works) == len(self._works)  # advance all
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
@@ -382,20 +401,22 @@ class Joint(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """A future of all outputs."""
+        """Return a future of all outputs."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda done: [t for f in done.value() for t in f.value()]
         )
 
 
 class Progress:
-    """A thread that drives operations beside the computation. It naps when nothing moves: the core
-    is the computation's."""
+    """A thread that drives operations during the computation.
+
+    It naps while nothing advances, because the core belongs to the computation.
+    """
 
     def __init__(self) -> None:
         self._urgent: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._lazy: deque[tuple[float, Operation]] = deque()
-        self._role = threading.Lock()  # guards the two below
+        self._role = threading.Lock()  # guards _serving and _ended
         self._serving: threading.Thread | None = None
         self._ended = False
         self._asleep = False
@@ -407,15 +428,18 @@ class Progress:
         self._serve()
 
     def see_to_later(self, operation: Operation) -> None:
-        """Drive it if it is not over in a few milliseconds: most messages are waited for at once,
-        and a thread takes longer to wake than they take."""
+        """Drive this operation if it is not over in a few milliseconds.
+
+        Callers wait for most messages at once, and a thread takes longer to wake than these
+        messages take.
+        """
         self._lazy.append((time.perf_counter(), operation))
         if self._asleep:
             self._urgent.put(None)
         self._serve()
 
     def stop(self) -> None:
-        """End the thread; wait for it a little."""
+        """End the thread, and wait for it for a second at most."""
         with self._role:
             self._ended, serving = True, self._serving
         if serving is not None:
@@ -447,8 +471,10 @@ class Progress:
             self._nap(under_way, now - moved)
 
     def _take(self, under_way: list[Operation]) -> bool:
-        """Take on what has come; wait for it if there is nothing else to do -> whether something
-        came."""
+        """Accept queued operations, and wait for one if there is no other work.
+
+        Return True if there was a new one.
+        """
         known = len(under_way)
         try:
             if under_way:
@@ -471,8 +497,11 @@ class Progress:
         return len(under_way) > known
 
     def _tell(self, over: list[Operation], under_way: list[Operation]) -> bool:
-        """Fulfil futures. What hangs on them may wait for operations itself, so another thread may
-        serve meanwhile -> whether this one still does."""
+        """Complete futures, and return True if this thread still serves afterwards.
+
+        Callbacks of futures may wait for operations themselves, so another thread may serve in the
+        meantime.
+        """
         me = self._serving
         for operation in under_way:
             self._urgent.put(operation)
@@ -506,7 +535,7 @@ _progress: Progress | None = None
 
 
 def progress() -> Progress:
-    """The thread of this process, started when it first has something to do."""
+    """Return the progress thread of this process, created at first use."""
     global _progress
     if _progress is None:
         _progress = Progress()
@@ -514,6 +543,9 @@ def progress() -> Progress:
 
 
 def stop_progress() -> None:
-    """End the thread, if there is one: at the end of the interpreter none may be inside MPI."""
+    """Stop the progress thread, if there is one.
+
+    At interpreter exit no thread may be inside MPI.
+    """
     if _progress is not None:
         _progress.stop()

@@ -1,5 +1,7 @@
-"""Elementwise reductions of any dtype by torch's own kernels, in rank order: every rank gets the
-same bits."""
+"""Elementwise reductions of any dtype by torch's own kernels, for the collectives over MPI.
+
+They work in the order of ranks, so every rank gets the same bits.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _FOLD_BOOL: Final[dict[str, Callable[..., Tensor]]] = {
     "BOR": torch.logical_or,
     "BXOR": torch.logical_xor,
 }
-#: Dtypes that torch cannot add or compare, and one that holds their values meanwhile. Unsigned
-#: 64-bit numbers are turned into signed ones of the same order.
+#: Dtypes that torch cannot add or compare -> a dtype that can hold their values for the reduction.
+#: Unsigned 64-bit numbers are converted to signed ones of the same order.
 _WIDER: Final = {
     torch.complex32: torch.complex64,
     torch.uint16: torch.int32,
@@ -92,7 +94,7 @@ class Reduction:
             )
 
     def prepare(self, own: Tensor) -> Tensor:
-        """This rank's part, as it enters the sum: scaled where the reduction says so."""
+        """Return this rank's operand of the sum, scaled if the reduction has a factor."""
         return own if self.factor is None else own * self.factor
 
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -119,7 +121,8 @@ class Reduction:
             return
         total = parts[0]
         for part in parts[1:-1]:
-            # Never into `out` before the end: it may be a part that is still to come.
+            # Do not write to `out` before the last part: `out` may be a part that is still to be
+            # read.
             total = fold(total, part) if total is parts[0] else fold(total, part, out=total)
         fold(total, parts[-1], out=out)
 
@@ -134,12 +137,14 @@ _known: dict[tuple[int, torch.dtype, int], Reduction] = {}
 
 
 def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
-    """The reduction that torch calls ``op``. Raises WorldError where it makes no sense for the
-    dtype."""
+    """Return the reduction that torch calls ``op``.
+
+    Raise WorldError if it makes no sense for the dtype.
+    """
     key = (int(getattr(op, "op", op)), dtype, size)
     found = _known.get(key)
     if found is None:
         found = Reduction(op, dtype, size)
-        if found.factor is None:  # that one is the caller's
+        if found.factor is None:  # a factor belongs to the caller's op
             _known[key] = found
     return found

@@ -1,8 +1,8 @@
-"""A round: messages to and from some ranks, under way together. Nothing here waits.
+"""Rounds of messages to and from some ranks, in progress together. No call here waits.
 
-A message is received only once it is there and its length is known to be right: Open MPI 5 writes
-past the end of a receive that was posted for fewer bytes than a long message brings (seen with
-5.0.11 between processes of one host).
+`collectives` and `process_group` build on rounds. A message is received only once it has arrived
+and its length is known to be right. Open MPI 5 writes past the end of a receive that was posted for
+fewer bytes than a long message has. This was seen with 5.0.11 between processes of one host.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ __all__ = ["Inbox", "Round", "Team"]
 
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
-#: MPI counts bytes with 32 bits: longer messages go in pieces.
+#: MPI counts bytes with 32 bits, so longer messages are sent in pieces.
 _PIECE: Final = 1 << 30
 
 
 class Team:
-    """Ranks that send each other messages: ``members`` of an MPI communicator, in order, and this
-    rank's ``index`` among them."""
+    """The ranks that exchange messages: ``members`` of an MPI communicator, in order.
+
+    ``index`` is the index of this rank among them.
+    """
 
     __slots__ = ("comm", "index", "library", "members", "memory", "names", "size", "testall")
 
@@ -54,14 +56,16 @@ class Team:
         self.memory, self.testall = library.api.buffer.fromaddress, library.api.Request.Testall
 
     def part(self, chosen: Sequence[int]) -> Team:
-        """Some of these ranks, by their indexes; this one must be among them."""
+        """Return the team of the ranks at the chosen indexes, which must include this rank."""
         members, names = [self.members[i] for i in chosen], [self.names[i] for i in chosen]
         return Team(self.library, self.comm, members, names, chosen.index(self.index))
 
 
 def pieces(t: Tensor) -> Sequence[tuple[int, int]]:
-    """(address, bytes) of a contiguous tensor, in pieces that MPI can count; one of no bytes for an
-    empty tensor."""
+    """Return (address, bytes) of a contiguous tensor, in pieces that MPI can count.
+
+    An empty tensor has one piece of no bytes.
+    """
     at, nbytes = t.data_ptr(), t.nbytes
     if nbytes <= _PIECE:
         return ((at, nbytes),)
@@ -71,8 +75,11 @@ def pieces(t: Tensor) -> Sequence[tuple[int, int]]:
 def receive(
     team: Team, message: MPI.Message, status: MPI.Status, at: int, want: int, source: int
 ) -> MPI.Request:
-    """Start receiving a message that is there. Raises WorldError where its length is another; it is
-    swallowed then, so that its sender can go on."""
+    """Start receiving a message that has arrived.
+
+    Raise WorldError if its length is wrong. The message is then received and dropped, so that its
+    sender can go on.
+    """
     api = team.library.api
     got = status.Get_count(api.BYTE)
     if got == want:
@@ -91,17 +98,20 @@ def receive(
 
 
 def _settled(t: Tensor) -> None:
-    """Wait for kernels that are queued: MPI knows nothing of those that write what is sent, or read
-    what was where something comes."""
+    """Wait for queued kernels of a CUDA tensor.
+
+    MPI does not know about kernels that write the data to send, or that read the memory to receive
+    into.
+    """
     if t.is_cuda:
         torch.cuda.current_stream(t.device).synchronize()
 
 
 class Round:
-    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the
-    round is finished.
+    """A set of messages with one tag among a team.
 
-    ``shared``: all of the team take part, each with rounds of its own.
+    Tensors must be contiguous, and must not be touched until the round is finished. If ``shared``,
+    all ranks of the team take part, each with its own rounds.
     """
 
     __slots__ = ("_arriving", "_kept", "_requests", "_shared", "_status", "_tag", "_team")
@@ -122,7 +132,7 @@ class Round:
         arriving: Sequence[tuple[int, int, int]],
         kept: Sequence[Tensor],
     ) -> Round:
-        """One whose messages are on their way already."""
+        """Create a round whose messages have already started."""
         here = cls(team, tag)
         here._requests, here._arriving, here._kept = list(requests), list(arriving), list(kept)
         return here
@@ -138,25 +148,29 @@ class Round:
             )
 
     def receive(self, t: Tensor, source: int) -> None:
-        """Take what comes from the rank at this index of the team."""
+        """Receive the next message from the rank at this index of the team."""
         _settled(t)
         self._kept.append(t)
         for at, nbytes in pieces(t):
             self._arriving.append((source, at, nbytes))
 
     def finished(self) -> bool:
-        """Go on as far as that is possible without waiting -> whether all messages are through.
-        Raises WorldError for one of another length."""
+        """Advance as far as possible without waiting.
+
+        Return True if all messages are complete. Raise WorldError for a message of a wrong length.
+        """
         if self._arriving and not self._all_came():
             return False
         return not self._requests or self._team.testall(self._requests)
 
     def _all_came(self) -> bool:
         team, status, tag = self._team, self._status, self._tag
+        # The pieces from one rank must be received in order. ``silent`` are ranks without a
+        # message.
         arriving, silent = (
             self._arriving,
             [],
-        )  # of the pieces from one rank the first must come first
+        )
         at = 0
         while at < len(arriving):
             source, address, want = arriving[at]
@@ -172,16 +186,19 @@ class Round:
         return not arriving
 
     def moving(self) -> bool:
-        """Whether all that is to be received has come, and is on its way."""
+        """Return True if everything to be received has begun to arrive and is in transit."""
         return not self._arriving and bool(self._requests)
 
     def awaited(self) -> list[int]:
-        """The ranks, by their names, whose messages have not come yet."""
+        """Return the ranks, by their names, whose messages have not arrived yet."""
         return sorted({self._team.names[entry[0]] for entry in self._arriving})
 
     def left(self) -> list[int]:
-        """The ranks, by their names, that have abandoned it, and will not receive what they were
-        sent. Empty messages are not waited for that long."""
+        """Return the ranks, by their names, that have abandoned the round.
+
+        They will not receive what was sent to them. A round of empty messages does not wait long
+        enough for this to matter.
+        """
         team, status, empty = self._team, self._status, []
         for i, member in enumerate(team.members) if self._shared and not self._arriving else ():
             if (
@@ -193,8 +210,10 @@ class Round:
         return empty
 
     def abandon(self) -> None:
-        """Nobody waits for it any more. The others are told: a message of no bytes comes after what
-        was sent before."""
+        """Abandon the round, and notify the other ranks.
+
+        The notice is a message of no bytes after the messages sent before.
+        """
         self._arriving = []
         with contextlib.suppress(self._team.library.api.Exception):
             for to in range(self._team.size if self._shared else 0):
@@ -204,20 +223,22 @@ class Round:
 
 
 class Inbox:
-    """The messages that single ranks send each other in one group. Receives take them in the order
-    in which they were asked for."""
+    """The single messages that ranks of one group send each other.
+
+    Receives get the messages in the order in which the receives were posted.
+    """
 
     def __init__(self, team: Team) -> None:
         self.team, self.lock = team, threading.Lock()
         self._lines: dict[int, list[Letter]] = {}  # by tag
 
     def ask(self, letter: Letter) -> None:
-        """Stand in line for a message."""
+        """Queue a receive."""
         with self.lock:
             self._lines.setdefault(letter.tag, []).append(letter)
 
     def leave(self, letter: Letter) -> None:
-        """Stand in line no longer. The lock is held."""
+        """Remove a receive from the queue. The caller must hold the lock."""
         line = self._lines.get(letter.tag, [])
         if letter in line:
             line.remove(letter)
@@ -225,8 +246,11 @@ class Inbox:
             self._lines.pop(letter.tag, None)
 
     def look(self, letter: Letter, status: MPI.Status) -> MPI.Message | None:
-        """The message for this letter, if it has come: none that another, asked for earlier, must
-        have. The lock is held."""
+        """Return the message for this receive if it has arrived, else None.
+
+        A message that an earlier receive must get is left for that one. The caller must hold the
+        lock.
+        """
         line = self._lines[letter.tag]
         earlier = (
             {other.source for other in line[: line.index(letter)]}
@@ -255,8 +279,11 @@ class Inbox:
 
 
 class Letter:
-    """One receive of an inbox, driven as a round is. ``source``: the index of the rank it comes
-    from; None until it is known, where any rank will do."""
+    """One receive of an inbox, driven like a round.
+
+    ``source`` is the index of the sending rank. It is None for a receive from any rank, until the
+    rank is known.
+    """
 
     __slots__ = ("_inbox", "_pieces", "_requests", "_status", "_t", "source", "tag")
 
@@ -268,7 +295,7 @@ class Letter:
         inbox.ask(self)
 
     def finished(self) -> bool:
-        """As for a round."""
+        """Advance without waiting, and return True if the message is complete."""
         if self._pieces:
             with self._inbox.lock:
                 while self._pieces and self._take():
@@ -284,18 +311,17 @@ class Letter:
             return False
         team, (at, want) = self._inbox.team, self._pieces.pop(0)
         if self.source is None:
-            self.source = team.members.index(
-                self._status.source
-            )  # the other pieces are from the same rank
+            # The other pieces are from the same rank.
+            self.source = team.members.index(self._status.source)
         self._requests.append(receive(team, message, self._status, at, want, self.source))
         return True
 
     def moving(self) -> bool:
-        """As for a round."""
+        """Return True if the message has begun to arrive and is in transit."""
         return not self._pieces and bool(self._requests)
 
     def awaited(self) -> list[int]:
-        """As for a round."""
+        """Return the ranks, by their names, from which the message may still come."""
         names = self._inbox.team.names
         return (
             []
@@ -306,11 +332,11 @@ class Letter:
         )
 
     def left(self) -> list[int]:
-        """As for a round; of single messages nobody is told."""
+        """Return an empty list, because ranks are not notified of abandoned single messages."""
         return []
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Abandon the receive."""
         with self._inbox.lock:
             self._inbox.leave(self)
         self._pieces = []

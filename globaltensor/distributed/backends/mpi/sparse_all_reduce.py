@@ -1,4 +1,7 @@
-"""The sum of sparse tensors: everyone gets everyone's indices and values."""
+"""The sum of sparse tensors, built on an all-gather of indices and values.
+
+`process_group` calls it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ __all__ = ["all_reduce_sparse"]
 
 
 def all_reduce_sparse(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    """All-reduce a sparse COO tensor in place. Raises WorldError for other layouts, and other
-    reductions than SUM and AVG."""
+    """Reduce a sparse COO tensor over all ranks, in place.
+
+    Raise WorldError for other layouts, and for reductions other than SUM and AVG.
+    """
     if t.layout is not torch.sparse_coo or fold.name not in ("SUM", "AVG"):
         raise WorldError(
             f"all_reduce({fold.name}) of a tensor of layout {t.layout}: only SUM and AVG of "
@@ -36,7 +41,7 @@ def all_reduce_sparse(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices, 1), torch.cat(all_values), t.shape, check_invariants=False
     ).coalesce()
-    with (
-        torch.no_grad()
-    ):  # on the tensor itself: detach() of a sparse one doesn't share what copy_ replaces
+    # The copy is made into ``t`` itself: detach() of a sparse tensor does not share what copy_
+    # replaces.
+    with torch.no_grad():
         t.copy_(total / team.size if fold.name == "AVG" else total)
