@@ -1,6 +1,7 @@
 """globaltensor: a cluster looks like one device. Names not defined here are torch's."""
 
-from typing import Any
+import importlib as _importlib
+from typing import TYPE_CHECKING, Any
 
 import torch as _torch_package
 
@@ -35,7 +36,7 @@ from ._ops.legacy_constructors import (
     ShortTensor,
     Tensor,
 )
-from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
+from . import amp, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from ._tensor.checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster
@@ -76,8 +77,16 @@ _counted_once.install()
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from . import auto
+
+#: Modules of the package that are imported when they are first asked for.
+_LAZY_MODULES = ("auto",)
+
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
     try:
         return getattr(_torch_package, name)
     except AttributeError:

@@ -76,10 +76,11 @@ STARTERS.add(id(subprocess))
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them
-    for every 4 cores: there one after another, with one pool for all."""
+    """Where several workers run the tests (pytest-xdist), those with processes stay on two of them,
+    or one for every 4 cores: there one after another, with one pool for all. Much of their time
+    they wait."""
     known: dict[Any, bool] = {}
-    groups = max(1, (os.cpu_count() or 1) // 4)
+    groups = max(2, (os.cpu_count() or 1) // 4)
     for item in items:
         function = getattr(item, "function", None)
         if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from .._base.providers import Providers
 from .._base.pytree import object_tensors, replaced_in_objects, skeleton
 from .._ops.rules import RULES
 from .._tensor.compiler_guard import LEFT_ALONE
@@ -66,9 +67,8 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(
     itertools.count
 )  # counts the graphs of each class
 
-#: Planners for a graph whose config asks for a searched plan: (graph, args, kwargs) -> Applied.
-#: globaltensor.auto adds its planner here.
-AUTO_PLANNERS: list[Callable[..., PlanFollower]] = []
+#: Planners of a graph whose config asks for a search: (graph, args, kwargs) -> PlanFollower.
+GRAPH_PLANNERS = Providers("planners of graphs", "globaltensor.auto")
 
 
 class _Optimizer:
@@ -500,7 +500,7 @@ class Graph:
         if found is None:
             try:
                 if self.config.auto is not None and self._plan is None:
-                    self.__dict__["_arranged"] = AUTO_PLANNERS[0](
+                    self.__dict__["_arranged"] = GRAPH_PLANNERS["auto"](
                         self, args, kwargs
                     )  # the planner may change layouts of parameters
                     self._held_now()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._base.providers import Providers
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from ..errors import SbpError
@@ -29,10 +30,9 @@ from .module_to_global import SameModel, SbpChoice
 __all__ = ["PLANS", "parallelize"]
 
 
-#: Functions that shard a model. With the key str: by a search, (model, placement, inputs) -> model.
-#: With a plan's class as key: by this plan, (model, placement, plan) -> model. Set by
-#: globaltensor.auto.
-SEARCHED: dict[type, Callable[[nn.Module, Placement, Any], nn.Module]] = {}
+#: Functions that shard a model. Under "auto": by a search, (model, placement, inputs) -> model.
+#: Under a plan's class: by this plan, (model, placement, plan) -> model.
+MODEL_PLANNERS = Providers("planners of models", "globaltensor.auto")
 
 
 class Recipe(NamedTuple):
@@ -110,9 +110,11 @@ def parallelize(
     # before shapes are read, because not every kind of parameter has one
     same = SameModel(model, placement)
     if plan == "auto":
-        return SEARCHED[str](_dispatched(model), placement, inputs)
-    if type(plan) in SEARCHED and not isinstance(plan, str):
-        return SEARCHED[type(plan)](_dispatched(model), placement, plan)
+        searched: nn.Module = MODEL_PLANNERS["auto"](_dispatched(model), placement, inputs)
+        return searched
+    if (apply_plan := MODEL_PLANNERS.get(type(plan))) is not None:
+        planned: nn.Module = apply_plan(_dispatched(model), placement, plan)
+        return planned
     names = _names(plan, placement.axes)
     if names is None:
         same.lay_out(plan)  # type: ignore[arg-type]

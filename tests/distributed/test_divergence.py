@@ -347,7 +347,7 @@ def diverging() -> list[str]:
                 if rank
                 else rows().sum().item()
             ),
-            "diverged",
+            "rank 0 reads the value of a global tensor here, while rank 1 is at comparison",
         )
     )
 

@@ -18,7 +18,7 @@ from ...graph.config import Auto
 from ...graph.errors import GraphError
 from ...graph.rank_agreement import Text, agreed
 from ...parallel.module_to_global import module_to_global
-from ...parallel.parallelize import SEARCHED
+from ...parallel.parallelize import MODEL_PLANNERS
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ..ir.op_graph import Calls
@@ -30,6 +30,7 @@ from .modules import install_layout_hooks, install_reshard_hooks
 __all__ = ["plan_of"]
 
 
+@MODEL_PLANNERS.register("auto")
 def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
     """Lay a model out by a search: now where there are example inputs, else at its first call.
     Collective."""
@@ -39,9 +40,6 @@ def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Mod
     else:
         model.register_forward_pre_hook(_AtFirst(placement), with_kwargs=True)
     return model
-
-
-SEARCHED[str] = _parallelized
 
 
 def plan_of(model: nn.Module) -> Plan | None:

@@ -18,7 +18,7 @@ from ...distributed.world import world
 from ...graph.capture.dry_world import Left
 from ...graph.config import MEMORY, Auto
 from ...graph.errors import GraphError
-from ...graph.graph import AUTO_PLANNERS
+from ...graph.graph import GRAPH_PLANNERS
 from ...graph.printing import lines
 from ...graph.rank_agreement import Text, agreed, settings
 from ...graph.sharding_plan import PlanFollower, plan_of
@@ -51,6 +51,7 @@ _LAID = "_laid_for_training"
 _CHOICE = "_choose_plan"
 
 
+@GRAPH_PLANNERS.register("auto")
 def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
     """The plan of a graph for these inputs; its parameters lie as it says afterwards.
     Collective."""
@@ -101,9 +102,6 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
         unasked=auto.ignore_user_sbp,
         searched=found.plan,
     )
-
-
-AUTO_PLANNERS.append(_search_for)
 
 
 def follow(

@@ -27,7 +27,7 @@ from ...graph.module_settings import ModuleSettings
 from ...graph.pipeline.split_model import staged
 from ...graph.sharding_plan import entry
 from ...parallel.module_to_global import module_to_global
-from ...parallel.parallelize import SEARCHED
+from ...parallel.parallelize import MODEL_PLANNERS
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import layout_for
@@ -36,6 +36,7 @@ from ..plan.plan import Plan, PlanError, PlannedCall
 __all__ = ["apply_plan", "install_layout_hooks", "install_reshard_hooks"]
 
 
+@MODEL_PLANNERS.register(Plan)
 def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     """Lay a model out as ``plan`` says on the ranks of ``placement``, in their order. Collective.
 
@@ -68,9 +69,6 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     install_reshard_hooks(model, plan)
     model.__dict__["_automatic_plan"] = plan
     return model
-
-
-SEARCHED[Plan] = apply_plan
 
 
 def _layout(entries: Sequence[str]) -> Layout:
