@@ -606,14 +606,14 @@ def register_mpi(create: Any) -> None:
     torch.distributed.Backend.MPI = _Unbuilt("mpi")
 
 
-class _Recording(threading.local):
+class _RecordingState(threading.local):
     on = False
     looks = False
 
 
 #: ``on``: this thread captures a graph (set by graph/capture/capture.py). ``looks``: any mode of
 #: this library is active, the one of _ops/rank_guard.py included.
-recording = _Recording()
+recording = _RecordingState()
 
 
 def function_mode_on() -> bool:

@@ -91,7 +91,7 @@ def _local(x: Any) -> Any:
     return x._local if isinstance(x, GlobalTensor) else x
 
 
-class _Node(torch.autograd.Function):
+class _FunctionNode(torch.autograd.Function):
     """A node that represents a Function in the local autograd graph.
 
     It is made after the Function's forward."""
@@ -194,7 +194,7 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     if not any(needs) or not at:
         return result
     dirty = context._dirty
-    parts = _Node.apply(
+    parts = _FunctionNode.apply(
         function,
         context,
         list(args),

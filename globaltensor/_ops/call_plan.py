@@ -861,7 +861,7 @@ def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Te
     mine = (
         None
         if outside
-        else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+        else replaced(out, iter([_ShapeHeader(t.shape, t.dtype) for t in tensors_in(out, [])]))
     )
     told = everyone.all_gather_object(mine)[placement.flat[0]]
     return _materialise(told, locals_) if outside else out
@@ -882,7 +882,7 @@ def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
     )
 
 
-class _Shape:
+class _ShapeHeader:
     """A shape and dtype of a tensor, as sent to ranks outside a placement."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -890,7 +890,7 @@ class _Shape:
 
 
 def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
-    if isinstance(told, _Shape):
+    if isinstance(told, _ShapeHeader):
         out = nonmember_outputs([None], locals_, told.dtype)[0]
         out._shape = told.shape  # type: ignore[attr-defined]
         return out

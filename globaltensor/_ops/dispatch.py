@@ -22,12 +22,7 @@ from ..distributed.world import ON_FORGET, world
 from ..errors import KernelError
 from ..sharding.spec import Spec
 from . import call_plan
-from .call_plan import (
-    CallPlan,
-    RecoverArgsPlan,
-    name_of,
-    tensors_in,
-)
+from .call_plan import CallPlan, RecoverArgsPlan, name_of, tensors_in
 from .plan_call import autocast_state, plan_call
 from .rules import RULES, Derived
 from .rules.deferred_mean import materialize

@@ -74,7 +74,7 @@ def autocast_state() -> tuple[Any, ...]:
     )
 
 
-class _Meeting(threading.local):
+class _CommonPlacement(threading.local):
     where: Placement | None = None
     models = 0  # number of models in stages that run
     stages = 0  # number of stages that run, one within another
@@ -83,7 +83,7 @@ class _Meeting(threading.local):
 #: The placement where operands of several placements are brought together, while a model cut into
 #: stages runs. It is that of the running stage, or of the last one that ran
 #: (graph/pipeline/split_model.py).
-stage_context = _Meeting()
+stage_context = _CommonPlacement()
 
 
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:

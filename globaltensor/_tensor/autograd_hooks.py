@@ -194,7 +194,7 @@ def grad_fn(self: GlobalTensor) -> Any:
 # ------------------------------------------------------------------- full backward hooks of modules
 
 
-class _Node:
+class _IdentityNode:
     """The node of the identity that torch puts around a hooked module.
 
     torch's hooks use it. The gradients that they get and return are global.
@@ -254,7 +254,7 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
             out._pinned = t._pinned
             link_alias(t, out)
             if part.grad_fn is not None:
-                out.__dict__["_node"] = _Node(part.grad_fn, duals)
+                out.__dict__["_node"] = _IdentityNode(part.grad_fn, duals)
             outs.append(out)
         else:
             outs.append(part)

@@ -58,11 +58,11 @@ _WHOLE = (
 )
 
 
-class _Told(threading.local):
+class _WarnedState(threading.local):
     met = False  # True if the function that this thread traces has met an object of these classes
 
 
-_told = _Told()
+_told = _WarnedState()
 _warned = [False]
 #: Functions of the user that met global tensors which were not visible in their variables.
 _meeting: WeakSet[CodeType] = WeakSet()

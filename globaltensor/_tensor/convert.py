@@ -21,7 +21,7 @@ from ..errors import GlobalTensorError, PlacementError, SbpError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec
-from ..sharding.tensor_kinds import Kind, described, refuse
+from ..sharding.tensor_kinds import TensorKind, described, refuse
 from .global_tensor import GlobalTensor
 
 __all__ = [
@@ -85,13 +85,17 @@ def gather_specs(
     mine = described(local, placement)
     order = (
         ()
-        if isinstance(mine, Kind) or local.is_contiguous()
+        if isinstance(mine, TensorKind) or local.is_contiguous()
         else tuple(sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)))
     )
     alike = True
     if check and here.size > 1:
         # A rank whose tensors have no memory sends that, too.
-        with torch_private.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext():
+        with (
+            torch_private.real_tensors()
+            if isinstance(mine, TensorKind)
+            else contextlib.nullcontext()
+        ):
             told = here.comm(tuple(range(here.size))).all_gather_object((mine, order))
         held = {r: told[r][0] for r in placement.flat}
         alike = len({told[r][1] for r in placement.flat}) == 1

@@ -20,7 +20,7 @@ from ..distributed.world import placeholder, world
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from ..sharding.tensor_kinds import BARE, Kind, described, kind_of, refuse
+from ..sharding.tensor_kinds import BARE, TensorKind, described, kind_of, refuse
 from .gradients.reducer import observe_gradients
 
 __all__ = ["check_replicated", "content_digest", "operand_spec", "promote_plain_tensor"]
@@ -58,7 +58,7 @@ def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Sp
     (`check_replicated`). So this rank compares before it raises.
     """
     kind = described(tensor, placement)
-    if isinstance(kind, Kind) and not kind.operand:
+    if isinstance(kind, TensorKind) and not kind.operand:
         here, ranks = world(), placement.flat
         if here.compares and len(ranks) > 1 and here.rank in ranks:
             here.comm(tuple(sorted(ranks))).compare_plain(
@@ -134,7 +134,7 @@ def check_replicated(
     )
 
 
-def _content_of_kind(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, str]:
+def _content_of_kind(tensor: torch.Tensor, kind: TensorKind) -> tuple[torch.Tensor, str]:
     """Return digest and text of a tensor of a kind without values in memory of its own.
 
     They are made of the tensor's kind and, if it is sparse, of its contents.

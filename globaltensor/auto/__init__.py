@@ -6,7 +6,7 @@ Users call ``flow.auto.plan(model, inputs, cluster)``.
 from .apply import graphs as _arrange  # (graphs whose config asks for a search)
 from .api import cluster_of, plan
 from .apply import modules as _carried  # (flow.parallelize with a plan)
-from .calibrate.ops import calibrate
+from .calibrate.op_accuracy import calibrate
 from .apply.eager import plan_of
 from .plan.plan import Plan, PlanError
 

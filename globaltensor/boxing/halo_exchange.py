@@ -222,10 +222,10 @@ def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
     ranks' results.
     """
     log.exchange("totals of the parts of a split dim", (len(ranks) - 1) * t.nbytes)
-    return _Share.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
+    return _HaloShare.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Share(torch.autograd.Function):
+class _HaloShare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
@@ -250,4 +250,4 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Share.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+        return _HaloShare.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from .model import Cluster
 
-__all__ = ["BETWEEN", "LOCAL", "WITHIN", "Group", "group_of"]
+__all__ = ["BETWEEN", "LOCAL", "WITHIN", "RankGroup", "group_of"]
 
 #: Moves within the memory of each rank, and the name under which each is measured.
 LOCAL: Final = {"slice": "copy", "pad": "copy", "mask": "copy", "copy": "copy"}
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """A group of ``ranks`` ranks on ``nodes`` machines, ``local`` to ``most`` of them on each.
 
     ``local`` and ``most`` are 0 where there is one machine.
@@ -37,24 +37,24 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def group_of(ranks: int | tuple[int, ...], node_size: int) -> Group:
+def group_of(ranks: int | tuple[int, ...], node_size: int) -> RankGroup:
     """Return the group of the ranks on nodes of ``node_size``. A number means the first so many."""
     p = ranks if isinstance(ranks, int) else len(ranks)
     if not node_size:
-        return Group(p, 1, 0, 0)
+        return RankGroup(p, 1, 0, 0)
     if isinstance(ranks, int):
         nodes, local, most = -(-ranks // node_size), ranks % node_size or node_size, node_size
     else:
         on = Counter(r // node_size for r in ranks).values()
         nodes, local, most = len(on), min(on, default=0), max(on, default=0)
-    return Group(p, nodes, local, most) if nodes > 1 else Group(p, 1, 0, 0)
+    return RankGroup(p, nodes, local, most) if nodes > 1 else RankGroup(p, 1, 0, 0)
 
 
 def _steps(cluster: Cluster, p: int) -> int:
     return (p - 1).bit_length() if cluster.tree else p - 1
 
 
-def _outwards(cluster: Cluster, group: Group, together: int) -> float:
+def _outwards(cluster: Cluster, group: RankGroup, together: int) -> float:
     """Return the bytes per second that leave a node for this group.
 
     That is the group's share of the node's links, and at most what the group's ranks there can
@@ -115,7 +115,7 @@ WITHIN: Final[dict[str, Callable[[Cluster, float, int], Parts]]] = {
 # ------------------------------------------------------------------------------------ between nodes
 
 
-def _far_ring(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_ring(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     p, nodes, local, most = group
     outwards = _outwards(cluster, group, together)
     through_all = (
@@ -136,11 +136,11 @@ def _far_ring(cluster: Cluster, nbytes: float, group: Group, together: int) -> f
     return min(through_all, cluster.launch + inside + across)
 
 
-def _far_double_ring(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_double_ring(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     return 2 * _far_ring(cluster, nbytes, group, together)
 
 
-def _far_all_to_all(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_all_to_all(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     p, local = group.ranks, group.local
     # The bytes that one node's ranks hold for others leave the node by links that they share.
     leaving = local * nbytes * (p - local) / p / _outwards(cluster, group, together)
@@ -153,12 +153,12 @@ def _far_all_to_all(cluster: Cluster, nbytes: float, group: Group, together: int
     return fixed + max(leaving, nbytes * (p - 1) / p / cluster.bandwidth)
 
 
-def _stream(cluster: Cluster, group: Group, together: int) -> float:
+def _stream(cluster: Cluster, group: RankGroup, together: int) -> float:
     """Return the bytes per second that one rank sends to another node."""
     return min(cluster.bandwidth, _outwards(cluster, group._replace(local=1), together))
 
 
-def _far_exchange(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_exchange(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     return (
         cluster.launch
         + (_steps(cluster, group.ranks) + 1) * cluster.node_latency
@@ -166,7 +166,7 @@ def _far_exchange(cluster: Cluster, nbytes: float, group: Group, together: int) 
     )
 
 
-def _far_broadcast(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_broadcast(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     return (
         cluster.launch
         + _steps(cluster, group.ranks) * cluster.node_latency
@@ -174,11 +174,11 @@ def _far_broadcast(cluster: Cluster, nbytes: float, group: Group, together: int)
     )
 
 
-def _far_send(cluster: Cluster, nbytes: float, group: Group, together: int) -> float:
+def _far_send(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     return cluster.launch + cluster.node_latency + nbytes / _stream(cluster, group, together)
 
 
-BETWEEN: Final[dict[str, Callable[[Cluster, float, Group, int], float]]] = {
+BETWEEN: Final[dict[str, Callable[[Cluster, float, RankGroup, int], float]]] = {
     "all_gather": _far_ring,
     "all_reduce": _far_double_ring,
     "reduce_scatter": _far_ring,

@@ -18,13 +18,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 
 from ..errors import ClusterError
-from .alpha_beta import BETWEEN, LOCAL, WITHIN, Group, group_of
+from .alpha_beta import BETWEEN, LOCAL, WITHIN, RankGroup, group_of
 from .frozen_dict import Frozen
 from .measured_curves import Curve, Curves
 
 __all__ = ["Cluster", "current_cluster", "named_cluster", "use_cluster"]
 
-_ALONE = Group(1, 1, 0, 0)
+_ALONE = RankGroup(1, 1, 0, 0)
 #: The origin that plans state for the generic machine.
 _ASSUMED = (
     "assumed, of no machine in particular: seconds are no prediction for this one. `globaltensor "
@@ -157,10 +157,10 @@ class Cluster:
         # Not faster than as many ranks, or as many as a node has, take within one node.
         return max(
             self._lawful(kind, nbytes, group, together),
-            self._lawful(kind, nbytes, Group(min(group.ranks, self.node_size), 1, 0, 0), 0),
+            self._lawful(kind, nbytes, RankGroup(min(group.ranks, self.node_size), 1, 0, 0), 0),
         )
 
-    def _lawful(self, kind: str, nbytes: float, group: Group, together: int) -> float:
+    def _lawful(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
         """Return the time of one move, kept consistent with the times of related moves.
 
         An all-reduce takes no less than either half, and at most twice as long as both halves. An
@@ -177,7 +177,7 @@ class Cluster:
             )
         return self._priced(kind, nbytes, group, together)
 
-    def _halves(self, nbytes: float, group: Group) -> dict[str, float] | None:
+    def _halves(self, nbytes: float, group: RankGroup) -> dict[str, float] | None:
         """Return measured times of all_gather, reduce_scatter and all_reduce.
 
         A missing time follows from the others. Return None where none of them was measured.
@@ -196,7 +196,7 @@ class Cluster:
             zip(_HALVES, (gather, scatter, min(whole, 2 * (gather + scatter))), strict=True)
         )
 
-    def _priced(self, kind: str, nbytes: float, group: Group, together: int) -> float:
+    def _priced(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
         found = self._measured(kind, nbytes, group) if self.measured else None
         if found is None and self.measured and group.ranks > 1:
             # The gathering in which each rank sends as much is a better estimate than constants
@@ -213,7 +213,7 @@ class Cluster:
             return fixed + moving
         return BETWEEN[kind](self, nbytes, group, together)
 
-    def _measured(self, kind: str, nbytes: float, group: Group) -> float | None:
+    def _measured(self, kind: str, nbytes: float, group: RankGroup) -> float | None:
         curves: Curves = self._curves  # type: ignore[attr-defined]
         return curves.seconds(
             kind, nbytes, group.ranks, group.local, lambda kind, n, p: WITHIN[kind](self, n, p)

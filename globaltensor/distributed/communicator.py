@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import DivergenceError, GlobalTensorError
 from ..sharding.spec import balanced_split
-from ..sharding.tensor_kinds import Kind, refusal
+from ..sharding.tensor_kinds import TensorKind, refusal
 from .divergence import History, Report, describe
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Communicator(ABC):
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
     def compare_plain(
-        self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None
+        self, digest: Tensor, text: str, purpose: str, odd: TensorKind | None = None
     ) -> None:
         """Compare a digest (int64, on the CPU) of a plain tensor that must be equal on all ranks.
 

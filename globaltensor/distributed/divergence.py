@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .._base.user_code import user_line
-from ..sharding.tensor_kinds import Kind
+from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
     "ALWAYS_COMPARED", "COMPARED_EVERY", "READING", "READING_ADVICE", "History", "Purpose",
@@ -129,7 +129,7 @@ class Report:
     # The plain tensor that is being compared, if the collective compares one.
     plain: str = ""
     operations: list[tuple[bytes, str]] = field(default_factory=list)
-    odd: Kind | None = None  # the kind of that tensor, if it is not an ordinary one
+    odd: TensorKind | None = None  # the kind of that tensor, if it is not an ordinary one
 
     @staticmethod
     def here(
@@ -138,7 +138,7 @@ class Report:
         purpose: Purpose,
         plain: str,
         histories: Sequence[History],
-        odd: Kind | None = None,
+        odd: TensorKind | None = None,
     ) -> Report:
         """Return the current report of this rank."""
         operations = [item for history in histories for item in history.operations.items()]

@@ -25,7 +25,7 @@ from .._base import torch_private
 from ..errors import DivergenceError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
-from ..sharding.tensor_kinds import Kind
+from ..sharding.tensor_kinds import TensorKind
 from .backends.select import missing_requirement, register_backend, select_backend
 from .backends.shared_memory import SharedMemoryPeers
 from .cluster_env import Detected, detect
@@ -73,7 +73,7 @@ class World(ABC):
     # True once the ranks have checked that they draw from one seed (_ops/random.py).
     seed_agreed = False
     # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
-    odd: Kind | None = None
+    odd: TensorKind | None = None
     # The object that compares this rank's ops with those of other ranks
     # (globaltensor._ops.rank_guard), or None.
     pace: Any = None

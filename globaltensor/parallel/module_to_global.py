@@ -21,7 +21,7 @@ from ..errors import GlobalTensorError, SbpError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
-from ..sharding.tensor_kinds import Kind, parameter_described, refuse
+from ..sharding.tensor_kinds import TensorKind, parameter_described, refuse
 
 __all__ = ["SameModel", "module_to_global", "module_to_local"]
 
@@ -177,7 +177,7 @@ def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], firs
     told = [(mine, bare)]
     if here.size > 1:
         told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
-    if any(isinstance(kind, Kind) for theirs, _ in told for kind in theirs.values()):
+    if any(isinstance(kind, TensorKind) for theirs, _ in told for kind in theirs.values()):
         for path in dict.fromkeys(path for theirs, _ in told for path in theirs):
             refuse(
                 f"{path} of {module}",

@@ -285,7 +285,7 @@ def _tensor(model: nn.Module, size: int) -> Recipe:
     ]
     parts = [part for part in parts if not _cuts_heads(part, parts, model, size)]
     parts += [
-        _Part(path, 0, path.rpartition(".")[0], module, module, True)
+        _SplitParameter(path, 0, path.rpartition(".")[0], module, module, True)
         for path, module in experts.items()
     ]
     dims = {part.path: part.dim for part in parts}
@@ -342,7 +342,7 @@ PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {
 }
 
 
-class _Part(NamedTuple):
+class _SplitParameter(NamedTuple):
     """A parameter that is split."""
 
     path: str
@@ -358,7 +358,7 @@ class _Part(NamedTuple):
 # ------------------------------------------------------------------------- plans that models define
 
 
-def _planned(model: nn.Module) -> list[_Part]:
+def _planned(model: nn.Module) -> list[_SplitParameter]:
     """Return the splits of the model's own ``tp_plan``, or of those of models inside it.
 
     A ``tp_plan`` is {path pattern of a module or parameter: style}. The result is empty without
@@ -406,17 +406,17 @@ def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, 
 
 def _by(
     plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]
-) -> Iterator[_Part]:
+) -> Iterator[_SplitParameter]:
     """Yield the splits of parameters that the plan of the model at path ``at`` defines."""
     # the head's logits stay split by words, because cross-entropy accepts them so
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def part(
         path: str, dim: int | None, layer: str, module: nn.Module, base: nn.Module, style: str
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_SplitParameter]:
         if dim is not None:
             whole = "colwise" not in style or ("gather" in style and module is not head)
-            yield _Part(path, dim, layer, module, base, whole, "colwise" in style)
+            yield _SplitParameter(path, dim, layer, module, base, whole, "colwise" in style)
 
     inside = {id(m) for layer in layers for m in layer.module.modules()}
     for layer in layers:
@@ -480,7 +480,9 @@ def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
     return parameter.dim() - 1 if "rowwise" in style and parameter.dim() > 1 else None
 
 
-def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
+def _cuts_heads(
+    part: _SplitParameter, parts: Sequence[_SplitParameter], model: nn.Module, size: int
+) -> bool:
     """Return True if splitting this layer would cut attention heads.
 
     Such a layer has fewer heads than another layer with the same parent (those of keys and values).
@@ -503,7 +505,7 @@ def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int
     return layer.out_features < widest and layer.out_features % (width * size) != 0
 
 
-def _around(part: _Part) -> str:
+def _around(part: _SplitParameter) -> str:
     """Return the path of the module that contains a parameter's layer."""
     return part.layer.rpartition(".")[0]
 
@@ -511,30 +513,30 @@ def _around(part: _Part) -> str:
 # --------------------------------------------------------------- plans from the structure of models
 
 
-def _column(layer: Layer, whole: bool = False) -> Iterator[_Part]:
+def _column(layer: Layer, whole: bool = False) -> Iterator[_SplitParameter]:
     """Yield the splits of a layer by its outputs."""
     for path, parameter in layer.parameters():
         if (dim := layer.of_outputs(parameter)) is not None:
-            yield _Part(path, dim, layer.path, layer.module, layer.base, whole, True)
+            yield _SplitParameter(path, dim, layer.path, layer.module, layer.base, whole, True)
 
 
-def _row(layer: Layer) -> Iterator[_Part]:
+def _row(layer: Layer) -> Iterator[_SplitParameter]:
     """Yield the splits of a layer by its inputs, which are the words of a table.
 
     The bias of an affine layer is replicated."""
     for path, parameter in layer.parameters():
         if (dim := layer.of_inputs(parameter)) is not None:
-            yield _Part(path, dim, layer.path, layer.module, layer.base, True)
+            yield _SplitParameter(path, dim, layer.path, layer.module, layer.base, True)
 
 
-def _structured(model: nn.Module) -> list[_Part]:
+def _structured(model: nn.Module) -> list[_SplitParameter]:
     """Return column-then-row pairs, found by the positions of layers.
 
     In a block of a repeated list of layers, a layer that widens or makes heads comes before one
     that closes."""
     layers = layers_in(model)
     linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
-    found: list[_Part] = []
+    found: list[_SplitParameter] = []
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:
             families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
@@ -542,7 +544,7 @@ def _structured(model: nn.Module) -> list[_Part]:
     return [*found, *_vocabulary(layers)]
 
 
-def _largest(model: nn.Module) -> Iterator[_Part]:
+def _largest(model: nn.Module) -> Iterator[_SplitParameter]:
     """Yield the split of the largest linear layer by its outputs, for a model without pairs.
 
     In a convolutional model this is mostly the classifier (Krizhevsky 2014)."""
@@ -560,7 +562,7 @@ def _scope(path: str) -> str:
     return ".".join(parts[: last + 1])
 
 
-def _paired(families: list[list[Layer]]) -> Iterator[_Part]:
+def _paired(families: list[list[Layer]]) -> Iterator[_SplitParameter]:
     """Yield the splits of the pairs in a block.
 
     ``families``: the linear layers of the block, grouped by their parents."""
@@ -584,7 +586,7 @@ def _paired(families: list[list[Layer]]) -> Iterator[_Part]:
             )
 
 
-def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_Part]:
+def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_SplitParameter]:
     for layer in columns:
         # several in one (queries, keys and values): each remains split when the output is cut
         several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0
@@ -611,7 +613,7 @@ def _queries(family: list[Layer]) -> bool:
     return len(family) == 3 and len({(layer.inputs, layer.outputs) for layer in family}) == 1
 
 
-def _vocabulary(layers: list[Layer]) -> Iterator[_Part]:
+def _vocabulary(layers: list[Layer]) -> Iterator[_SplitParameter]:
     """Yield the splits of the head with a logit for each word, and of tables with as many words."""
     outside = [layer for layer in layers if not _scope(layer.path)]
     tables = [layer for layer in outside if isinstance(layer.base, nn.Embedding)]

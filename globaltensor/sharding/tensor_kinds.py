@@ -25,7 +25,7 @@ from .placement import Placement
 __all__ = [
     "BARE",
     "Described",
-    "Kind",
+    "TensorKind",
     "arrived",
     "described",
     "kind_of",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A kind of tensor that cannot become global: its name, and what to do instead."""
 
     text: str
@@ -92,33 +92,33 @@ def _is_global(t: torch.Tensor) -> bool:
     return bool(t.is_global)  # type: ignore[attr-defined]
 
 
-def kind_of(t: torch.Tensor) -> Kind | None:
+def kind_of(t: torch.Tensor) -> TensorKind | None:
     """Return the kind of a tensor that cannot become global, else None."""
     if type(t) not in _ORDINARY and (_is_global(t) or (found := _kind_of_class(t)) is not None):
         return None if _is_global(t) else found
     if t.layout is not torch.strided:
         name = str(t.layout)
-        return Kind(
+        return TensorKind(
             "an MKL-DNN tensor" if "mkldnn" in name else f"a sparse tensor ({name})",
             _SPARSE,
             operand=True,
         )
     if t.is_nested:
-        return Kind("a nested tensor (torch.strided)", _NESTED)
+        return TensorKind("a nested tensor (torch.strided)", _NESTED)
     if t.is_quantized:
-        return Kind(f"a quantized tensor ({t.dtype})", _QUANTIZED)
+        return TensorKind(f"a quantized tensor ({t.dtype})", _QUANTIZED)
     if torch_private.is_functional(t):
-        return Kind("a functional tensor", _CLASSES["FunctionalTensor"])
+        return TensorKind("a functional tensor", _CLASSES["FunctionalTensor"])
     return None
 
 
-def _kind_of_class(t: torch.Tensor) -> Kind | None:
+def _kind_of_class(t: torch.Tensor) -> TensorKind | None:
     """Return the kind that a tensor's class gives it, else None."""
     cls = type(t)
     if issubclass(cls, (UninitializedParameter, UninitializedBuffer)):
-        return Kind(f"an {cls.__name__}, which has no shape yet", _UNINITIALIZED)
+        return TensorKind(f"an {cls.__name__}, which has no shape yet", _UNINITIALIZED)
     if t.layout is torch.jagged:
-        return Kind("a nested tensor (torch.jagged)", _NESTED)
+        return TensorKind("a nested tensor (torch.jagged)", _NESTED)
     if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or cls.__name__ == _AWAITED:
         return None
     if torch_private.is_fake(t) and (
@@ -126,7 +126,7 @@ def _kind_of_class(t: torch.Tensor) -> Kind | None:
         or (torch_private.fakes_are_on() and not torch_private.processes_are_on())
     ):
         return None
-    return Kind(
+    return TensorKind(
         f"a {cls.__name__}",
         _CLASSES.get(cls.__name__, _OF_CLASS),
         operand=cls.__name__ not in _NO_OPERANDS,
@@ -141,7 +141,7 @@ def arrived(t: torch.Tensor) -> torch.Tensor:
     return t.wait() if type(t).__name__ == _AWAITED else t  # type: ignore[attr-defined, no-any-return]
 
 
-def _parameter_kind(t: torch.Tensor) -> Kind | None:
+def _parameter_kind(t: torch.Tensor) -> TensorKind | None:
     """Return the kind of a parameter or buffer that cannot become global, else None.
 
     A parameter has to stay the same object when it becomes global.
@@ -150,13 +150,13 @@ def _parameter_kind(t: torch.Tensor) -> Kind | None:
     if (kind := kind_of(t)) is not None or cls in _ORDINARY or _is_global(t):
         return kind
     if cls.__basicsize__ != torch.Tensor.__basicsize__:
-        return Kind(
+        return TensorKind(
             f"a {cls.__name__}, whose class has slots of its own",
             "It could not stay the same object, which optimizers and other references hold. Make "
             "it an ordinary torch.nn.Parameter or tensor first",
         )
     if own := _own_methods(cls):
-        return Kind(
+        return TensorKind(
             f"a {cls.__name__}, whose class has methods of its own ({', '.join(own[:3])})",
             _OF_PARAMETER,
         )
@@ -185,9 +185,9 @@ def _own_methods(cls: type) -> list[str]:
 
 
 #: The description of a tensor that a rank sends: shape and dtype, or why it cannot become global.
-Described = tuple[tuple[int, ...], torch.dtype] | Kind
+Described = tuple[tuple[int, ...], torch.dtype] | TensorKind
 #: The kind of a tensor on the meta device where values are needed.
-BARE: Final = Kind(
+BARE: Final = TensorKind(
     "a tensor on the meta device, which has no values",
     "Give it memory and values first: torch.empty_like(x, device=...)",
     error=PlacementError,
@@ -218,7 +218,7 @@ def parameter_described(t: torch.Tensor) -> Any:
     if (kind := _parameter_kind(t)) is not None:
         return kind
     grad = None if _is_global(t) or not t.is_leaf or t.grad is None else described(t.grad)
-    if isinstance(grad, Kind):
+    if isinstance(grad, TensorKind):
         return grad._replace(text=f"a parameter whose gradient is {grad.text}")
     return tuple(t.shape), t.dtype, grad
 
@@ -228,7 +228,7 @@ def refusal(what: str, held: Mapping[int, Any]) -> GlobalTensorError:
 
     ``held``: the ranks' descriptions (`described`), the same on every rank.
     """
-    odd = {rank: kind for rank, kind in held.items() if isinstance(kind, Kind)}
+    odd = {rank: kind for rank, kind in held.items() if isinstance(kind, TensorKind)}
     first = next(iter(odd.values()))
     ranks = [rank for rank, kind in odd.items() if kind == first]
     who = (
@@ -244,5 +244,5 @@ def refusal(what: str, held: Mapping[int, Any]) -> GlobalTensorError:
 
 def refuse(what: str, held: Mapping[int, Any]) -> None:
     """Raise the error of `refusal` if a rank holds a tensor that cannot be global."""
-    if any(isinstance(kind, Kind) for kind in held.values()):
+    if any(isinstance(kind, TensorKind) for kind in held.values()):
         raise refusal(what, held)

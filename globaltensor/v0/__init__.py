@@ -1,8 +1,8 @@
 """``import globaltensor.v0 as flow``: the job-function interface of OneFlow 0.1 to 0.4.
 
 A script configures machines and devices, decorates functions, and calls them with NumPy arrays.
-This package is a thin layer: each job function is recorded once (recording/program.py). Every
-device then replays the recording in the ``build()`` of an `nn.Graph` (v0/recording/execute.py).
+This package is a thin layer: each job function is recorded once (v0/recording/record.py). Every
+device then replays the recording in the ``build()`` of an `nn.Graph` (v0/recording/run_record.py).
 Docs: docs/v0.md.
 """
 

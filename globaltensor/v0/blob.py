@@ -1,7 +1,7 @@
 """Blobs, the values that a job function computes with.
 
 A blob is a symbolic value of known shape and dtype. Ops on blobs are recorded as steps of a program
-(recording/program.py). Every op of ``flow`` calls `apply` or `own_step` to record itself.
+(v0/recording/record.py). Every op of ``flow`` calls `apply` or `own_step` to record itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from .._base.pytree import object_tensors, replaced_in_objects
 from .distribute import Distribute, assert_is_valid_distribute
 from .errors import JobError
-from .recording.program import Ref, Step
+from .recording.record import BlobRef, RecordedOp
 from .recording.recorder import Tape, taping
 from .session.device_layout import Devices
 
@@ -49,7 +49,7 @@ class Blob:
         index: int,
         shape: Any,
         dtype: torch.dtype,
-        step: Step,
+        step: RecordedOp,
         variable: bool = False,
     ) -> None:
         self.tape, self.index, self.shape, self.dtype = (
@@ -181,7 +181,7 @@ def apply(op: Callable[..., Any], *args: Any, op_name: str | None = None, **kwar
         told = op_name or getattr(op, "__name__", str(op)).lstrip("_")
         raise JobError(f"{told} of {shown}: {error}") from error
     made = object_tensors(out, [])
-    refs = replaced_in_objects((args, kwargs), iter([Ref(b.index) for b in blobs]), Blob)
+    refs = replaced_in_objects((args, kwargs), iter([BlobRef(b.index) for b in blobs]), Blob)
     step = tape.add(op, *refs, len(made), _times(blobs), op_name)
     return replaced_in_objects(
         out,
@@ -201,7 +201,7 @@ def own_step(
     """
     tape = recording()
     blobs = [tape.seen(b) for b in object_tensors(args, [], Blob)]
-    refs = replaced_in_objects(args, iter([Ref(b.index) for b in blobs]), Blob)
+    refs = replaced_in_objects(args, iter([BlobRef(b.index) for b in blobs]), Blob)
     if mirrored is None and blobs:
         mirrored = blobs[0].mirrored
     step = tape.add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .blob import Blob, recording
 from .errors import JobError
-from .recording.program import Ref
+from .recording.record import BlobRef
 
 __all__ = ["add_loss"]
 
@@ -31,4 +31,4 @@ def add_loss(loss: Blob) -> None:
             f"them to one shape, or reduce each to a scalar"
         )
     tape.loss_shape = loss.shape
-    tape.record.losses.append(Ref(loss.index))
+    tape.record.losses.append(BlobRef(loss.index))

@@ -31,7 +31,7 @@ from .lr_schedules import (
     PiecewiseScalingScheduler,
     PolynomialScheduler,
 )  # fmt: skip
-from .recording.program import Declared
+from .recording.record import Declared
 
 __all__ = [
     "LAMB", "LARS", "SGD", "SGDW", "Adam", "AdamW", "CosineScheduler", "CustomScheduler",

@@ -23,10 +23,10 @@ import torch
 from .errors import JobError
 
 __all__ = [
+    "ArrayKind",
     "Bundle",
     "Callback",
     "Dict",
-    "Kind",
     "ListListNumpy",
     "ListNumpy",
     "Numpy",
@@ -43,13 +43,13 @@ class Placeholder:
     ``batch_axis`` is the dim that is split over the devices, or None.
     """
 
-    kind: type[Kind]
+    kind: type[ArrayKind]
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_axis: int | None
 
 
-class Kind:
+class ArrayKind:
     """A kind of array annotation, the base class of `Numpy`, `ListNumpy` and `ListListNumpy`."""
 
     mirrored = False
@@ -91,11 +91,11 @@ class Kind:
         return type(f"{cls.__name__}.Placeholder{tuple(shape)}", (Placeholder,), known)
 
 
-class Numpy(Kind):
+class Numpy(ArrayKind):
     """The annotation of one global array."""
 
 
-class ListNumpy(Kind):
+class ListNumpy(ArrayKind):
     """The annotation of a list with one array for each device.
 
     A parameter's array has the placeholder's shape on each device.
@@ -104,7 +104,7 @@ class ListNumpy(Kind):
     mirrored = True
 
 
-class ListListNumpy(Kind):
+class ListListNumpy(ArrayKind):
     """The annotation of a list that holds, for each device, the pieces of its array along dim 0.
 
     A parameter accepts pieces that together have the placeholder's shape.

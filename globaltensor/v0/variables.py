@@ -18,7 +18,7 @@ from .blob import Blob, own_step, recording
 from .distribute import Distribute, assert_is_valid_distribute, broadcast
 from .errors import JobError
 from .initializers import Constant, Initializer
-from .recording.program import Declared
+from .recording.record import Declared
 from .regularizers import Regularizer
 from .scope import current_scope
 from .session.device_layout import Layout

@@ -16,9 +16,9 @@ from test_strategies import Attention, Pictures
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto.calibrate import ops as calibration
+from globaltensor.auto.calibrate import op_accuracy as calibration
 from globaltensor.auto.calibrate import steps as whole
-from globaltensor.auto.calibrate.ops import _affordable, _batches, ops_of
+from globaltensor.auto.calibrate.op_accuracy import _affordable, _batches, ops_of
 from globaltensor.auto.cost.measured_ops import op_key, parts
 from globaltensor.auto.cost.reshard_cost import ReshardCosts
 from globaltensor.auto.cost.strategies import StrategyBuilder, StrategyTable
@@ -335,7 +335,9 @@ def test_factors_are_found_again(computing: float, moving: float, waiting: float
     draw, held, buckets = np.random.default_rng(0), 2.5, 0.4
     counts, drawn = draw.integers(0, 40, 100), draw.uniform(0.1, 2.0, size=(100, 4))
     steps = [
-        whole.Step(c, m, computing * c + moving * m + waiting * n + held * u + buckets * b, n, u, b)
+        whole.MeasuredStep(
+            c, m, computing * c + moving * m + waiting * n + held * u + buckets * b, n, u, b
+        )
         for (c, m, u, b), n in zip(drawn, counts, strict=True)
     ]
     found = whole.factors(steps)
@@ -343,14 +345,14 @@ def test_factors_are_found_again(computing: float, moving: float, waiting: float
     assert found[2] == pytest.approx(waiting, rel=0.2, abs=3e-3)
     assert found[3] == pytest.approx(held, rel=0.2)
     assert found[4] == pytest.approx(buckets, abs=0.25)  # drawn towards what other moves take
-    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx(
+    assert whole.factors([whole.MeasuredStep(1.0, 0.0, 1.5)] * 3) == pytest.approx(
         (1.5, 1.5, 0.0, 1.5, 1.5), rel=0.02
     )  # nothing moved: nothing says otherwise
-    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0, 10.0)
+    assert whole.factors([whole.MeasuredStep(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0, 10.0)
     shorter = [
-        whole.Step(1.0, 1.0, 2.0),
-        whole.Step(1.0, 1.0, 1.9, waits=30),
-        whole.Step(1.0, 0.1, 1.1),
+        whole.MeasuredStep(1.0, 1.0, 2.0),
+        whole.MeasuredStep(1.0, 1.0, 1.9, waits=30),
+        whole.MeasuredStep(1.0, 0.1, 1.1),
     ]
     assert whole.factors(shorter)[2] == 0.0  # nobody waits for less than nothing
 

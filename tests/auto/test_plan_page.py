@@ -18,7 +18,7 @@ import pytest
 from support.plans import layered, pipelined
 
 import globaltensor
-from globaltensor.auto.inter_op.step_simulator import Stage, step
+from globaltensor.auto.inter_op.step_simulator import StageTimes, step
 from globaltensor.auto.plan.html import data, page
 from globaltensor.auto.plan.plan import Plan
 from globaltensor.cluster import Cluster
@@ -360,8 +360,8 @@ def test_the_page_works_in_a_browser(size: tuple[int, int], dark: bool, tmp_path
 
 def test_memory_of_stages_over_time_peaks_where_the_simulation_does() -> None:
     kinds = [
-        Stage(1e-3, 2e-3, kept=1000.0, activations=300.0, passing=50.0, first=0, ranks=4),
-        Stage(1e-3, 2e-3, kept=900.0, activations=200.0, first=4),
+        StageTimes(1e-3, 2e-3, kept=1000.0, activations=300.0, passing=50.0, first=0, ranks=4),
+        StageTimes(1e-3, 2e-3, kept=900.0, activations=200.0, first=4),
     ]
     for name, peaks in (
         ("1f1b", [1000 + 2 * 300 + 50, 900 + 200]),

@@ -16,7 +16,7 @@ from support.pool import run_on
 from globaltensor.__main__ import main
 from globaltensor.auto.profile import describe, measure_ops, profile
 from globaltensor.auto.profile.clock import Case, Clock
-from globaltensor.auto.profile.collectives import constants, groups_of, measure_moves
+from globaltensor.auto.profile.collective_timing import constants, groups_of, measure_moves
 from globaltensor.auto.profile.kernels import fitted
 from globaltensor.cluster import Cluster, Curve
 from globaltensor.distributed.simulate import simulate

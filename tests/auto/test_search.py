@@ -26,7 +26,7 @@ from globaltensor.auto.inter_op.range_cost import Table, join, runs
 from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
 from globaltensor.auto.inter_op.segment_cost import MeshContext
 from globaltensor.auto.inter_op.stage_dp import StageCosts, StageOptions, divide_into_stages, total
-from globaltensor.auto.inter_op.step_simulator import Stage, step
+from globaltensor.auto.inter_op.step_simulator import StageTimes, step
 from globaltensor.auto.intra_op.formulate import Options, formulate
 from globaltensor.auto.intra_op.search import data_parallel, gradient_traffic_exposed, search
 from globaltensor.auto.ir.op_graph import Calls
@@ -393,7 +393,11 @@ def test_formulas_of_pipelines_are_what_is_simulated(stages: int, schedule: str)
     ):
         micros = micros if schedule != "interleaved" else -(-micros // stages) * stages
         run = step(
-            [Stage(each, 2 * each) for _ in lanes], schedule, lanes, micros, Cluster(overlap=1.0)
+            [StageTimes(each, 2 * each) for _ in lanes],
+            schedule,
+            lanes,
+            micros,
+            Cluster(overlap=1.0),
         )
         told = modelled(
             schedule,
@@ -715,7 +719,11 @@ def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:
 def test_a_step_on_a_clock() -> None:
     cluster = Cluster(overlap=1.0)
     alone = step(
-        [Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5, kept=100, activations=10, passing=5)],
+        [
+            StageTimes(
+                1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5, kept=100, activations=10, passing=5
+            )
+        ],
         "1f1b",
         (0,),
         2,
@@ -726,10 +734,14 @@ def test_a_step_on_a_clock() -> None:
     )
     assert alone.memory == (115,)
     slowed = step(
-        [Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5)], "1f1b", (0,), 2, Cluster(overlap=2.0)
+        [StageTimes(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5)],
+        "1f1b",
+        (0,),
+        2,
+        Cluster(overlap=2.0),
     )
     assert slowed.seconds == pytest.approx(2 * 4.0 + 1.5 + 0.5)
-    four = [Stage(1.0, 2.0, activations=10, first=k) for k in range(4)]
+    four = [StageTimes(1.0, 2.0, activations=10, first=k) for k in range(4)]
     line = step(four, "1f1b", range(4), 8, cluster)
     assert line.seconds == pytest.approx(3.0 * (8 + 3))
     assert line.memory == (40, 30, 20, 10)

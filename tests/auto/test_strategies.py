@@ -21,7 +21,7 @@ from globaltensor.auto.cost import strategies
 from globaltensor.auto.cost.reshard_cost import ReshardCosts
 from globaltensor.auto.cost.strategies import StrategyBuilder
 from globaltensor.auto.ir.flops import work_of
-from globaltensor.auto.ir.op_graph import Calls, Ref
+from globaltensor.auto.ir.op_graph import Calls, ValueRef
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.boxing import boxing_log, plan_boxing
 from globaltensor.cluster import Cluster
@@ -85,7 +85,7 @@ def plainly(
 
 def with_values(given: Any, values: dict[int, Any]) -> Any:
     return replaced(
-        given, iter([values[t.number] for t in tensors_in(given, []) if isinstance(t, Ref)])
+        given, iter([values[t.number] for t in tensors_in(given, []) if isinstance(t, ValueRef)])
     )
 
 

@@ -487,14 +487,14 @@ def test_what_cannot_be_kept_is_refused_with_what_can() -> None:
         big(least - 1)[0](rows)
 
 
-def chain(seed: int, n: int) -> list[memory_budget.Call]:
+def chain(seed: int, n: int) -> list[memory_budget.RecomputeUnit]:
     draw = random.Random(seed)
     calls = []
     for i in range(n):
         crossing = draw.randint(1, 20)
         later = draw.randint(0, crossing)
         calls.append(
-            memory_budget.Call(
+            memory_budget.RecomputeUnit(
                 i,
                 0,
                 draw.randint(1, 100),
@@ -509,7 +509,7 @@ def chain(seed: int, n: int) -> list[memory_budget.Call]:
 
 
 def bytes_of(
-    calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tuple[bool, ...]
+    calls: list[memory_budget.RecomputeUnit], cuts: tuple[int, ...], again: tuple[bool, ...]
 ) -> tuple[int, float]:
     """(peak, seconds) of segments between cuts, recomputed or not."""
     kept = peak = 0

@@ -17,7 +17,7 @@ import torch
 
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
-from globaltensor.v0.session import rendezvous, worker, worker_pool
+from globaltensor.v0.session import device_worker, rendezvous, worker_pool
 from globaltensor.v0.session.control_channel import Line
 from globaltensor.v0.session.device_layout import Layout
 from globaltensor.v0.session.process_place import Workers
@@ -143,14 +143,14 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(
             raise SystemExit
 
     monkeypatch.setattr(
-        worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None)
+        device_worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None)
     )
-    monkeypatch.setattr(worker, "_leave", leave)
-    monkeypatch.setattr(worker, "reset_world", lambda: None)
+    monkeypatch.setattr(device_worker, "_leave", leave)
+    monkeypatch.setattr(device_worker, "reset_world", lambda: None)
 
     def follow() -> None:
         with contextlib.suppress(SystemExit):
-            worker.follow(line, None, {}, Workers())  # type: ignore[arg-type]
+            device_worker.follow(line, None, {}, Workers())  # type: ignore[arg-type]
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()

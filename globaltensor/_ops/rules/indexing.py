@@ -26,13 +26,13 @@ from .registry import DATA_FREE_VARIANTS, RULES, Rule, rule
 from .slicing import cut, stays_split, takes
 from .view import own
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["IndexComponent", "parts_of"]
 
 Local = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexComponent:
     """One component of an index.
 
     ``dim`` is the dim of the indexed tensor to which the component applies. A new dim is inserted
@@ -45,7 +45,7 @@ class Part:
     size: int = 1  # elements of the region along it
 
 
-def parts_of(x: Arg, index: Any) -> list[Part]:
+def parts_of(x: Arg, index: Any) -> list[IndexComponent]:
     """Read an index as torch does, with every dim accounted for.
 
     Raises FormError for the forms that only torch itself knows.
@@ -74,20 +74,22 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, (Arg, torch.Tensor)) and item.dtype in (torch.bool, torch.uint8)
 
 
-def _part(x: Arg, item: Any, d: int) -> Part:
+def _part(x: Arg, item: Any, d: int) -> IndexComponent:
     if item is None:
-        return Part("new", d)
+        return IndexComponent("new", d)
     if isinstance(item, slice):
         r = range(*item.indices(x.shape[d]))
         return (
-            Part("all", d, size=x.shape[d]) if len(r) == x.shape[d] else Part("slice", d, r, len(r))
+            IndexComponent("all", d, size=x.shape[d])
+            if len(r) == x.shape[d]
+            else IndexComponent("slice", d, r, len(r))
         )
     if isinstance(item, Arg):
         if _is_mask(item):
-            return Part("mask", d, item)
-        return Part("tensor", d, item)
+            return IndexComponent("mask", d, item)
+        return IndexComponent("tensor", d, item)
     at = operator.index(item)
-    return Part("int", d, at % max(x.shape[d], 1))
+    return IndexComponent("int", d, at % max(x.shape[d], 1))
 
 
 def _items(index: Any) -> tuple[Any, ...]:
@@ -169,7 +171,9 @@ def _tensors(index: Any) -> Iterable[torch.Tensor]:
 
 
 def _region(
-    parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]
+    parts: Sequence[IndexComponent],
+    index_dims: Sequence[Any],
+    name: Callable[[IndexComponent], Any],
 ) -> tuple[list[Any], int, int]:
     """Return the named dims of the region that an index selects.
 
@@ -238,7 +242,7 @@ def _get_plainer(x: Any, index: Any) -> Any:
 
 
 def _get_local(
-    split: LocalContext, shape: Sequence[int], parts: Sequence[Part], after: int
+    split: LocalContext, shape: Sequence[int], parts: Sequence[IndexComponent], after: int
 ) -> Local | None:
     boxes = {
         p.dim: split.box(("x", p.dim))
@@ -279,7 +283,9 @@ def _get_local(
     return run
 
 
-def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> IndexError | None:
+def _out_of_bounds(
+    shape: Sequence[int], parts: Sequence[IndexComponent], index: Any
+) -> IndexError | None:
     for p, at in zip((p for p in parts if p.kind == "tensor"), _tensors(index), strict=True):
         n = shape[p.dim]
         if (bad := at[(at < -n) | (at >= n)]).numel():
@@ -289,7 +295,9 @@ def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> I
     return None
 
 
-def _cut(split: LocalContext, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
+def _cut(
+    split: LocalContext, p: IndexComponent
+) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
     factor = ("x", p.dim)
     return (
         cut(split, p.dim, split.op.out[0].index(factor), [p.value])
@@ -344,7 +352,7 @@ def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
     x[tuple(items)] = value
 
 
-def _plain_key(p: Part, at: Any) -> Any:
+def _plain_key(p: IndexComponent, at: Any) -> Any:
     if p.kind == "slice":
         return slice(p.value.start, p.value.stop, p.value.step)
     return {"new": None, "all": slice(None)}.get(p.kind, at)
@@ -423,7 +431,9 @@ def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
     dims: list[Any] = []
     for k in range(len(shape), 0, -1):
         p = region[len(region) - k] if k <= len(region) else None
-        whole = isinstance(p, Part) and p.kind == "all" and p.size == shape[len(shape) - k]
+        whole = (
+            isinstance(p, IndexComponent) and p.kind == "all" and p.size == shape[len(shape) - k]
+        )
         dims.append(("x", p.dim) if whole else None)  # type: ignore[union-attr]
     return dims
 
@@ -431,7 +441,7 @@ def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
 def _set_local(
     split: LocalContext,
     shape: Sequence[int],
-    parts: Sequence[Part],
+    parts: Sequence[IndexComponent],
     region: Sequence[Any],
     after: int,
     count: int,
@@ -507,7 +517,7 @@ def _narrowed(value: torch.Tensor, from_right: int, first: int, n: int, size: in
 
 def _only_mine(
     key: list[Any],
-    reach: dict[int, Part],
+    reach: dict[int, IndexComponent],
     boxes: dict[int, tuple[int, int]],
     shape: Sequence[int],
     value: Any,
@@ -546,7 +556,7 @@ def _only_mine(
 def _write_beside(
     x: torch.Tensor,
     key: list[Any],
-    reach: dict[int, Part],
+    reach: dict[int, IndexComponent],
     boxes: dict[int, tuple[int, int]],
     shape: Sequence[int],
     value: Any,

@@ -272,7 +272,7 @@ def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     x, y = _pair(args, kwargs)
     dim = canonical(kwargs).get("dim", args[2] if len(args) > 2 else -1)
     (first, second), out = align([x.shape, y.shape])
-    at = dims_of(_Shape(len(out)), dim)[0]
+    at = dims_of(_MatmulShape(len(out)), dim)[0]
     product(op, [first, second], [x, y], [f for d, f in enumerate(out) if d != at])
     if out[at] in op.reduce and not all(
         len(d) >= len(out) - at and d[at - len(out)] is not None for d in (first, second)
@@ -281,7 +281,7 @@ def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         op.whole = {out[at]}
 
 
-class _Shape:
+class _MatmulShape:
     def __init__(self, ndim: int) -> None:
         self.ndim = ndim
 

@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True)
-class Place:
+class SplitPosition:
     """The position of this rank along a split dim.
 
     ``ranks`` hold the dim, and ``lengths`` are their sizes. This rank has ``index`` among them and
@@ -37,7 +37,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, split: LocalContext, dim: int) -> Place:
+    def of(cls, split: LocalContext, dim: int) -> SplitPosition:
         """Return the place along ``dim`` of operand 0."""
         spec = split.ins[0]
         ranks = fibers(spec, split.rank, dim)
@@ -124,7 +124,7 @@ def _folding(spelled: str) -> Callable[..., None]:
                 return getattr(Tensor, spelled)  # type: ignore[no-any-return]
             run = _folded(
                 fold,
-                Place.of(split, d),
+                SplitPosition.of(split, d),
                 d,
                 split.outs[0].dtype,
                 world().device(split.ins[0].placement.type),
@@ -139,7 +139,7 @@ def _folding(spelled: str) -> Callable[..., None]:
 
 
 def _folded(
-    fold: _Fold, place: Place, d: int, dtype: torch.dtype, device: torch.device
+    fold: _Fold, place: SplitPosition, d: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
     first = not place.before
     chosen = torch.zeros(len(place.ranks), dtype=torch.bool, device=device)
@@ -180,7 +180,7 @@ def _extreme(name: str) -> Callable[..., None]:
         d = along(op, x, dim, 2)
         if d is not None:
             op.local = lambda split: (
-                _climbed(name, Place.of(split, d), d)
+                _climbed(name, SplitPosition.of(split, d), d)
                 if is_spread(split, d)
                 else getattr(torch, name)
             )
@@ -188,7 +188,7 @@ def _extreme(name: str) -> Callable[..., None]:
     return describe
 
 
-def _climbed(name: str, place: Place, d: int) -> Callable[..., Any]:
+def _climbed(name: str, place: SplitPosition, d: int) -> Callable[..., Any]:
     """Return the local function for the running maximum (minimum) and its position.
 
     Of equal elements the last counts, as in torch.

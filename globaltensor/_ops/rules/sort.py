@@ -28,7 +28,7 @@ from ...errors import FormError
 from .helpers import canonical, dims_of, reduced, split_in
 from .notation import Arg, LocalContext, OpDescription
 from .registry import rule
-from .scan import Place
+from .scan import SplitPosition
 from .spatial.halo import is_spread
 from .strategy import SignatureChoice
 
@@ -141,7 +141,7 @@ class _Routed(torch.autograd.Function):
 
 
 def _planned(
-    lanes: Tensor, descending: bool, place: Place, ends: list[int]
+    lanes: Tensor, descending: bool, place: SplitPosition, ends: list[int]
 ) -> tuple[_Route, Tensor]:
     """Return the route of ``lanes`` [lanes, here], and the elements that this rank receives by it.
 
@@ -203,7 +203,7 @@ def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
 def _sorted(
     split: LocalContext, d: int, descending: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    place, out = Place.of(split, d), split.outs[0]
+    place, out = SplitPosition.of(split, d), split.outs[0]
     ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ def _selected(
     The element is at the position ``goal(lanes, ranks, n)`` [lanes or 1, 1] of the lane's order. Of
     equal elements the first is taken.
     """
-    place, n = Place.of(split, d), split.ins[0].shape[d]
+    place, n = SplitPosition.of(split, d), split.ins[0].shape[d]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         lanes, rest = _lanes(x, d)

@@ -18,7 +18,7 @@ from .helpers import canonical, dims_of, reduced, split_in
 from .notation import Arg, LocalContext, OpDescription, align
 from .reduction import amax, has_split
 from .registry import rule
-from .scan import Place
+from .scan import SplitPosition
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ def _best(
     Of equal elements the first is taken. NaNs count as the best, and of these the first is taken
     too.
     """
-    place = Place.of(split, d)
+    place = SplitPosition.of(split, d)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         if place.length:
@@ -188,7 +188,7 @@ def _topk(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 def _best_k(
     split: LocalContext, d: int, k: int, largest: bool, in_order: bool
 ) -> Callable[..., Any]:
-    place = Place.of(split, d)
+    place = SplitPosition.of(split, d)
     sent = [min(k, n) for n in place.lengths]
     ends = [0, *accumulate(sent)]
     reach = HaloPlan(place.ranks, split.rank, list(pairwise(ends)), [[(0, ends[-1])]] * len(sent))

@@ -72,7 +72,7 @@ class FlatBuffer:
         self.parts: Sequence[torch.Tensor] = torch_private.parts_of(flat[:-1], like)
 
 
-class _Place:
+class _GradientSlot:
     """A room, and the numbers of the leaves whose gradients are summed in it."""
 
     __slots__ = ("numbers", "room")
@@ -85,7 +85,7 @@ class FlatBufferPool:
     """The rooms in which gradients of leaves were summed last, at most one for each leaf."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}  # by the numbers of leaves
+        self._places: dict[int, _GradientSlot] = {}  # by the numbers of leaves
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +114,7 @@ class FlatBufferPool:
         place, nbytes = self._places.get(numbers[0]), size * dtype.itemsize
         if place is None or place.numbers != numbers or place.room.nbytes != nbytes:
             self.drop(numbers)
-            place = _Place(numbers, Room(nbytes))
+            place = _GradientSlot(numbers, Room(nbytes))
             self._places.update(dict.fromkeys(numbers, place))
         elif not place.room.free:
             place.room = Room(nbytes)

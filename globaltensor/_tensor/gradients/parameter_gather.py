@@ -289,7 +289,9 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
     if not (local.requires_grad and torch.is_grad_enabled()):
         out = whole
     else:
-        out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
+        out = _GatheredParameter.apply(
+            local, _ParameterRef(whole, leaf, bool(state.freed)), src, dst
+        )
     if state.freed and torch.is_grad_enabled():
         _remember(
             state,
@@ -421,14 +423,14 @@ def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
     return True
 
 
-class _Box:
+class _ParameterRef:
     """A carrier of a gathered parameter, and of its leaf, past autograd."""
 
     def __init__(self, whole: torch.Tensor, leaf: GlobalTensor, freed: bool) -> None:
         self.whole, self.leaf, self.freed = whole, leaf, freed
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredParameter(torch.autograd.Function):
     """A gathered parameter.
 
     Its backward is a reduce-scatter, together with others where the gradient only has to reach the
@@ -436,7 +438,9 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, carried: _ParameterRef, src: Spec, dst: Spec
+    ) -> torch.Tensor:
         ctx.leaf, ctx.local, ctx.src, ctx.dst, ctx.freed = (
             carried.leaf,
             local,

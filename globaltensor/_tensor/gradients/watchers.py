@@ -37,13 +37,13 @@ class Watcher:
     def __init__(self, among: Watchers) -> None:
         #: Call it when the program no longer needs the watcher, on every rank alike. The watcher
         #: itself may have been freed here by then.
-        self.end = _End(among)
+        self.end = _WatcherEnd(among)
 
     def __del__(self) -> None:
         self.end.among.alive.discard(self.end.number)
 
 
-class _End:
+class _WatcherEnd:
     """The end of a watcher, which does not keep the watcher alive."""
 
     __slots__ = ("among", "number", "over")

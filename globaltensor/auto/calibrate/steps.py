@@ -48,7 +48,7 @@ from ..plan.plan import PlanError
 from ..profile.clock import Case, Clock
 from ..solver import Problem, solve
 
-__all__ = ["COPIES", "Step", "calibrate_steps", "factors", "perturbed"]
+__all__ = ["COPIES", "MeasuredStep", "calibrate_steps", "factors", "perturbed"]
 
 # timed steps in a row, as in training, and untimed steps before them, because the first steps find
 # in the caches what another plan's steps left there
@@ -73,7 +73,7 @@ _Steps = dict[str, Callable[[], None]]
 Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]
 
 
-class Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     """The terms of one plan's step in seconds.
 
     ``computing``, ``moving``, ``bucketed`` (moves in buckets) and ``updating`` (the optimizer) are
@@ -111,7 +111,7 @@ def calibrate_steps(
     return cluster.stretched(computing, moving, waiting, updating, bucketed, copying=updating)
 
 
-def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
+def factors(steps: Sequence[MeasuredStep]) -> tuple[float, float, float, float, float]:
     """Fit four factors and the duration of a wait to measured steps.
 
     Return the factors of computing and moving, the seconds by which each wait is longer, and the
@@ -253,14 +253,16 @@ class _Planned:
             self.seconds = time.perf_counter() - began
         return self.chosen.found
 
-    def step(self, measured: float) -> Step:
+    def step(self, measured: float) -> MeasuredStep:
         assert self.chosen is not None, "it has been run"
         found, waits, computing, bucketed, copied = self.chosen
         spent = found.plan.spent
         moving = (
             spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
         )
-        return Step(computing, moving, measured, waits, spent["updating"] + copied, bucketed)
+        return MeasuredStep(
+            computing, moving, measured, waits, spent["updating"] + copied, bucketed
+        )
 
 
 def _measured(
@@ -269,7 +271,7 @@ def _measured(
     kwargs: Mapping[str, Any],
     mesh: Placement,
     seconds: float,
-) -> list[Step]:
+) -> list[MeasuredStep]:
     """Measure the steps of each plan.
 
     Steps of one plan differ by up to a tenth from graph to graph, depending on the addresses of its

@@ -22,11 +22,11 @@ from ...boxing.moves import Layout
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
-from ..ir.op_graph import Call, Calls, Ref, Value
+from ..ir.op_graph import Call, Calls, Value, ValueRef
 from ..plan.plan import PlanError
 from .reshard_cost import ReshardCosts
 from .rule_failures import RuleFailures
-from .signatures import Signature, probe_decomposition, signatures
+from .signatures import CostedSignature, probe_decomposition, signatures
 from .strategies import StrategyBuilder, StrategyTable
 
 __all__ = ["BatchMenu", "Batches", "takes_statistics"]
@@ -62,7 +62,9 @@ class Batches:
         self._at: dict[int, Calls] = {batch: self.whole}
         # Key of a call -> its lost strategies, on the mesh where most were lost.
         self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}
-        self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], RuleFailures]] = {}
+        self._signatures: dict[
+            tuple[Hashable, int, int], tuple[list[CostedSignature], RuleFailures]
+        ] = {}
         self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, RuleFailures]] = {}
 
     def at(self, rows: int) -> Calls:
@@ -129,7 +131,7 @@ class Batches:
 
     def signatures(
         self, call: Call, rows: int, ranks: int, losses: RuleFailures
-    ) -> list[Signature]:
+    ) -> list[CostedSignature]:
         """Return the signatures of a call at a batch of ``rows`` on an axis of ``ranks``.
 
         ``losses`` counts errors as in `signatures.signatures`.
@@ -206,7 +208,7 @@ class Batches:
 
     def _probe(
         self, calls: Calls, number: int, ranks: int, which: int, losses: RuleFailures
-    ) -> list[Signature]:
+    ) -> list[CostedSignature]:
         call = calls.calls[number]
         key = self._key(call), ranks, which
         found = self._signatures.get(key)
@@ -230,7 +232,7 @@ class BatchMenu(StrategyBuilder):
 
     def _on_axis(
         self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
-    ) -> list[Signature]:
+    ) -> list[CostedSignature]:
         return [
             s._replace(composed=False)
             for s in self.batches.signatures(call, self.rows, size, losses)
@@ -332,7 +334,7 @@ def _alike(one: Calls, other: Calls) -> bool:
 
 def _mixed(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
     """Return the arguments with each integer interpolated between those of two captures."""
-    if isinstance(a, Ref) or a is b:
+    if isinstance(a, ValueRef) or a is b:
         return a
     if type(a) is not type(b):
         raise _Uneven

@@ -1,7 +1,7 @@
 """Measured calls: the key of a measurement, and the local call to time.
 
 A cluster saves under this key the seconds of a call on one rank's local tensors. `strategies.py`
-and `calibrate/ops.py` use this module.
+and `auto/calibrate/op_accuracy.py` use this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def op_key(call: Call, operands: Sequence[Value], shapes: Sequence[Shape]) -> st
         return None
     marks = iter(
         [
-            _Shown(f"{str(v.dtype).removeprefix('torch.')}{list(s)}{'~' if v.grad else ''}")
+            _KeyText(f"{str(v.dtype).removeprefix('torch.')}{list(s)}{'~' if v.grad else ''}")
             for v, s in zip(operands, shapes, strict=True)
         ]
     )
@@ -56,7 +56,7 @@ def op_key(call: Call, operands: Sequence[Value], shapes: Sequence[Shape]) -> st
     return None if " at 0x" in told else f"{name.rpartition('.')[2]}({told})"
 
 
-class _Shown:
+class _KeyText:
     def __init__(self, text: str) -> None:
         self.text = text
 

@@ -35,10 +35,10 @@ from ...sharding.spec import Spec
 from ..ir.op_graph import Call, Value
 from .rule_failures import RuleFailures, describe
 
-__all__ = ["Signature", "probe_decomposition", "signatures"]
+__all__ = ["CostedSignature", "probe_decomposition", "signatures"]
 
 
-class Signature(NamedTuple):
+class CostedSignature(NamedTuple):
     """One strategy for a call on an axis.
 
     ``divided`` is True if the ranks share the work. ``moved`` is what the call itself communicates
@@ -55,20 +55,20 @@ class Signature(NamedTuple):
 
 def signatures(
     call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None
-) -> list[Signature]:
+) -> list[CostedSignature]:
     """Return every signature of ``call`` on an axis of ``ranks``, first the one with all broadcast.
 
     ``losses`` counts the layouts that could not be probed because of an error.
     """
     losses = RuleFailures() if losses is None else losses
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
-    whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
+    whole = CostedSignature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
     if call.wild or any(v.plain for v in outs):
         return [whole]
     if call.fixed is not None:
         return _free(operands[0])
     axis = Placement("cpu", list(range(ranks)))
-    found: dict[tuple[Any, ...], Signature] = {}
+    found: dict[tuple[Any, ...], CostedSignature] = {}
     for hint in _hints(call, operands, ranks):
         specs = [
             Spec.make(v.shape, v.dtype, axis, entry)
@@ -85,7 +85,7 @@ def signatures(
     return list(found.values()) or [whole]
 
 
-def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
+def _sensible(s: CostedSignature, operands: Sequence[Value]) -> bool:
     """Return True unless the signature turns a given tensor into a partial sum for no reason.
 
     A reason is an operand that is split, or a computed operand that is partial.
@@ -96,11 +96,11 @@ def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
     return asked or not any(e.is_partial for e in s.ins)
 
 
-def _free(value: Value) -> list[Signature]:
+def _free(value: Value) -> list[CostedSignature]:
     """Return the signatures of a change of layout that accepts every layout."""
     entries = [broadcast, *(split(d) for d, n in enumerate(value.shape) if n > 1)]
     entries += [partial_sum] if value.dtype.is_floating_point else []
-    return [Signature((e,), (e,), e.is_split) for e in entries]
+    return [CostedSignature((e,), (e,), e.is_split) for e in entries]
 
 
 def _fills(value: Value, entry: Sbp, ranks: int) -> bool:
@@ -144,7 +144,7 @@ def _heard(
     specs: Sequence[Spec],
     axis: Placement,
     losses: RuleFailures,
-) -> Iterator[Signature]:
+) -> Iterator[CostedSignature]:
     """Yield the rule's signatures for these operand layouts, until an error occurs."""
     try:
         yield from _probe_rule(call, operands, outs, specs, axis, losses)
@@ -159,14 +159,14 @@ def _probe_rule(
     specs: Sequence[Spec],
     axis: Placement,
     losses: RuleFailures,
-) -> Iterator[Signature]:
+) -> Iterator[CostedSignature]:
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
         # One of this library's functions (to, contiguous, clone, ...). It treats local tensors in
         # the same way along every axis.
         seen = probe_decomposition(call, specs, losses) if operands else None
         if seen is not None:
-            yield Signature(
+            yield CostedSignature(
                 tuple(x.layout[0] for x in specs),
                 tuple(o[0] for o in seen[0]),
                 any(x.layout[0].is_split for x in specs),
@@ -181,7 +181,7 @@ def _probe_rule(
         # A split of a single operand other than the first never gives a signature.
         seen = probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None
         if seen is not None:
-            yield Signature(
+            yield CostedSignature(
                 tuple(s.layout[0] for s in specs),
                 tuple(o[0] for o in seen[0]),
                 any(s.layout[0].is_split for s in specs),
@@ -219,7 +219,7 @@ def _probe_rule(
             if seen is None:
                 continue
             moved = seen[1]
-        yield Signature(
+        yield CostedSignature(
             tuple(x.layout[0] for x in ins),
             tuple(o.layout[0] for o in got.outs),
             s.factor is not None,

@@ -27,7 +27,7 @@ from ..ir.op_graph import Call, Value
 from .measured_ops import op_key, parts
 from .reshard_cost import ReshardCosts
 from .rule_failures import RuleFailures
-from .signatures import Signature, probe_decomposition, signatures
+from .signatures import CostedSignature, probe_decomposition, signatures
 
 __all__ = ["StrategyBuilder", "StrategyTable", "gives_every_rank_data", "roofline"]
 
@@ -104,8 +104,8 @@ class StrategyBuilder:
 
     def _on_axis(
         self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
-    ) -> list[Signature]:
-        def ask() -> tuple[list[Signature], RuleFailures]:
+    ) -> list[CostedSignature]:
+        def ask() -> tuple[list[CostedSignature], RuleFailures]:
             lost = RuleFailures()
             return signatures(call, values, size, lost), lost
 
@@ -221,7 +221,10 @@ class StrategyBuilder:
         return StrategyTable(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
 
     def _share(
-        self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]
+        self,
+        combination: Sequence[CostedSignature],
+        operands: Sequence[Value],
+        results: Sequence[Value],
     ) -> float:
         """Return the fraction of the work that one rank does."""
         return math.prod(
@@ -230,7 +233,7 @@ class StrategyBuilder:
             if s.divided
         )
 
-    def _moving(self, combination: Sequence[Signature], share: float) -> float:
+    def _moving(self, combination: Sequence[CostedSignature], share: float) -> float:
         """Return the seconds that a candidate itself communicates in the forward pass."""
         prices, moving = self.prices, 0.0
         for axis, s in enumerate(combination):
@@ -246,7 +249,7 @@ class StrategyBuilder:
 
     def _rounds(
         self, call: Call, operands: Sequence[Value], results: Sequence[Value],
-        combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
+        combination: Sequence[CostedSignature], come: Sequence[Layout], lie: Sequence[Layout],
         work: Work, share: float,
     ) -> float:  # fmt: skip
         """Return how often a candidate runs the call that was measured.
@@ -383,7 +386,7 @@ def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
     return found
 
 
-def _loose(s: Signature) -> bool:
+def _loose(s: CostedSignature) -> bool:
     """Return True if some tensor is partial in a signature that is not a composition.
 
     Such signatures are not combined with a composition.
@@ -391,7 +394,9 @@ def _loose(s: Signature) -> bool:
     return not s.composed and any(e.is_partial for e in (*s.ins, *s.outs))
 
 
-def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], size: int) -> float:
+def _largest(
+    s: CostedSignature, operands: Sequence[Value], results: Sequence[Value], size: int
+) -> float:
     """Return the fraction of the work that the busiest rank of an axis has."""
     for v, e in zip((*operands, *results), (*s.ins, *s.outs), strict=False):
         if e.is_split:

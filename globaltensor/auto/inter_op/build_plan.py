@@ -20,12 +20,12 @@ from ..ir.segments import Segment
 from ..plan.plan import LayoutChange, PlacedTensor, Plan, PlannedCall
 from .pipeline_cost import Candidate, stages_of
 from .segment_cost import MeshContext, ParameterStorage, SegmentProblem
-from .step_simulator import Simulation
+from .step_simulator import StepSimulation
 
 __all__ = ["build_plan"]
 
 
-class _Told(NamedTuple):
+class _SegmentPlan(NamedTuple):
     """The calls, changes of layout and stored tensors of one segment."""
 
     calls: list[PlannedCall]
@@ -34,7 +34,7 @@ class _Told(NamedTuple):
 
 
 def build_plan(
-    candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]
+    candidate: Candidate, run: StepSimulation, bound: float, batch: int, log: dict[str, Any]
 ) -> Plan:
     """Build the plan of a candidate.
 
@@ -129,17 +129,17 @@ def _segment(
     weights: Any,
     again: bool,
     ends: tuple[int, int],
-) -> _Told:
+) -> _SegmentPlan:
     part = ground.part(segment.kind)
     states = [_state(ground, hub, h) for h in ground.hubs if h in segment.hubs]
     chosen = part.strategies(weights, again, (*states, *ends))
     actual = _names(ground, part.segment, segment)
-    reader = _Reader(ground, part, chosen, actual)
+    reader = _SegmentReader(ground, part, chosen, actual)
     given = {
         actual[v]: part.options[part.node_of["value", v]][chosen["value", v]]
         for v in part.segment.given
     }
-    return _Told(list(reader.calls()), list(reader.changes()), given)
+    return _SegmentPlan(list(reader.calls()), list(reader.changes()), given)
 
 
 def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
@@ -152,7 +152,7 @@ def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
     return found
 
 
-class _Reader:
+class _SegmentReader:
     """A reader of the calls and changes of layout of a segment.
 
     It reads the choices that were made for the first segment of the same kind.

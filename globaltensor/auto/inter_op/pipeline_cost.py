@@ -16,7 +16,7 @@ from ...cluster import Cluster
 from ...sharding.placement import Placement
 from .segment_cost import QUANTITIES, MeshContext, ParameterStorage
 from .stage_dp import StageCosts, StageDivision, StageVariant
-from .step_simulator import Stage
+from .step_simulator import StageTimes
 
 __all__ = [
     "Candidate",
@@ -203,7 +203,7 @@ def parts_of(
     )
 
 
-def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
+def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
     """Convert the chunks of a candidate to stages for the simulator."""
     cutting, found, size = candidate.cutting, candidate.found, candidate.setting.mesh.size
     crossing = Crossing(cutting.ground, cluster, candidate.setting, cutting.hub)
@@ -216,7 +216,7 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
         sent = 0.0 if last else float(crossing.bytes(found.cuts[i + 1])[found.faces[i + 1]])
         training = cutting.ground.calls.training
         out.append(
-            Stage(
+            StageTimes(
                 forward=float(p[at["F"]]), backward=float(p[at["B"]]), again=again,
                 gathers=float(p[at["G"]]), sums=float(p[at["R"]]),
                 updates=float(p[at["O"]]),

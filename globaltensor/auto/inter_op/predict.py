@@ -23,7 +23,7 @@ from ..intra_op.formulate import Options, bucket_of, gathered_of, updating
 from ..intra_op.read_solution import short
 from ..ir.op_graph import Calls, Value
 from ..plan.plan import LayoutChange, Plan, PlanError, PlannedCall
-from .step_simulator import Simulation, Stage, step
+from .step_simulator import StageTimes, StepSimulation, step
 
 __all__ = ["predict", "repriced", "simulate_plan"]
 
@@ -33,7 +33,7 @@ def predict(
     cluster: Cluster | None = None,
     calls: Calls | None = None,
     options: Options | None = None,
-) -> Simulation:
+) -> StepSimulation:
     """Simulate a step of ``plan``.
 
     ``cluster`` is another cluster than the one that the plan was made for. It needs ``calls``: the
@@ -65,7 +65,7 @@ def predict(
     return simulate_plan(plan, cluster)
 
 
-def simulate_plan(plan: Plan, cluster: Cluster) -> Simulation:
+def simulate_plan(plan: Plan, cluster: Cluster) -> StepSimulation:
     """Simulate a step of a plan whose calls and changes are priced for this cluster."""
     lanes = [s["lane"] for s in plan.choices.get("stages", ())] or [0]
     return step(
@@ -86,16 +86,16 @@ def _priced_by_stages(plan: Plan) -> bool:
     return bool(told) and all("costs" in s for s in told)
 
 
-def _stages(plan: Plan) -> list[Stage]:
+def _stages(plan: Plan) -> list[StageTimes]:
     """Convert the stages of a plan to stages for the simulator."""
     if _priced_by_stages(plan):
-        return [Stage(**s["costs"]) for s in plan.choices["stages"]]
+        return [StageTimes(**s["costs"]) for s in plan.choices["stages"]]
     forward, backward = _seconds(
         plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"}
     )
     gathers, sums = _aside(plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
     return [
-        Stage(
+        StageTimes(
             forward + gathers,
             backward,
             0.0,

@@ -47,7 +47,7 @@ from .pipeline_cost import (
 from .range_cost import runs
 from .segment_cost import QUANTITIES, MeshContext
 from .stage_dp import StageCosts, divide_into_stages, least_memory
-from .step_simulator import Simulation, step
+from .step_simulator import StepSimulation, step
 
 __all__ = ["SearchSpace", "search_pipelines"]
 
@@ -536,9 +536,9 @@ class PipelineSearch:
 
     # The result
 
-    def best(self) -> tuple[Candidate, Simulation]:
+    def best(self) -> tuple[Candidate, StepSimulation]:
         """Simulate the best few candidates and return the fastest with its simulation."""
-        tried: list[tuple[float, float, int, Candidate, Simulation]] = []
+        tried: list[tuple[float, float, int, Candidate, StepSimulation]] = []
         for candidate in self.found:
             run = step(
                 stages_of(candidate, self.cluster),

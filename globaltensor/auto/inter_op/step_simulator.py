@@ -27,11 +27,11 @@ from typing import Any
 from ...cluster import Cluster
 from ...graph.pipeline import Timeline, schedule, simulate, trace
 
-__all__ = ["Simulation", "Stage", "step"]
+__all__ = ["StageTimes", "StepSimulation", "step"]
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTimes:
     """The costs of a pipeline stage.
 
     Seconds of a micro-batch are ``forward``, ``backward`` (of which ``again`` recomputes forward
@@ -56,7 +56,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class StepSimulation:
     """The result of a simulated step.
 
     ``seconds`` is the time of the step. ``memory`` has the bytes of a rank for each lane of stages.
@@ -84,8 +84,8 @@ class Simulation:
 
 
 def step(
-    stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, cluster: Cluster
-) -> Simulation:
+    stages: Sequence[StageTimes], name: str, lanes: Sequence[int], micros: int, cluster: Cluster
+) -> StepSimulation:
     """Simulate one step by the schedule ``name``. ``lanes[k]`` is the lane of stage k."""
     trains = any(s.backward for s in stages)
     made = schedule(name if trains else "forward", lanes, micros)
@@ -132,4 +132,4 @@ def step(
             f"ranks {s.first}-{s.first + s.ranks - 1}" if s.ranks > 1 else f"rank {s.first}"
         )
     line = Timeline(done.spans, done.lanes, done.steps, names=tuple(names))
-    return Simulation(line.makespan, tuple(memory), line)
+    return StepSimulation(line.makespan, tuple(memory), line)

@@ -26,7 +26,7 @@ from ..ir.op_graph import Value
 from ..plan.plan import LayoutChange, OtherChoice
 from ..solver import EXACT
 from .formulate import Formulation, hidden
-from .layout_changes import Changes, Kind, short
+from .layout_changes import ChangeClass, Changes, short
 
 __all__ = ["Responses", "least_larger", "moved"]
 
@@ -101,7 +101,7 @@ class Sums:
         return Star(self.alone(node, leaves), leaves)
 
 
-class _Place(NamedTuple):
+class _Neighborhood(NamedTuple):
     """A place in the plan where alternatives are priced.
 
     It has the nodes that may change, the values whose changes of layout may change, and the calls
@@ -113,7 +113,7 @@ class _Place(NamedTuple):
     calls: tuple[int, ...]
 
 
-class _Told(NamedTuple):
+class _UnnamedChoice(NamedTuple):
     """An `OtherChoice` without names.
 
     ``changed`` is a list of (index among the place's nodes, strategy). ``kind`` is the change of
@@ -125,7 +125,7 @@ class _Told(NamedTuple):
     extra: float
     changed: list[tuple[int, int]]
     because: str
-    kind: Kind | None
+    kind: ChangeClass | None
     value: int
 
 
@@ -145,7 +145,7 @@ class Responses:
         # Differences this small are within the uncertainty of the plan's own cost.
         self.nothing = max(_NOTHING, EXACT * cost)
         self.value_at = {node: f.calls.values[v] for v, node in f.node_of_value.items()}
-        self._known: dict[Hashable, list[_Told]] = {}
+        self._known: dict[Hashable, list[_UnnamedChoice]] = {}
         self.level, self.start = self._levels()
         self.peak = float(self.level.max()) if len(self.level) else 0.0
 
@@ -158,13 +158,13 @@ class Responses:
         """Return the cheapest alternatives for a call, at most one per layout of its results."""
         f, call, node = self.f, self.f.calls.calls[number], self.f.node_of_call[number]
         found = f.candidates[number]
-        place = _Place(
+        place = _Neighborhood(
             [node, *self.sums.beside.get(node, ())],
             list(dict.fromkeys((*call.operands, *call.outs))),
             (number,),
         )
 
-        def make() -> Iterator[_Told]:
+        def make() -> Iterator[_UnnamedChoice]:
             around = _Around(self, node)
             seen = {tuple(out[self.choice[node]] for out in found.outs)}
             for k, (extra, changed) in _cheapest(around.lower, around.way):
@@ -194,7 +194,7 @@ class Responses:
         pairs, call = f.layouts[node], f.calls.calls[value.takers[0]]
         follows = len(takers) == 1 and f.node_of_call.get(call.number) == takers[0]
         if follows:
-            place = _Place(
+            place = _Neighborhood(
                 [takers[0], *self.sums.beside[takers[0]]],
                 list(dict.fromkeys((*call.operands, *call.outs))),
                 (call.number,),
@@ -206,10 +206,10 @@ class Responses:
                 self._star_of(takers[0]),
             )
         else:
-            place = _Place([node], [value.number], ())
+            place = _Neighborhood([node], [value.number], ())
             key = "alone", self._leaf(node, -1)
 
-        def make() -> Iterator[_Told]:
+        def make() -> Iterator[_UnnamedChoice]:
             lower, way = _Around(self, takers[0]).led_by(node) if follows else self._by_itself(node)
             seen = {pairs[self.choice[node]][0]}
             for s, (extra, changed) in _cheapest(lower, way):
@@ -240,7 +240,7 @@ class Responses:
         )
 
     def _others(
-        self, key: Hashable, make: Callable[[], Iterator[_Told]], place: _Place
+        self, key: Hashable, make: Callable[[], Iterator[_UnnamedChoice]], place: _Neighborhood
     ) -> tuple[OtherChoice, ...]:
         """Return the first few alternatives from ``make``, with the names of this place.
 
@@ -251,7 +251,7 @@ class Responses:
             self._known[key] = list(itertools.islice(make(), _LISTED))
         return tuple(self._named(told, place) for told in self._known[key])
 
-    def _named(self, told: _Told, place: _Place) -> OtherChoice:
+    def _named(self, told: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
         because = told.because
         if told.kind is not None:
             because = moved(
@@ -326,8 +326,8 @@ class Responses:
         gives: tuple[Layout, ...],
         extra: float,
         changed: dict[int, int],
-        place: _Place,
-    ) -> _Told:
+        place: _Neighborhood,
+    ) -> _UnnamedChoice:
         values = [self.f.calls.values[v] for v in place.values]
         now = [self.changes.kinds(value, self.choice) for value in values]
         kept = {node: self.choice[node] for node in changed}
@@ -351,7 +351,7 @@ class Responses:
         if more <= max(_NOTHING, 0.05 * abs(extra)):
             kind, what = None, ""
         extra = extra if abs(extra) > self.nothing else 0.0
-        return _Told(
+        return _UnnamedChoice(
             tuple(map(short, takes)),
             tuple(map(short, gives)),
             extra,
@@ -514,7 +514,9 @@ def _front(a: Array, b: Array) -> Array:
     return order[np.append(True, least[1:] < least[:-1])]
 
 
-def _moving(before: Sequence[Kind], after: Sequence[Kind]) -> tuple[float, Kind | None]:
+def _moving(
+    before: Sequence[ChangeClass], after: Sequence[ChangeClass]
+) -> tuple[float, ChangeClass | None]:
     """Return (extra seconds of a value's changes of layout, the most expensive new one)."""
     known = {(k.change.src, k.change.dst) for k in before}
     new = [k for k in after if (k.change.src, k.change.dst) not in known]

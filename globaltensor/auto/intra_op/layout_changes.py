@@ -17,12 +17,12 @@ from ..ir.op_graph import Value
 from ..plan.plan import LayoutChange
 from .formulate import Formulation
 
-__all__ = ["Changes", "Kind", "collectives", "name_of", "short"]
+__all__ = ["ChangeClass", "Changes", "collectives", "name_of", "short"]
 
 _LOCAL: Final = ("slice", "pad", "mask")
 
 
-class Kind(NamedTuple):
+class ChangeClass(NamedTuple):
     """A change of layout without names.
 
     ``takers`` are indices among the calls that use the value.
@@ -41,7 +41,7 @@ class Changes:
 
     def __init__(self, f: Formulation) -> None:
         self.f = f
-        self._found: dict[Hashable, tuple[Kind, ...]] = {}
+        self._found: dict[Hashable, tuple[ChangeClass, ...]] = {}
         self._situations: dict[int, int] = {}  # by number of the value
         self._numbers: dict[Hashable, int] = {}
         self._tables: dict[Hashable, Routes] = {}
@@ -55,7 +55,7 @@ class Changes:
         """Return the changes of a value with names."""
         return [self.named(kind, value) for kind in self.kinds(value, choice)]
 
-    def named(self, kind: Kind, value: Value) -> LayoutChange:
+    def named(self, kind: ChangeClass, value: Value) -> LayoutChange:
         calls, takers = self.f.calls.calls, self.takers(value)
         return dataclasses.replace(
             kind.change,
@@ -75,7 +75,7 @@ class Changes:
             self._takers[value.number] = found
         return found
 
-    def kinds(self, value: Value, choice: Sequence[int]) -> tuple[Kind, ...]:
+    def kinds(self, value: Value, choice: Sequence[int]) -> tuple[ChangeClass, ...]:
         """Return the changes of a value without names.
 
         A second layout that several calls share is listed once. For a result of the model, the
@@ -126,7 +126,7 @@ class Changes:
 
     def _listed(
         self, value: Value, made: Layout, kept: Layout | None, wanted: Sequence[Layout]
-    ) -> list[Kind]:
+    ) -> list[ChangeClass]:
         out = []
         sources, copies = self._sources(value)
         asked = [self.f.candidates[t].ins[i] for t, i in self.takers(value)]
@@ -193,7 +193,7 @@ class Changes:
             )
         return found
 
-    def _settled(self, value: Value, made: Layout) -> Sequence[Kind]:
+    def _settled(self, value: Value, made: Layout) -> Sequence[ChangeClass]:
         whole = tuple(broadcast if e.is_partial else e for e in made)
         if whole == made or value.maker < 0:
             return ()
@@ -204,7 +204,7 @@ class Changes:
             )[0]
         )
         return (
-            Kind(
+            ChangeClass(
                 LayoutChange(
                     "",
                     "",
@@ -228,7 +228,7 @@ class Changes:
         takers: Sequence[int],
         routes: Routes,
         leaf: bool | None = None,
-    ) -> Kind:
+    ) -> ChangeClass:
         prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
         numbers, seconds = routes
         forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
@@ -254,7 +254,7 @@ class Changes:
                     float(seconds[numbers[duals(dst)], numbers[duals(src)]]),
                     collectives(duals(dst), duals(src)),
                 )
-        return Kind(
+        return ChangeClass(
             LayoutChange(
                 "",
                 "",

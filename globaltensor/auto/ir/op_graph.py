@@ -50,8 +50,8 @@ class Value:
 class Call:
     """One call of a torch function.
 
-    ``operands`` and ``outs`` are numbers of values. ``args`` and ``kwargs`` have a `Ref` with the
-    number of the value in place of each tensor.
+    ``operands`` and ``outs`` are numbers of values. ``args`` and ``kwargs`` have a `ValueRef` with
+    the number of the value in place of each tensor.
     """
 
     number: int
@@ -71,13 +71,13 @@ class Call:
     wild: bool = False  # True if it is not searched, because it implies nothing for layouts
 
 
-class Ref(torch.Tensor):
+class ValueRef(torch.Tensor):
     """A placeholder for a value among the arguments of a call."""
 
     number: int
 
     @classmethod
-    def of(cls, number: int) -> Ref:
+    def of(cls, number: int) -> ValueRef:
         made = torch.empty(0, device="meta").as_subclass(cls)
         made.number = number
         return made
@@ -114,13 +114,13 @@ def read(
     - ``paths``: name of an input's placeholder -> path of the parameter that it represents.
     - ``stands``: id of a tensor with memory -> the fake tensor used during capture.
     """
-    reader = _Reader(constants, saved, paths or {}, stands or {})
+    reader = _CallReader(constants, saved, paths or {}, stands or {})
     for node in graph.nodes:
         reader.node(node)
     return reader.done()
 
 
-class _Reader:
+class _CallReader:
     def __init__(
         self,
         constants: dict[str, Any],
@@ -200,7 +200,7 @@ class _Reader:
             if v is None:
                 return n
             operands.append(v)
-            return Ref.of(v)
+            return ValueRef.of(v)
 
         name = getattr(node.meta["func"], "__name__", "")
         # A property's name is stored separately.

@@ -5,7 +5,7 @@ Users call `profile` by ``globaltensor profile``. Graphs that search for a plan 
 
 from .this_machine import cluster_here
 from .measure import profile
-from .ops import measure_ops
+from .op_timing import measure_ops
 from .table import describe
 
 __all__ = ["cluster_here", "describe", "measure_ops", "profile"]

@@ -19,7 +19,7 @@ from ...distributed.run.spawn import run
 from ...distributed.world import ProcessWorld, World, world
 from ...errors import ClusterError
 from .clock import Clock
-from .collectives import constants, measure_moves, measure_overlap, measure_skew
+from .collective_timing import constants, measure_moves, measure_overlap, measure_skew
 from .kernels import measure_kernels
 
 __all__ = ["measured", "profile"]

@@ -66,7 +66,7 @@ class BiCostChoice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SearchBranch:
     """A subproblem: all choices with allowed strategies only.
 
     `bound` is a bound of their larger cost, and `at` the weight that gives it. `low` and `high` are
@@ -132,7 +132,7 @@ class MinimaxSolver:
         # the subproblems need it as a choice of the reduced problems
         known = None if self.proving else self.best
         root = self._raised(
-            _Part(self.bound, low=known),
+            _SearchBranch(self.bound, low=known),
             ROUGH if limited and self.proving and self.program > 0 else self.near / 2,
         )
         self.bound = min(self.best.cost, root.bound)
@@ -163,7 +163,7 @@ class MinimaxSolver:
         if point.cost < self.best.cost and self.whole[0].fits(point.whole):
             self.best = point
 
-    def _raised(self, part: _Part, near: float) -> _Part:
+    def _raised(self, part: _SearchBranch, near: float) -> _SearchBranch:
         """Return the subproblem with the bound and the choices of its best weight.
 
         Choices that are found on the way are offered as incumbents.
@@ -205,7 +205,7 @@ class MinimaxSolver:
 
     # Integer program
 
-    def _closed(self, root: _Part) -> bool:
+    def _closed(self, root: _SearchBranch) -> bool:
         """Forbid what costs too much at the best weight, and close the gap with HiGHS.
 
         Returns True if the gap was closed. The first program has only the strategies and pairs
@@ -249,7 +249,7 @@ class MinimaxSolver:
                 return done
         return True
 
-    def _known(self, root: _Part, end: float) -> ExactMarginals | Reparametrization | None:
+    def _known(self, root: _SearchBranch, end: float) -> ExactMarginals | Reparametrization | None:
         """Return lower bounds of the cost with each strategy and pair.
 
         They hold at the best weight and at the best memory prices that are found. The result is
@@ -284,9 +284,9 @@ class MinimaxSolver:
 
     # Branch and bound
 
-    def _divided(self, root: _Part) -> None:
+    def _divided(self, root: _SearchBranch) -> None:
         parts, number, done = [root], 0, math.inf
-        waiting: list[tuple[float, int, _Part]] = []
+        waiting: list[tuple[float, int, _SearchBranch]] = []
         while parts:
             for part in parts:
                 if part.bound < self._enough:
@@ -303,7 +303,7 @@ class MinimaxSolver:
             self.best.cost, max(self.bound, min([done, *(bound for bound, _, _ in waiting)]))
         )
 
-    def _parted(self, part: _Part) -> list[_Part]:
+    def _parted(self, part: _SearchBranch) -> list[_SearchBranch]:
         """Return two subproblems of a subproblem.
 
         The result is empty where the best choices on either side of the weight are the same.
@@ -396,7 +396,7 @@ def _without(
     return dataclasses.replace(problem, costs=costs, tables=tables)
 
 
-def _allowed(part: _Part, point: BiCostChoice | None) -> BiCostChoice | None:
+def _allowed(part: _SearchBranch, point: BiCostChoice | None) -> BiCostChoice | None:
     return (
         point
         if point is not None and all(ok[point.choice[node]] for node, ok in part.allowed.items())

@@ -56,7 +56,7 @@ def close(
 
     Raises ImportError where highspy is missing.
     """
-    program = Program(flat, max(gap, 1e-300), threads, seed)
+    program = IntegerProgram(flat, max(gap, 1e-300), threads, seed)
     program.add_rows(np.flatnonzero(price > 0)[:ROWS])
     return ended(program, deadline)
 
@@ -79,13 +79,13 @@ def close_larger(
 
     Raises ImportError where highspy is missing.
     """
-    program = Program(flats[0], max(high - low, 1e-300), threads, seed)
+    program = IntegerProgram(flats[0], max(high - low, 1e-300), threads, seed)
     program.larger_of(flats, low, high, gap)
     program.add_rows(np.flatnonzero(price > 0)[:ROWS])
     return ended(program, deadline)
 
 
-def ended(program: Program, deadline: float) -> Outcome:
+def ended(program: IntegerProgram, deadline: float) -> Outcome:
     """Run a program to its end.
 
     It is solved relaxed first, then with integer variables. Violated memory rows are added in
@@ -122,7 +122,7 @@ def ended(program: Program, deadline: float) -> Outcome:
             return Outcome(program.rounded(values), bound, status == "optimal")
 
 
-class Program:
+class IntegerProgram:
     """A HiGHS model of a flat problem."""
 
     def __init__(self, flat: FlatProblem, gap: float, threads: int, seed: int) -> None:

@@ -459,7 +459,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             out = flat.new_empty(p, n)
             parts = list(out)
             work = group.alltoall_base(as_bytes(out.view(-1)), as_bytes(flat.repeat(p)), [], [])
-        return _Told(self, work, flat, parts, op)
+        return _PendingNumbers(self, work, flat, parts, op)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -489,7 +489,7 @@ class _Work:
             raise self.comm.broken("a collective under way", error) from error
 
 
-class _Told(_Work):
+class _PendingNumbers(_Work):
     """The numbers of other ranks in transit. ``wait`` combines them into ``flat``."""
 
     def __init__(

@@ -93,9 +93,7 @@ def run(
     call = _call(fn, args)
     # Imported here, so that `python -m globaltensor.distributed.launch` does not find it imported
     # already.
-    from ..launch import (
-        reserved_port,
-    )
+    from ..launch import reserved_port
 
     with (
         tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name,
@@ -164,7 +162,7 @@ def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
 
 
 @dataclass
-class _Shown(Stream):
+class _ConsoleStream(Stream):
     """The output of a rank, shown where this process's ``print`` writes.
 
     In a notebook that is not a file descriptor.
@@ -218,8 +216,8 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
         rank,
         command,
         variables,
-        _Shown(None, kept=True, where=sys.stdout),
-        _Shown(None, kept=True, where=sys.stderr),
+        _ConsoleStream(None, kept=True, where=sys.stdout),
+        _ConsoleStream(None, kept=True, where=sys.stderr),
     )
 
 

@@ -56,7 +56,7 @@ def restoring_modules(
             "(x.register_hook(...)), or a parameter"
         )
     before = {path: (dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
-    places: dict[int, _Place] = {}
+    places: dict[int, _TensorContainer] = {}
     for path, held in [("", own), *((path, vars(part)) for path, part in parts.items())]:
         _find(path, held, places)
     drawn = random.getstate(), _numpy_state()
@@ -115,7 +115,7 @@ def _fits(old: Any, new: Any) -> bool:
     )
 
 
-class _Place:
+class _TensorContainer:
     """A dict, list or object in which build() may leave a tensor, and its contents before.
 
     It belongs to a module or to the graph."""
@@ -140,7 +140,10 @@ class _Place:
         ]
 
     def restored(
-        self, places: Mapping[int, _Place], moved: set[int], logical: LogicalRecorder | None
+        self,
+        places: Mapping[int, _TensorContainer],
+        moved: set[int],
+        logical: LogicalRecorder | None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put back entries that build() has replaced by fake tensors, or by one of ``moved``.
 
@@ -184,7 +187,7 @@ def _items(held: Any) -> list[tuple[Any, Any]]:
     return list(held.items() if isinstance(held, dict) else enumerate(held))
 
 
-def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
+def _find(path: str, value: Any, places: dict[int, _TensorContainer]) -> None:
     """Add the lists, dicts and objects of the user's classes in a pytree to ``places``.
 
     Modules are left out."""
@@ -195,7 +198,7 @@ def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
         if isinstance(held, (dict, list, deque)):
             if id(held) in places:
                 continue
-            places[id(held)] = _Place(path, held)
+            places[id(held)] = _TensorContainer(path, held)
         elif not isinstance(held, tuple):
             continue
         todo += [
@@ -225,7 +228,7 @@ def _stands_in(t: torch.Tensor) -> bool:
     return torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t)
 
 
-def _alone(old: torch.Tensor, places: Mapping[int, _Place]) -> bool:
+def _alone(old: torch.Tensor, places: Mapping[int, _TensorContainer]) -> bool:
     """Return True if no other name of a module or the graph refers to the same tensor.
 
     Writing into a shared tensor would change the other name's value too."""

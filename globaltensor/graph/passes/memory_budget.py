@@ -45,7 +45,7 @@ from ..program.nodes import (
 )
 from .subgraph import operands
 
-__all__ = ["Call", "choose_recompute", "kept_bytes", "segments"]
+__all__ = ["RecomputeUnit", "choose_recompute", "kept_bytes", "segments"]
 
 _FLOPS_PER_BYTE = 50.0  # of the assumed machine: FLOP/s over memory bandwidth
 _LAUNCH = 5e-6  # minimum seconds of a call
@@ -54,7 +54,7 @@ _MOST_CUTS = 64
 _MOST_PEAKS = 48  # sizes of the largest recomputed segment that are tried
 
 
-class Call(NamedTuple):
+class RecomputeUnit(NamedTuple):
     """A run of consecutive nodes that go together: a call of the user's, or a region.
 
     Bytes are those of the rank with the most."""
@@ -214,7 +214,7 @@ def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
     return out
 
 
-def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
+def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[RecomputeUnit]:
     """Return this rank's figures of each call."""
     kept, calls = SavedActivations(graph, constants), _calls(graph)
     place = {node: i for i, call in enumerate(calls) for node in call}
@@ -245,7 +245,7 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
             later[i] += size if saver.get(key, -1) > i else 0
             unsaved[i] += size if key not in saver else 0
     return [
-        Call(
+        RecomputeUnit(
             call[0].meta.get("call", i), call[0].meta.get("stage") or 0, saved[i],
             sum(kept.seconds.get(node, 0.0) for node in call),
             call[0].meta.get("region") is not None, crossing[i], later[i], unsaved[i],
@@ -254,17 +254,19 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
     ]  # fmt: skip
 
 
-def _agreed(mine: list[Call]) -> list[Call]:
+def _agreed(mine: list[RecomputeUnit]) -> list[RecomputeUnit]:
     """Return the same chain on every rank, with each call's maximum over the ranks. Collective."""
     here = world()
     if here.size == 1:
         return mine
-    merged: dict[tuple[int, int], Call] = {}
+    merged: dict[tuple[int, int], RecomputeUnit] = {}
     for chain in here.comm(tuple(range(here.size))).all_gather_object([tuple(c) for c in mine]):
         for fields in chain:
-            call = Call(*fields)
+            call = RecomputeUnit(*fields)
             had = merged.get((call.stage, call.number))
-            merged[call.stage, call.number] = call if had is None else Call(*map(max, had, call))
+            merged[call.stage, call.number] = (
+                call if had is None else RecomputeUnit(*map(max, had, call))
+            )
     return sorted(merged.values(), key=lambda c: c.number)
 
 
@@ -298,7 +300,7 @@ def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) 
                 node.meta["region"] = region
 
 
-def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
+def segments(calls: Sequence[RecomputeUnit], limit: int) -> list[tuple[int, int]]:
     """Return the runs of calls to recompute, as [i, j).
 
     The choice is the cheapest one whose saved bytes plus largest recomputed segment are within
@@ -337,7 +339,7 @@ class _Segments:
     Segment [i, j) goes from cut i to cut j. Recomputing it costs ``seconds[i][j]`` and needs
     ``work[i][j]`` bytes."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[RecomputeUnit]) -> None:
         n = len(calls)
         must = {
             i

@@ -8,7 +8,7 @@ from . import zero_bubble_schedules as _zero_bubble
 from .validate_schedule import check, resolve_schedule, peak_activations, max_activations
 from .runtime import Pipeline
 from .schedule import Action, Schedule, Span, default_schedule, parse_schedule, schedule
-from .simulate import Simulation, simulate
+from .simulate import ScheduleSimulation, simulate
 from .stage import Stage
 from .timeline import Timeline, save_trace, timeline, trace
 from .stage_transfer import Edge
@@ -18,7 +18,7 @@ __all__ = [
     "Edge",
     "Pipeline",
     "Schedule",
-    "Simulation",
+    "ScheduleSimulation",
     "Span",
     "Stage",
     "Timeline",

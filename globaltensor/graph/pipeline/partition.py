@@ -28,7 +28,7 @@ from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
 from .stage_assignment import stages_of_nodes
 from .stage_transfer import Edge
 
-__all__ = ["Part", "StagePartition", "cut"]
+__all__ = ["StagePart", "StagePartition", "cut"]
 
 Key = tuple[Any, ...]
 
@@ -44,7 +44,7 @@ class Need(NamedTuple):
 
 
 @dataclass
-class Part:
+class StagePart:
     """A stage, on a rank that holds it."""
 
     number: int
@@ -64,7 +64,7 @@ class Part:
 class StagePartition(NamedTuple):
     """The partition of a captured graph into stages."""
 
-    parts: dict[int, Part]
+    parts: dict[int, StagePart]
     edges: list[Edge]
     fed: dict[tuple[int, int], int]  # (stage, input of the stage) -> input of the call
     results: list[
@@ -92,7 +92,7 @@ class StagePartitioner:
         self.captured, self.placements, self.given = captured, placements, inputs
         self.rank = world().rank
         self.held = [k for k, p in enumerate(placements) if p.coordinate(self.rank) is not None]
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, StagePart] = {}
         self.nodes = list(captured.program.nodes)
         self.memory = AliasSets(captured.program)
         self.order = {node: i for i, node in enumerate(self.nodes)}
@@ -175,7 +175,7 @@ class StagePartitioner:
             self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where]
         )
 
-    def _emitted(self, part: Part, values: Mapping[Key, fx.Node]) -> None:
+    def _emitted(self, part: StagePart, values: Mapping[Key, fx.Node]) -> None:
         """Write the stage's program, in the order of the user's code.
 
         The program has the stage's own nodes, and the nodes without a stage that those or the
@@ -203,7 +203,7 @@ class StagePartitioner:
     def _special(self, node: fx.Node) -> bool:
         return node.target in (set_grad_enabled, autocast, backward) or node in self.boxes
 
-    def _floating(self, part: Part, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    def _floating(self, part: StagePart, roots: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the calls without a stage that ``roots`` need.
 
         Calls that write into the memory of these are included."""
@@ -222,7 +222,7 @@ class StagePartitioner:
                 ]
         return found
 
-    def _leaves_at(self, key: Key, part: Part) -> fx.Node:
+    def _leaves_at(self, key: Key, part: StagePart) -> fx.Node:
         """Return the node before which a value leaves the stage.
 
         Later writes into the value do not count."""
@@ -280,7 +280,7 @@ class StagePartitioner:
             )
         return self.source(value, spec), value, spec
 
-    def _emit(self, node: fx.Node, part: Part) -> fx.Node:
+    def _emit(self, node: fx.Node, part: StagePart) -> fx.Node:
         args = [self.value(a, part) for a in node.all_input_nodes]
         self._switch(part, self.states[node])
         mapped = dict(zip(node.all_input_nodes, args, strict=True))
@@ -289,7 +289,7 @@ class StagePartitioner:
         part.known[node] = made
         return made
 
-    def _switch(self, part: Part, wanted: tuple[Any, Any]) -> None:
+    def _switch(self, part: StagePart, wanted: tuple[Any, Any]) -> None:
         grad, cast = wanted
         if grad is not None and grad != part.now[0] and not (part.now[0] is None and grad is True):
             part.graph.call_function(set_grad_enabled, (grad,)).meta.update(effect=True, val=None)
@@ -300,7 +300,7 @@ class StagePartitioner:
             cast if cast is not None else part.now[1],
         )
 
-    def value(self, node: fx.Node, part: Part) -> fx.Node:
+    def value(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return a node's value inside a stage."""
         found = part.known.get(node)
         if found is not None:
@@ -323,7 +323,7 @@ class StagePartitioner:
         part.known[node] = made
         return made
 
-    def _placeholder(self, part: Part, node: fx.Node | None, name: str) -> fx.Node:
+    def _placeholder(self, part: StagePart, node: fx.Node | None, name: str) -> fx.Node:
         """Add an input of the stage's program (``node`` None) or a state; inputs come first."""
         graph, after = part.graph, part.entry if node is None or part.last is None else part.last
         with (
@@ -338,7 +338,7 @@ class StagePartitioner:
             part.last, made.meta = made, dict(node.meta)
         return made
 
-    def _input(self, node: fx.Node, part: Part) -> fx.Node:
+    def _input(self, node: fx.Node, part: StagePart) -> fx.Node:
         number, where = self.inputs[node], self.placements[part.number]
         t = self.given[number]
         if isinstance(t, GlobalTensor):
@@ -352,7 +352,7 @@ class StagePartitioner:
             spec = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
         return self.need(node, part, Need(("input", number), -1, spec, spec, False))
 
-    def need(self, node: fx.Node, part: Part, need: Need) -> fx.Node:
+    def need(self, node: fx.Node, part: StagePart, need: Need) -> fx.Node:
         found = part.inputs.get(need.key)
         if found is None:
             found = part.inputs[need.key] = self._placeholder(
@@ -378,7 +378,7 @@ class StagePartitioner:
             )
         return found
 
-    def _crossing(self, node: fx.Node, part: Part) -> fx.Node:
+    def _crossing(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return the result of a boxing between placements: it is an input of this stage."""
         src, dst = node.meta["box"]
         if dst.placement is not self.placements[part.number]:
@@ -399,7 +399,7 @@ class StagePartitioner:
             return made
         return came
 
-    def _from_other(self, node: fx.Node, part: Part) -> fx.Node:
+    def _from_other(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return a value of another stage on the same placement."""
         spec = node.meta.get("spec")
         if spec is None or "value" not in node.meta:
@@ -498,7 +498,7 @@ class StagePartitioner:
         none."""
         mine: dict[int, list[Need]] | str = {}
         try:
-            self.parts = {k: Part(k, wanted=outputs[k]) for k in self.held}
+            self.parts = {k: StagePart(k, wanted=outputs[k]) for k in self.held}
             for part in self.parts.values():
                 self._emitted(part, values)
             mine = {k: part.needs for k, part in self.parts.items()}
@@ -516,7 +516,7 @@ class StagePartitioner:
             for k, p in enumerate(self.placements)
         }
 
-    def _leaving(self, part: Part, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
+    def _leaving(self, part: StagePart, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
         """Return a value in the form in which it leaves a stage.
 
         The value is not partial, and later writes do not change it."""

@@ -14,11 +14,11 @@ from .schedule import Action, Schedule, Span
 from .timeline import Timeline
 from .validate_schedule import Flow, peak_activations, running_order
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["ScheduleSimulation", "simulate"]
 
 
 @dataclass(frozen=True)
-class Simulation(Timeline):
+class ScheduleSimulation(Timeline):
     """The timeline of a simulated schedule.
 
     ``in_flight`` is the maximum number of activations that each lane holds, and ``peak_bytes``
@@ -43,7 +43,7 @@ def simulate(
     step: float | Sequence[float] = 0.0,
     nbytes: Sequence[int] | None = None,
     kept: Sequence[int] | None = None,
-) -> Simulation:
+) -> ScheduleSimulation:
     """Simulate ``schedule`` and return its timeline.
 
     ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out if
@@ -94,7 +94,7 @@ def simulate(
         if nbytes is not None
         else ()
     )
-    return Simulation(
+    return ScheduleSimulation(
         tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))),
         len(free),
         steps,

@@ -74,7 +74,7 @@ class DeferredWeightGrads:
         """Return a context for the forward pass.
 
         Weight gradients of ops in the context can be deferred. The context can be entered again."""
-        return _Recording(self)
+        return _WeightGradRecording(self)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ _current: ContextVar[DeferredWeightGrads | None] = ContextVar(
 )
 
 
-class _Recording:
+class _WeightGradRecording:
     def __init__(self, later: DeferredWeightGrads) -> None:
         self._later, self._tokens = later, list[Token[DeferredWeightGrads | None]]()
 

@@ -122,7 +122,7 @@ def staged(
     for path, module in model.named_modules():
         if path not in inside:
             _place(module, path, placements[0], sbp, done, recurse=False)
-    model.register_forward_pre_hook(_Begin(placements[0]), prepend=True)
+    model.register_forward_pre_hook(_ForwardStart(placements[0]), prepend=True)
     model.register_forward_hook(_end, always_call=True)
     return model
 
@@ -136,7 +136,7 @@ def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield module
 
 
-class _Begin:
+class _ForwardStart:
     """A forward pre-hook of a model in stages.
 
     After this hook, an op with operands of several stages runs on the placement of the stage that

@@ -254,7 +254,7 @@ class StartCollective(ProgramCall):
     def __call__(self, *locals_: Tensor) -> PendingCollective:
         under_way = PendingCollective(self.joint)
         if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
-            under_way.tokens = _Begin.apply(under_way, *locals_)  # type: ignore[no-untyped-call]
+            under_way.tokens = _BeginCollective.apply(under_way, *locals_)  # type: ignore[no-untyped-call]
         else:
             under_way.finish = self.joint.begin(locals_)
         return under_way
@@ -273,7 +273,7 @@ class WaitCollective(ProgramCall):
 
     def __call__(self, under_way: PendingCollective) -> Any:
         if under_way.tokens:
-            out = _End.apply(under_way, *under_way.tokens)  # type: ignore[no-untyped-call]
+            out = _EndCollective.apply(under_way, *under_way.tokens)  # type: ignore[no-untyped-call]
             under_way.tokens = ()
         else:
             out = _finished(under_way)
@@ -286,7 +286,7 @@ def _finished(under_way: PendingCollective) -> tuple[Tensor, ...]:
     return tuple(finish())
 
 
-class _Begin(torch.autograd.Function):
+class _BeginCollective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, under_way: PendingCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way = under_way
@@ -302,7 +302,7 @@ class _Begin(torch.autograd.Function):
         return None, *finish()
 
 
-class _End(torch.autograd.Function):
+class _EndCollective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, under_way: PendingCollective, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way, ctx.logs = under_way, log.current_logs()

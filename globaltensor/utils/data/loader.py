@@ -101,7 +101,7 @@ class GlobalDataLoader:
             DistributedSampler(dataset, 1, 0, shuffle, seed) if sampler is None else sampler
         )
         self._begin = self._done = 0
-        self._share = _Share(self.placement, self.layout)
+        self._share = _BatchShare(self.placement, self.layout)
         self._loader: data.DataLoader[Any] | None = None
         if self._share.reads:
             pin = (
@@ -211,7 +211,7 @@ class _Rows(data.Sampler[list[int]]):
         return len(self.batches)
 
 
-class _Share:
+class _BatchShare:
     """A rank's share of each batch."""
 
     def __init__(self, placement: Placement, layout: tuple[Sbp, ...]) -> None:

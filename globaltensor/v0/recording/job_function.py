@@ -17,9 +17,9 @@ from ..function_config import FunctionConfig
 from ..session.device_layout import Layout
 from ..session.session import session
 from ..session.settings import logger
-from .program import Given, Record, Ref
+from .record import BlobRef, Given, Record
 from .recorder import Tape, taping
-from .signature import Signature
+from .signature import JobSignature
 
 __all__ = ["JobFunction", "global_function"]
 
@@ -33,7 +33,7 @@ class JobFunction:
         functools.update_wrapper(self, function)
         self.function, self.training, self.config = function, training, config
         self.name = function.__name__
-        self.signature = Signature.of(function)
+        self.signature = JobSignature.of(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the job; the first call starts the session.
@@ -67,7 +67,9 @@ class JobFunction:
         blobs = object_tensors(returned, [], Blob)
         for blob in blobs:
             tape.seen(blob)
-        record.results = replaced_in_objects(returned, iter([Ref(b.index) for b in blobs]), Blob)
+        record.results = replaced_in_objects(
+            returned, iter([BlobRef(b.index) for b in blobs]), Blob
+        )
         self._trained(record)
         return record
 

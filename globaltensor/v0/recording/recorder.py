@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import JobError
 from ..scope import Scope, current_scope, default_view, mirrored_view_enabled
 from ..session.device_layout import Devices, Layout
-from .program import Declared, Given, Record, Step
+from .record import Declared, Given, Record, RecordedOp
 
 __all__ = ["Tape", "taping"]
 
@@ -69,7 +69,9 @@ class Tape:
     def input(self, given: Given, blob: Any) -> Any:
         """Create the blob of an input; ``blob`` is the class `Blob`."""
         self.record.mirrored_of[given.index] = given.mirrored
-        step = Step("input", (), {}, (given.index,), given.devices, given.mirrored, 1, given.name)
+        step = RecordedOp(
+            "input", (), {}, (given.index,), given.devices, given.mirrored, 1, given.name
+        )
         return blob(self, given.index, given.shape, given.dtype, step)
 
     def number(self) -> int:
@@ -94,7 +96,7 @@ class Tape:
         name: str | None,
         devices: Devices | None = None,
         mirrored: bool | None = None,
-    ) -> Step:
+    ) -> RecordedOp:
         """Record a step on the values ``args``, with ``outs`` results.
 
         Raise JobError for a step in the mirrored view that is not placed on all devices.
@@ -108,7 +110,7 @@ class Tape:
             )
             raise JobError(f"{told}: use the consistent view for ops on some of them")
         numbers = tuple(self.number() for _ in range(outs))
-        step = Step(op, args, kwargs, numbers, devices, mirrored, times, self._name(op, name))
+        step = RecordedOp(op, args, kwargs, numbers, devices, mirrored, times, self._name(op, name))
         self.record.steps.append(step)
         self.record.mirrored_of.update(dict.fromkeys(numbers, mirrored))
         return step

@@ -18,16 +18,16 @@ import torch
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..blob import Blob
 from ..errors import JobError
-from ..typing import Bundle, Callback, Kind, ListListNumpy, Placeholder, arguments, origin
-from .program import Ref
+from ..typing import ArrayKind, Bundle, Callback, ListListNumpy, Placeholder, arguments, origin
+from .record import BlobRef
 
-__all__ = ["Signature", "array_of"]
+__all__ = ["JobSignature", "array_of"]
 
 _NUMPY_OF = {torch.bfloat16: np.float32}
 
 
 @dataclass(frozen=True)
-class Signature:
+class JobSignature:
     """The annotations of a job function.
 
     ``parameters`` maps each name to a pytree of `Placeholder` classes. ``returns`` is the return
@@ -41,7 +41,7 @@ class Signature:
     callback: bool
 
     @staticmethod
-    def of(function: Callable[..., Any]) -> Signature:
+    def of(function: Callable[..., Any]) -> JobSignature:
         """Read the signature of a function.
 
         Raise JobError if a parameter has no annotation or an unsupported one, or if the return
@@ -72,7 +72,7 @@ class Signature:
         returns = arguments(returns)[0] if callback else None if returns is type(None) else returns
         if returns is not None:
             _check_output(job, returns)
-        return Signature(job, signature, parameters, returns, callback)
+        return JobSignature(job, signature, parameters, returns, callback)
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return a call's value for each placeholder, in order.
@@ -130,7 +130,7 @@ class Signature:
         mirrored: Mapping[int, bool],
     ) -> Any:
         """Return the caller's result: ``results`` with its Refs replaced by arrays."""
-        kinds: dict[int, type[Kind]] = {}
+        kinds: dict[int, type[ArrayKind]] = {}
         if self.returns is not None:
             kinds = {
                 i: kind
@@ -139,7 +139,7 @@ class Signature:
                 )
             }
         found = []
-        for i, ref in enumerate(object_tensors(results, [], Ref)):
+        for i, ref in enumerate(object_tensors(results, [], BlobRef)):
             parts = pieces[ref.index]
             if not mirrored[ref.index]:
                 found.append(_joined(parts))
@@ -147,7 +147,7 @@ class Signature:
                 found.append([[part[d] for part in parts] for d in range(len(parts[0]))])
             else:
                 found.append([_joined([part[d] for part in parts]) for d in range(len(parts[0]))])
-        return replaced_in_objects(results, iter(found), Ref)
+        return replaced_in_objects(results, iter(found), BlobRef)
 
 
 def array_of(
@@ -239,7 +239,7 @@ def _input(job: str, name: str, annotation: Any) -> Any:
 
 
 def _check_output(job: str, annotation: Any) -> None:
-    if isinstance(annotation, type) and issubclass(annotation, Kind):
+    if isinstance(annotation, type) and issubclass(annotation, ArrayKind):
         return
     if origin(annotation) in (tuple, list, dict, Bundle):
         inner = arguments(annotation)
@@ -273,7 +273,7 @@ def _filled(wanted: Any, these: Iterator[Any]) -> Any:
 
 def _outputs(
     job: str, path: str, annotation: Any, value: Any
-) -> Iterator[tuple[str, type[Kind], Any]]:
+) -> Iterator[tuple[str, type[ArrayKind], Any]]:
     """Yield (path, kind, blob) for each returned value, in the order of the pytree.
 
     Raise JobError if the value does not match the annotation.
@@ -284,7 +284,7 @@ def _outputs(
     elif kind is Bundle:
         yield from (
             (path, arguments(annotation)[0], blob)
-            for blob in object_tensors(value, [], (Blob, Ref))
+            for blob in object_tensors(value, [], (Blob, BlobRef))
         )  # type: ignore[arg-type]
     elif kind is dict:
         if not isinstance(value, dict):

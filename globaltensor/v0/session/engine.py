@@ -21,8 +21,8 @@ from ...sharding.spec import Spec
 from ..errors import SessionError
 from ..optimizer import DynamicLossScale
 from ..optimizer_updates import Update
-from ..recording.execute import HOME, JobGraph, Variables
-from ..recording.program import Record
+from ..recording.record import Record
+from ..recording.run_record import HOME, JobGraph, Variables
 from ..variables import created, merged
 from .device_layout import Layout
 

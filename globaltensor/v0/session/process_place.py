@@ -21,19 +21,19 @@ from typing import Any, Final
 from ...distributed.launcher.workers import tethered
 from .device_layout import Layout
 
-__all__ = ["Place", "Workers", "as_rank"]
+__all__ = ["SessionAddress", "Workers", "as_rank"]
 
 _GRACE_SECONDS: Final = 5.0
 _PROGRAM: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.stdin.buffer.readline())
-from globaltensor.v0.session.worker import main
+from globaltensor.v0.session.device_worker import main
 main()
 """
 
 
 @dataclass(frozen=True)
-class Place:
+class SessionAddress:
     """The address at which all devices of a session meet, and their layout."""
 
     layout: Layout
@@ -101,7 +101,7 @@ class Workers:
             self.processes.append(process)
             self._write(process, json.dumps(sys.path).encode() + b"\n")
 
-    def tell(self, place: Place, first: int, told: Any) -> None:
+    def tell(self, place: SessionAddress, first: int, told: Any) -> None:
         """Send every process its rank and the instruction that all devices get.
 
         ``first`` is this process's rank; the other processes have the ranks after it.

@@ -34,15 +34,15 @@ from ...distributed.env import get_world_size
 from ...distributed.launch import reserved_port
 from ...distributed.world import reset_world, running
 from ..errors import JobError, SessionError
-from ..recording.program import Record
+from ..recording.record import Record
 from ..recording.recorder import taping
 from ..recording.signature import array_of
 from .device_layout import Layout
+from .device_worker import Instruction, joined
 from .engine import Engine
-from .process_place import Place, Workers
+from .process_place import SessionAddress, Workers
 from .rendezvous import SessionRendezvous
 from .settings import logger, settings
-from .worker import Instruction, joined
 from .worker_pool import WorkerPool, follow_master
 
 __all__ = ["Fetched", "Session", "reset", "session"]
@@ -283,7 +283,7 @@ class Session:
             if self.layout.size > 1
             else contextlib.nullcontext(0) as data
         ):
-            place = Place(self.layout, where, data)
+            place = SessionAddress(self.layout, where, data)
             crew.agree(digests, place, told)
             crew.gather(place, told)
             self._thread = threading.Thread(
@@ -299,7 +299,7 @@ class Session:
             for record in records:
                 logger.debug("%s", "\n".join(record.lines()))
 
-    def _join(self, told: Instruction, place: Place) -> Engine:
+    def _join(self, told: Instruction, place: SessionAddress) -> Engine:
         assert self._crew is not None
         self._crew.tell(do="join")
         return joined(told, place.variables(0))

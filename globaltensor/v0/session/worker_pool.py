@@ -15,10 +15,10 @@ from typing import Any, Final
 from ..errors import SessionError
 from .control_channel import Line, listen
 from .device_layout import Layout
-from .process_place import Place, Workers
+from .device_worker import Instruction, follow
+from .process_place import SessionAddress, Workers
 from .rendezvous import SessionRendezvous
 from .settings import logger, settings
-from .worker import Instruction, follow
 
 __all__ = ["WorkerPool", "follow_master"]
 
@@ -40,7 +40,7 @@ class WorkerPool:
         if self.server is None and layout.size > 1:
             self.server = listen("127.0.0.1", 0)
 
-    def agree(self, digests: Mapping[str, str], place: Place, told: Instruction) -> None:
+    def agree(self, digests: Mapping[str, str], place: SessionAddress, told: Instruction) -> None:
         """Check that all machines recorded the same jobs, and send the place where devices meet.
 
         Raise SessionError, on all machines, if one has recorded others.
@@ -63,7 +63,7 @@ class WorkerPool:
         for line in meeting.lines.values():
             line.send(place=[place.addr, data], seed=told.seed, token=told.token)
 
-    def gather(self, place: Place, told: Instruction) -> None:
+    def gather(self, place: SessionAddress, told: Instruction) -> None:
         """Send the devices of this machine their ranks, and wait until all have connected.
 
         Raise SessionError if a device ends before, or does not connect in time.
@@ -158,7 +158,7 @@ def follow_master(
         asked = _heard(line, "the master")
     if "refused" in asked:
         raise SessionError(str(asked["refused"]))
-    place = Place(layout, *asked["place"])
+    place = SessionAddress(layout, *asked["place"])
     where = meeting.nodes[0].addr, meeting.nodes[0].ctrl_port_agent or settings.port
     told = Instruction(
         records,

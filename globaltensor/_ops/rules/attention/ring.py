@@ -637,7 +637,9 @@ def _differentiably(
     ranks, held = zip(*way.holders, strict=True)
     lengths = tuple(n for _, n in held)
     with torch.enable_grad():
-        keys, values = (_Gathered.apply(t, ranks, lengths) if len(ranks) > 1 else t for t in (k, v))  # type: ignore[no-untyped-call]
+        keys, values = (
+            _AllGatherRows.apply(t, ranks, lengths) if len(ranks) > 1 else t for t in (k, v)
+        )  # type: ignore[no-untyped-call]
         start = way.rows[way.ring.index(world().rank)][0]
         rows_, keys, values = (wide(t) for t in (q, keys, values))
         scores = rows_ * way.scale @ keys.transpose(-1, -2)
@@ -665,7 +667,7 @@ def _differentiably(
     return [next(found) if need else None for need in needed]
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGatherRows(torch.autograd.Function):
     """The rows [..., n, e] of every rank, concatenated.
 
     Its backward is `_Scattered`, and the backward of `_Scattered` is this.
@@ -695,4 +697,4 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Gathered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
+        return _AllGatherRows.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from torch.futures import Future
 from ....errors import WorldError
 from .library import Library
 
-__all__ = ["Finished", "Joint", "Operation", "Step", "Steps", "progress", "stop_progress"]
+__all__ = ["Finished", "Joint", "Operation", "PendingRound", "Steps", "progress", "stop_progress"]
 
 _SPIN: Final = 50e-6  # seconds of polling without pause; a message between cores takes about that
 _LOOKS: Final = 50  # about as long, as a number of polls
@@ -52,7 +52,7 @@ _AWAKE: Final = 0.25  # seconds for which the thread then keeps checking for suc
 give_way: Final = ctypes.CDLL(None).sched_yield
 
 
-class Step(Protocol):
+class PendingRound(Protocol):
     """A condition that an operation waits for: a round of messages, or one message."""
 
     def finished(self) -> bool: ...
@@ -71,10 +71,10 @@ class Step(Protocol):
     def abandon(self) -> None: ...
 
 
-Steps = Generator[Step, None, None]
+Steps = Generator[PendingRound, None, None]
 
 
-class Group(Protocol):
+class ProgressGroup(Protocol):
     """The interface of a group that operations use."""
 
     library: Library
@@ -94,12 +94,12 @@ class Operation(dist.Work):
 
     def __init__(
         self,
-        group: Group,
+        group: ProgressGroup,
         steps: Steps,
         outputs: Sequence[Tensor],
         title: str,
         options: Any,
-        step: Step | None = None,
+        step: PendingRound | None = None,
     ) -> None:
         super().__init__()
         self.outputs = outputs
@@ -108,7 +108,7 @@ class Operation(dist.Work):
         self._group, self._steps, self._title, self._options = group, steps, title, options
         self._lock = group.library.one_at_a_time or threading.Lock()
         self._step = step
-        self._last: Step | None = None
+        self._last: PendingRound | None = None
         self._inference = bool(outputs) and outputs[0].is_inference()
         self._started = time.perf_counter()
         self._future: Future[Any] | None = None
@@ -116,7 +116,7 @@ class Operation(dist.Work):
 
     @classmethod
     def at_once(
-        cls, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any
+        cls, group: ProgressGroup, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any
     ) -> Operation | Finished:
         """Run an operation for a caller that waits anyway.
 

@@ -55,7 +55,7 @@ def measure_ops(
     _check_same(clock, [(key, bool(needs_grad)) for key, _, needs_grad in ops])
     cases: list[Case] = []
     keys: list[tuple[str, bool]] = []
-    arena = _Arena(between, clock.device) if between else None
+    arena = _ColdMemory(between, clock.device) if between else None
     for key, make, needs_grad in ops:
         function, args, *held = make()
         op = _Op(function, args, needs_grad, held[0] if held else (), arena)
@@ -108,7 +108,7 @@ def _tensors(value: object) -> list[Tensor]:
     return [t for each in value for t in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
-class _Arena:
+class _ColdMemory:
     """A buffer of random numbers from which ops take their parameters, each turn at another place.
 
     The ops find their parameters cold, as in a step that touches as many bytes from one use of a
@@ -154,7 +154,7 @@ class _Op:
         args: Sequence[Any],
         needs_grad: bool,
         held: Sequence[Tensor] = (),
-        arena: _Arena | None = None,
+        arena: _ColdMemory | None = None,
     ) -> None:
         self.function, self.needs_grad = function, needs_grad
         known = set(map(id, held))
@@ -188,7 +188,7 @@ class _Op:
             torch.autograd.grad(outs, self.leaves[turn], seeds, allow_unused=True)
 
 
-def _turned(arena: _Arena, turn: int, known: set[int], t: Tensor) -> Tensor:
+def _turned(arena: _ColdMemory, turn: int, known: set[int], t: Tensor) -> Tensor:
     return arena.at(turn, t) if id(t) in known else t
 
 

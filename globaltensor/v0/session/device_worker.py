@@ -22,7 +22,7 @@ import torch
 from ...distributed.rdma import init_rdma
 from ...distributed.run.worker import end_with
 from ...distributed.world import reset_world, running, world
-from ..recording.program import Record
+from ..recording.record import Record
 from .control_channel import Line, reached
 from .device_layout import Layout
 from .engine import Engine

@@ -17,17 +17,17 @@ from ..._base.pytree import object_tensors
 from ..distribute import Distribute
 from ..session.device_layout import Devices
 
-__all__ = ["Declared", "Given", "Record", "Ref", "Step"]
+__all__ = ["BlobRef", "Declared", "Given", "Record", "RecordedOp"]
 
 
-class Ref(NamedTuple):
+class BlobRef(NamedTuple):
     """A reference to a value of a record."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOp:
     """A step of a record.
 
     ``op`` is a function of tensors, or the name of one of the replay's own steps. ``times`` is the
@@ -58,7 +58,7 @@ def _told(value: Any) -> str:
 
     Functions, which some steps have as arguments, are named instead of printed with their address.
     """
-    if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
+    if isinstance(value, (list, tuple)) and not isinstance(value, BlobRef):
         return f"({', '.join(map(_told, value))})"
     return str(getattr(value, "__qualname__", None) or repr(value))
 
@@ -104,16 +104,16 @@ class Given:
 class Record:
     """A recorded job.
 
-    ``results`` is the function's return value with blobs replaced by `Ref`s. ``optimizer`` is an
-    `optimizer.Optimizer` if the job trains.
+    ``results`` is the function's return value with blobs replaced by `BlobRef`s. ``optimizer`` is
+    an `optimizer.Optimizer` if the job trains.
     """
 
     name: str
     training: bool
     inputs: list[Given] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedOp] = field(default_factory=list)
     variables: dict[str, Declared] = field(default_factory=dict)
-    losses: list[Ref] = field(default_factory=list)
+    losses: list[BlobRef] = field(default_factory=list)
     mirrored_of: dict[int, bool] = field(default_factory=dict)
     optimizer: Any = None
     results: Any = None
@@ -129,9 +129,9 @@ class Record:
         ]
 
     @property
-    def returned(self) -> list[Ref]:
+    def returned(self) -> list[BlobRef]:
         """The values that the function returned, in order."""
-        found: Sequence[Ref] = object_tensors(self.results, [], Ref)
+        found: Sequence[BlobRef] = object_tensors(self.results, [], BlobRef)
         return list(found)
 
     def lines(self) -> list[str]:

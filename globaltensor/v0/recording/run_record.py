@@ -19,7 +19,7 @@ from ...graph.graph import Graph
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ..session.device_layout import Layout
-from .program import Given, Record, Ref, Step
+from .record import BlobRef, Given, Record, RecordedOp
 
 __all__ = ["HOME", "JobGraph", "Variables"]
 
@@ -91,17 +91,17 @@ class _Replay:
             value = value.to_global(where, broadcast if given.split is None else split(given.split))  # type: ignore[attr-defined]
         self.values[given.index] = [value]
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RecordedOp) -> None:
         own = getattr(self, f"_{step.op}") if isinstance(step.op, str) else None
         where = self.layout.placement(step.devices)
         if own is not None:
             self.values[step.outs[0]] = own(step, where, *step.args)
             return
         pieces: list[Pieces] = [[] for _ in step.outs]
-        refs = object_tensors((step.args, step.kwargs), [], Ref)
+        refs = object_tensors((step.args, step.kwargs), [], BlobRef)
         for i in range(step.times):
             given = [self._bring(ref, i, where, step.mirrored) for ref in refs]
-            args, kwargs = replaced_in_objects((step.args, step.kwargs), iter(given), Ref)
+            args, kwargs = replaced_in_objects((step.args, step.kwargs), iter(given), BlobRef)
             for kept, made in zip(
                 pieces, object_tensors(step.op(*args, **kwargs), []), strict=True
             ):  # type: ignore[operator]
@@ -122,7 +122,7 @@ class _Replay:
                 total = mean if total is None else total + mean
         return total  # type: ignore[no-any-return]
 
-    def home(self, ref: Ref, value: Any) -> torch.Tensor:
+    def home(self, ref: BlobRef, value: Any) -> torch.Tensor:
         """Gather a result on the master.
 
         In the mirrored view, the result has one entry for each device along a new first dim.
@@ -132,7 +132,7 @@ class _Replay:
         found: torch.Tensor = value.to_global(HOME, broadcast)
         return found
 
-    def _bring(self, ref: Ref, i: int, where: Placement, mirrored: bool) -> Any:
+    def _bring(self, ref: BlobRef, i: int, where: Placement, mirrored: bool) -> Any:
         pieces = self.values[ref.index]
         i = i if len(pieces) > 1 else 0
         value = pieces[i]
@@ -146,7 +146,7 @@ class _Replay:
 
     # The replay's own steps: methods that turn (step, placement, arguments) into pieces
 
-    def _variable(self, step: Step, where: Placement, name: str, trainable: bool) -> Pieces:
+    def _variable(self, step: RecordedOp, where: Placement, name: str, trainable: bool) -> Pieces:
         found = self.variables[name]
         if not trainable:
             found = found.detach()
@@ -157,7 +157,7 @@ class _Replay:
         return [found]
 
     def _cast(
-        self, step: Step, where: Placement, ref: Ref, sbp: Sbp | None, grad: Sbp | None
+        self, step: RecordedOp, where: Placement, ref: BlobRef, sbp: Sbp | None, grad: Sbp | None
     ) -> Pieces:
         return [
             x.to_global(sbp=x.sbp if sbp is None else sbp, grad_sbp=grad)
@@ -165,13 +165,20 @@ class _Replay:
         ]
 
     def _constant(
-        self, step: Step, where: Placement, value: Any, shape: Sequence[int], dtype: torch.dtype
+        self,
+        step: RecordedOp,
+        where: Placement,
+        value: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
     ) -> Pieces:
         if step.mirrored:
             return [torch.full(tuple(shape), value, dtype=dtype, device=world().device(where.type))]
         return [full(tuple(shape), value, dtype=dtype, placement=where, sbp=broadcast)]
 
-    def _assign(self, step: Step, where: Placement, name: str, ref: Ref, keep: float) -> Pieces:
+    def _assign(
+        self, step: RecordedOp, where: Placement, name: str, ref: BlobRef, keep: float
+    ) -> Pieces:
         """Write a value into a variable; several pieces are written one after the other.
 
         In the mirrored view, the mean of the devices' values is written.
@@ -185,7 +192,9 @@ class _Replay:
                 held.copy_(held * keep + value * (1.0 - keep) if keep else value)
         return self._variable(step, where, name, False)
 
-    def _random(self, step: Step, where: Placement, op: Any, ref: Ref, *args: Any) -> Pieces:
+    def _random(
+        self, step: RecordedOp, where: Placement, op: Any, ref: BlobRef, *args: Any
+    ) -> Pieces:
         """Run an op that draws random numbers.
 
         Each shard of a split batch gets its own numbers. In the mirrored view, each device does.
@@ -200,34 +209,34 @@ class _Replay:
                 out.append(op(x, *args))
         return out
 
-    def _unpack(self, step: Step, where: Placement, ref: Ref, pieces: int) -> Pieces:
+    def _unpack(self, step: RecordedOp, where: Placement, ref: BlobRef, pieces: int) -> Pieces:
         out = []
         for x in self._all(ref, step, where):
             rows = x.shape[0] // pieces
             out += [_lying_as(x, x[i * rows : (i + 1) * rows]) for i in range(pieces)]
         return out
 
-    def _pack(self, step: Step, where: Placement, ref: Ref, pieces: int) -> Pieces:
+    def _pack(self, step: RecordedOp, where: Placement, ref: BlobRef, pieces: int) -> Pieces:
         parts = self._all(ref, step, where)
         return [
             _lying_as(parts[i], torch.cat(parts[i : i + pieces]))
             for i in range(0, len(parts), pieces)
         ]
 
-    def _repeat(self, step: Step, where: Placement, ref: Ref, times: int) -> Pieces:
+    def _repeat(self, step: RecordedOp, where: Placement, ref: BlobRef, times: int) -> Pieces:
         return [x for x in self._all(ref, step, where) for _ in range(times)]
 
-    def _acc(self, step: Step, where: Placement, ref: Ref, times: int) -> Pieces:
+    def _acc(self, step: RecordedOp, where: Placement, ref: BlobRef, times: int) -> Pieces:
         parts = self._all(ref, step, where)
         return [sum(parts[i + 1 : i + times], parts[i]) for i in range(0, len(parts), times)]
 
-    def _own(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
+    def _own(self, step: RecordedOp, where: Placement, ref: BlobRef, variable: bool) -> Pieces:
         return [
             x.to_global(self.everyone, broadcast if variable else split(0)).to_local()
             for x in self.values[ref.index]
         ]
 
-    def _joined(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
+    def _joined(self, step: RecordedOp, where: Placement, ref: BlobRef, variable: bool) -> Pieces:
         out = []
         for x in self.values[ref.index]:
             if variable:  # replicated: use the first device's copy
@@ -237,7 +246,7 @@ class _Replay:
             out.append(moved(x, where))
         return out
 
-    def _all(self, ref: Ref, step: Step, where: Placement) -> Pieces:
+    def _all(self, ref: BlobRef, step: RecordedOp, where: Placement) -> Pieces:
         return [
             self._bring(ref, i, where, step.mirrored) for i in range(len(self.values[ref.index]))
         ]
