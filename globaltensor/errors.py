@@ -109,6 +109,22 @@ class CompileError(GlobalTensorError):
     """
 
 
+class GraphError(GlobalTensorError):
+    """An error for code that no static graph can hold, or for a graph used otherwise than built."""
+
+
+class PlanError(GlobalTensorError):
+    """The error that is raised where no plan can be made, or a file contains none."""
+
+
+class ProblemError(GlobalTensorError):
+    """An error in a problem's data, or in a file that should contain a problem."""
+
+
+class ZeroError(GlobalTensorError):
+    """A ZeRO setting, or an optimizer, that ZeRO cannot work with."""
+
+
 class CompileWarning(UserWarning):
     """A warning that code on global tensors runs uncompiled, despite torch.compile."""
 

@@ -4,8 +4,12 @@ nothing."""
 from __future__ import annotations
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +134,98 @@ def test_a_file_says_what_it_holds(path: Path) -> None:
     assert not text.strip() or ast.get_docstring(ast.parse(text)), (
         f"{path.name} doesn't say what it is: it needs a docstring"
     )
+
+
+#: File names that two folders share. Each folder makes plain which one it is.
+TWICE = {
+    "collectives.py": "what users call, and how MPI runs it",
+    "explain.py": "of boxing, and of plans",
+    "graph.py": "the class, and the public page that has it",
+    "random.py": "drawing numbers, and the rules of functions that draw",
+    "reduction.py": "rules of reductions, and MPI's own arithmetic",
+    "sbp.py": "the class, and the public page that has it",
+    "search.py": "within one mesh, and over meshes and stages",
+    "simulate.py": "ranks as threads, and a pipeline schedule",
+    "checkpoint.py": "of global tensors, and OneFlow's page of that name",
+    "config.py": "of graphs, and OneFlow's page of that name",
+    "env.py": "of ranks, and OneFlow's page of that name",
+    "errors.py": "of everything, and of job functions",
+    "ops.py": "OneFlow's page of that name",
+}
+#: Class names that a public page of OneFlow's interface has too.
+PAGES = {"LAMB"}
+
+
+def test_a_file_name_says_which_file_it_is() -> None:
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert {name for name, n in names.items() if n > 1} <= set(TWICE)
+    assert max(n for name, n in names.items()) == 2
+
+
+def test_a_class_name_means_one_thing() -> None:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    twice = {name: at for name, at in classes.items() if len(at) > 1 and name not in PAGES}
+    assert not twice
+
+
+def test_the_root_has_few_entries() -> None:
+    entries = [p.name for p in ROOT.iterdir() if p.name not in ("__pycache__", "py.typed")]
+    assert len(entries) <= 21, sorted(entries)
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
+    """(kind, line, text) of each docstring in a file."""
+    kinds = {ast.Module: "module", ast.ClassDef: "class"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if text := ast.get_docstring(node):
+            yield kinds.get(type(node), "function"), getattr(node, "lineno", 1), text
+
+
+#: What no docstring opens with: a noun clause stands where a verb or a noun should be.
+NOUN_CLAUSES = set("What Whether How Where Who Whose Which As Of When While If Whoever".split())
+ARTICLES = {"A", "An", "The", "One", "Two"}
+
+
+def test_docstrings_open_with_a_verb_or_an_article() -> None:
+    wrong = []
+    for path in FILES:
+        for kind, line, text in docstrings(path):
+            first = re.split(r"\W", text, maxsplit=1)[0]
+            if first in NOUN_CLAUSES or (kind == "class" and first not in ARTICLES):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+#: Words of this house, and the field's (STYLE, "Plain English").
+GLOSSARY = {
+    r"foretell|foretells|foretold": "predict",
+    r"go apart|goes apart|gone apart|went apart": "diverge",
+    r"stand-ins?": "fake tensor",
+    r"nests? of": "pytree",
+    r"lies as|lie as|lies so": "has the layout of",
+    r"carries out|carried out|carry out": "apply",
+    r"besides?": "with, other",
+    r"told|tells us": "send, report",
+    r"nobody|somebody|whoever": "the noun that is meant",
+}
+
+
+def test_docstrings_and_comments_use_the_fields_words() -> None:
+    household = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
+    wrong = []
+    for path in FILES:
+        texts = [(line, text) for _, line, text in docstrings(path)]
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        texts += [(t.start[0], t.string) for t in tokens if t.type == tokenize.COMMENT]
+        for line, text in texts:
+            wrong += [f"{path.relative_to(ROOT)}:{line}: {w}" for w in household.findall(text)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_importing_prints_nothing_and_starts_nothing() -> None:

@@ -8,7 +8,8 @@ from .api import cluster_of, plan
 from .apply import modules as _carried  # (flow.parallelize with a plan)
 from .calibrate.op_accuracy import calibrate
 from .apply.eager import plan_of
-from .plan.plan import Plan, PlanError
+from .plan.plan import Plan
+from ..errors import PlanError
 
 load_plan = Plan.load
 

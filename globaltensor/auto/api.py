@@ -21,6 +21,7 @@ from .._base.pytree import object_tensors, replaced_in_objects
 from .._tensor.global_tensor import GlobalTensor
 from ..cluster import Cluster, current_cluster
 from ..distributed.world import world
+from ..errors import PlanError
 from ..graph.graph import Graph
 from ..parallel.parallelize import PLANS
 from ..sharding.placement import Placement
@@ -34,7 +35,7 @@ from .intra_op.formulate import Options, formulate
 from .intra_op.search import SearchResult, compare, data_parallel, glance, search
 from .ir.op_graph import Calls
 from .ir.trace import calls_of_model, captured_calls
-from .plan.plan import Plan, PlanError
+from .plan.plan import Plan
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 

@@ -20,10 +20,10 @@ import torch
 
 from .._base.writable_path import check_writable
 from ..cluster import PRESETS, Cluster
-from ..errors import GlobalTensorError
+from ..errors import GlobalTensorError, PlanError
 from ..graph.graph import Graph
 from .api import plan
-from .plan.plan import Plan, PlanError
+from .plan.plan import Plan
 
 __all__ = ["DESCRIPTION", "Target", "cluster_for", "options_of", "plan_target", "run", "target"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import GraphError
+from ..errors import GraphError
 
 __all__ = ["Config"]
 

@@ -29,6 +29,7 @@ from .._tensor.gradients.reducer import reducer
 from .._tensor.promote import check_replicated
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
+from ..errors import GraphError
 from ..optim.zero import Zero, freeing
 from ..sharding.placement import Placement
 from ..sharding.spec import layout_for
@@ -38,7 +39,6 @@ from .capture.capture import CaptureResult, Result, capture
 from .capture.dry_world import DryWorld
 from .capture.module_hooks import lying, stages_of, watched
 from .config import Config
-from .errors import GraphError
 from .grad_clip import clip
 from .microbatch import MicrobatchSplit
 from .module_settings import ProxyModule, bare

@@ -11,8 +11,8 @@ import torch
 
 from .._base.pytree import object_tensors, replaced_in_objects
 from .._tensor.global_tensor import GlobalTensor
+from ..errors import GraphError
 from ..sharding.spec import Spec
-from .errors import GraphError
 
 __all__ = ["MicrobatchSplit"]
 

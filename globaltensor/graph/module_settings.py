@@ -17,9 +17,8 @@ import torch
 
 from .._base import torch_private
 from .._tensor.global_tensor import SEEN_AS
-from ..errors import RenamedError
+from ..errors import GraphError, RenamedError
 from ..sharding.placement import Placement
-from .errors import GraphError
 
 __all__ = ["GraphModule", "GraphTensor", "ModuleSettings", "ProxyModule", "bare", "stage_of_tensor"]
 

@@ -14,7 +14,7 @@ from torch import fx
 from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from ..distributed.world import world
-from .errors import GraphError
+from ..errors import GraphError
 
 __all__ = ["Debug", "describe", "lines"]
 

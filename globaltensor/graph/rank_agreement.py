@@ -17,10 +17,9 @@ from torch import fx
 from ..distributed.communicator import Communicator
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
-from ..errors import noted
+from ..errors import GraphError, noted
 from ..sharding.placement import Placement
 from .capture.dry_world import INSIDE, Left
-from .errors import GraphError
 from .program.nodes import RandomCall
 
 __all__ = ["Text", "agree", "agreed", "seed_of", "settings"]

@@ -26,10 +26,10 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather
 from ..boxing import box
 from ..boxing import plan_boxing as route_of
+from ..errors import GraphError
 from ..sharding.sbp import Sbp, broadcast, partial_sum
 from ..sharding.spec import Spec
 from .capture.single_device import SAME
-from .errors import GraphError
 
 __all__ = [
     "Moved",

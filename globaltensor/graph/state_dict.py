@@ -9,7 +9,7 @@ import torch
 
 from .._ops.methods import gather_global_value
 from .._tensor.global_tensor import GlobalTensor
-from .errors import GraphError
+from ..errors import GraphError
 
 __all__ = ["load_state_dict", "not_copied", "state_dict"]
 

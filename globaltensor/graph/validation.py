@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
-from .errors import GraphError
+from ..errors import GraphError
 
 __all__ = [
     "apply_settings",

@@ -24,13 +24,13 @@ from .._tensor.gradients.reducer import LeafGradient, reducer
 from .._tensor.set_data import replace_local
 from ..boxing import box
 from ..distributed.world import world
-from ..errors import GlobalTensorError
+from ..errors import ZeroError
 from ..sharding.placement import Placement
 from ..sharding.sbp import split
 from ..sharding.spec import Spec, StorageSpec
 from .local_step import ELEMENTWISE, relay
 
-__all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
+__all__ = ["Zero", "freeing", "shares_of"]
 
 # size limits of a bucket of gradients, which is otherwise as large as the largest parameter
 LEAST_BYTES, MOST_BYTES = (128 << 10, 25 << 20)
@@ -49,10 +49,6 @@ def freeing(
         or (searched is not None and searched.choices.get("freed"))
     )
     return parameter_gather.reshard_after_forward() if wanted else contextlib.nullcontext()
-
-
-class ZeroError(GlobalTensorError):
-    """A ZeRO setting, or an optimizer, that ZeRO cannot work with."""
 
 
 def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:

@@ -23,10 +23,10 @@ from globaltensor.auto.intra_op import search as search_module
 from globaltensor.auto.intra_op.formulate import FormulationCache, Options, _Builder
 from globaltensor.auto.intra_op.search import price_layouts, search
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.plan.plan import Plan
 from globaltensor.auto.solver import Solution, solve
 from globaltensor.cluster import Cluster
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError, PlanError
 from globaltensor.graph.sharding_plan import ShardingPlan as GraphPlan
 from globaltensor.sbp import split as S
 from globaltensor.sharding.placement import Placement

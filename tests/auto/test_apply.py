@@ -21,9 +21,10 @@ import globaltensor as flow
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.plan.plan import Plan
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import PlanError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 ROWS, TIME, WORDS, WIDTH = 8, 6, 20, 16

@@ -23,7 +23,7 @@ from globaltensor.auto.intra_op.search import search
 from globaltensor.auto.plan.plan import Alternative
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.simulate import simulate
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 from globaltensor.graph.graph import Graph
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import split as S

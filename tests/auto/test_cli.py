@@ -15,8 +15,9 @@ import pytest
 
 from globaltensor.__main__ import main
 from globaltensor.auto import cli
-from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.plan.plan import Plan
 from globaltensor.cluster import Cluster
+from globaltensor.errors import PlanError
 
 MODELS = """
 import torch

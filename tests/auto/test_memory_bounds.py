@@ -19,7 +19,7 @@ from globaltensor.auto.inter_op.lagrangian_bound import Dual
 from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import PlanError
+from globaltensor.errors import PlanError
 
 
 def all_looks(dual: Dual) -> float:

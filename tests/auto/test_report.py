@@ -19,8 +19,9 @@ import globaltensor as flow
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import SearchResult, search
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.plan.plan import Plan
 from globaltensor.cluster import Cluster
+from globaltensor.errors import PlanError
 
 REPORT = """\
 plan for 8 devices of dgx-h100, a mesh of 2 x 4, training, 13 calls

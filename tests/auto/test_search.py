@@ -32,9 +32,10 @@ from globaltensor.auto.intra_op.search import data_parallel, gradient_traffic_ex
 from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.segments import cut
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.plan.plan import Plan
 from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
+from globaltensor.errors import PlanError
 
 DGX = Cluster.preset("dgx-h100")
 

@@ -12,8 +12,7 @@ from support.forked import forked
 from support.mpi import needs_mpi, run_by_mpi
 
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import DivergenceError, GraphError
 
 
 def program(number: int, odd: int | None, graph: bool) -> None:

@@ -29,7 +29,7 @@ import globaltensor as flow
 from globaltensor._base import torch_private
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 FILE = __file__.rsplit("/", 1)[-1]

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler as lr
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 FILE = __file__.rsplit("/", 1)[-1]

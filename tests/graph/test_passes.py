@@ -22,7 +22,7 @@ import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 from globaltensor.graph.passes import pass_manager
 from globaltensor.graph.program.coalesced import (
     CoalescedCollective,

@@ -14,7 +14,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 ODD = 1  # the rank that differs

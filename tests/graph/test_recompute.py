@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 from globaltensor.graph.passes import memory_budget
 from globaltensor.graph.passes.recompute import Recomputed
 

@@ -17,7 +17,7 @@ from torch import nn
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 from globaltensor.graph.sharding_plan import ShardingPlan
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import split as S

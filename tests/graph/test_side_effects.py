@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 
 
 class Keeps(nn.Module):

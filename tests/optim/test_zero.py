@@ -26,7 +26,8 @@ from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.optim.zero import Zero, ZeroError, shares_of
+from globaltensor.errors import ZeroError
+from globaltensor.optim.zero import Zero, shares_of
 from globaltensor.sharding.spec import Spec
 
 B, S = flow.sbp.broadcast, flow.sbp.split

@@ -14,8 +14,8 @@ from torch import nn
 from ..._base import torch_private
 from ..._base.pytree import object_tensors
 from ..._tensor.global_tensor import GlobalTensor
+from ...errors import GraphError
 from ...graph.config import Auto
-from ...graph.errors import GraphError
 from ...graph.rank_agreement import Text, agreed
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import MODEL_PLANNERS

@@ -15,9 +15,9 @@ from ..._tensor.set_data import replace_local
 from ...boxing import box
 from ...cluster import Cluster, current_cluster, named_cluster
 from ...distributed.world import world
+from ...errors import GraphError
 from ...graph.capture.dry_world import Left
 from ...graph.config import MEMORY, Auto
-from ...graph.errors import GraphError
 from ...graph.graph import GRAPH_PLANNERS
 from ...graph.printing import lines
 from ...graph.rank_agreement import Text, agreed, settings

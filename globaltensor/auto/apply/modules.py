@@ -23,6 +23,7 @@ from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ...boxing.moves import Layout
+from ...errors import PlanError
 from ...graph.module_settings import ModuleSettings
 from ...graph.pipeline.split_model import staged
 from ...graph.sharding_plan import entry
@@ -31,7 +32,7 @@ from ...parallel.parallelize import MODEL_PLANNERS
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import layout_for
-from ..plan.plan import Plan, PlanError, PlannedCall
+from ..plan.plan import Plan, PlannedCall
 
 __all__ = ["apply_plan", "install_layout_hooks", "install_reshard_hooks"]
 

@@ -16,13 +16,13 @@ from ..._base.pytree import object_tensors
 from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster
 from ...distributed.world import world
+from ...errors import PlanError
 from ...sharding.placement import Placement
 from ..api import calls_of, cluster_of, mesh_of
 from ..cost.measured_ops import Shape, local_call, op_key, parts
 from ..cost.reshard_cost import ReshardCosts
 from ..cost.strategies import StrategyBuilder, StrategyTable
 from ..ir.op_graph import Call, Calls, Value
-from ..plan.plan import PlanError
 from ..profile import measure_ops
 from .steps import COPIES, calibrate_steps
 

@@ -34,6 +34,7 @@ from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster, current_cluster, use_cluster
 from ...distributed.world import world
+from ...errors import PlanError
 from ...graph.graph import Graph
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, split
@@ -44,7 +45,6 @@ from ..cost.strategies import StrategyBuilder, gives_every_rank_data
 from ..intra_op.formulate import Formulation, formulate
 from ..intra_op.read_solution import read_plan
 from ..intra_op.search import SearchResult, binding_formulation, data_parallel, search
-from ..plan.plan import PlanError
 from ..profile.clock import Case, Clock
 from ..solver import Problem, solve
 

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from ...boxing.moves import Layout
+from ...errors import PlanError
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
 from ..ir.op_graph import Call, Calls, Value, ValueRef
-from ..plan.plan import PlanError
 from .reshard_cost import ReshardCosts
 from .rule_failures import RuleFailures
 from .signatures import CostedSignature, probe_decomposition, signatures

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...boxing.moves import Layout, gathers
 from ...cluster import Cluster
+from ...errors import PlanError
 from ...graph.sharding_plan import entry
 from ..cost.meshes import mesh
 from ..cost.reshard_cost import ReshardCosts, duals
@@ -22,7 +23,7 @@ from ..cost.strategies import StrategyBuilder
 from ..intra_op.formulate import Options, bucket_of, gathered_of, updating
 from ..intra_op.read_solution import short
 from ..ir.op_graph import Calls, Value
-from ..plan.plan import LayoutChange, Plan, PlanError, PlannedCall
+from ..plan.plan import LayoutChange, Plan, PlannedCall
 from .step_simulator import StageTimes, StepSimulation, step
 
 __all__ = ["predict", "repriced", "simulate_plan"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...cluster import Cluster
+from ...errors import PlanError
 from ...graph.pipeline import max_activations
 from ...sharding.placement import Placement
 from ..cost.batch_scaling import Batches, takes_statistics
@@ -31,7 +32,7 @@ from ..intra_op.formulate import Options, bucket_of
 from ..ir.flops import work_of
 from ..ir.op_graph import Calls
 from ..ir.segments import Chain, cut
-from ..plan.plan import Plan, PlanError
+from ..plan.plan import Plan
 from .build_plan import build_plan
 from .lagrangian_bound import Dual
 from .pipeline_cost import (

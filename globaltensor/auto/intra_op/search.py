@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from ...boxing.moves import Layout, show_bytes
 from ...cluster import Cluster
+from ...errors import PlanError
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast, split
 from ..cost.strategies import gives_every_rank_data
 from ..gc_pause import gc_paused
 from ..ir.op_graph import Calls
-from ..plan.plan import Alternative, Plan, PlanError
+from ..plan.plan import Alternative, Plan
 from ..solver import STOP, MinimaxSolver, Solution, solve
 from .formulate import Formulation, Options, formulate, hidden
 from .layout_changes import Changes, short

@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Final, TypeVar
 
 from ...boxing.moves import show_bytes
+from ...errors import PlanError
 from ..intra_op.alternatives import moved
 from .formatting import folded, pattern, patterns, seconds
-from .plan import Layout, LayoutChange, OtherChoice, PlacedTensor, Plan, PlanError, PlannedCall
+from .plan import Layout, LayoutChange, OtherChoice, PlacedTensor, Plan, PlannedCall
 
 __all__ = ["explain", "why"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..._base.writable_path import write_text
-from ...errors import GlobalTensorError
+from ...errors import PlanError
 from ..solver import proven
 
 __all__ = [
@@ -24,16 +24,11 @@ __all__ = [
     "OtherChoice",
     "PlacedTensor",
     "Plan",
-    "PlanError",
     "PlannedCall",
 ]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0), B, P
-
-
-class PlanError(GlobalTensorError):
-    """The error that is raised where no plan can be made, or a file contains none."""
 
 
 @dataclass(frozen=True)

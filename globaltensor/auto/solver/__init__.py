@@ -6,7 +6,8 @@ formulates the problems that this package solves.
 
 from .problem_io import from_iopddl, load, save
 from .minimax import MinimaxSolver
-from .problem import Problem, ProblemError, Usage
+from .problem import Problem, Usage
+from ...errors import ProblemError
 from .solution import EXACT, STOP, Solution, proven
 from .solve import solve
 

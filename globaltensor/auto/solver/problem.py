@@ -14,16 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from globaltensor.errors import GlobalTensorError
+from ...errors import ProblemError
 
 Array: TypeAlias = npt.NDArray[Any]
 Number: TypeAlias = "int | float"
 #: An integer cost of at least this is forbidden, like inf among floats.
 FORBIDDEN = 10**18
-
-
-class ProblemError(GlobalTensorError):
-    """An error in a problem's data, or in a file that should contain a problem."""
 
 
 class Usage(NamedTuple):

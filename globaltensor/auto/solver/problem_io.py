@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..._base.writable_path import replacing
-from .problem import Array, Problem, ProblemError, numbers
+from ...errors import ProblemError
+from .problem import Array, Problem, numbers
 
 FORMAT = "globaltensor problem 1"
 

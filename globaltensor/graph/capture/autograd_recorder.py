@@ -20,7 +20,7 @@ from ..._ops import backward as backward_pass
 from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.grad import get_grad, set_grad
-from ..errors import GraphError
+from ...errors import GraphError
 from ..program.nodes import ProgramCall, backward
 from .reachability import leaves, reached
 from .recorder_base import Recorder, line

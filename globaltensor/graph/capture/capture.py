@@ -22,8 +22,8 @@ from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients.reducer import reducer
 from ..._tensor.view_tracking import refresh_view
 from ...distributed.world import set_world, world
+from ...errors import GraphError
 from ...sharding.spec import Spec
-from ..errors import GraphError
 from ..program.nodes import backward
 from .checkpoint_regions import marked
 from .dry_world import DryWorld

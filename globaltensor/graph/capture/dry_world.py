@@ -12,7 +12,7 @@ import torch
 from ..._base import torch_private
 from ...distributed.communicator import Communicator
 from ...distributed.world import World
-from ..errors import GraphError
+from ...errors import GraphError
 
 __all__ = ["INSIDE", "DryComm", "DryWorld", "Left", "Untraceable"]
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
+from ...errors import GraphError
 from ...sharding.placement import Placement
-from ..errors import GraphError
 from ..module_settings import ModuleSettings
 from .batch_norm_average import averaged
 from .recorders import LogicalRecorder

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from ..._base.pytree import tensors_in
 from ..._base.user_code import PACKAGE_ROOT
 from ..._tensor.global_tensor import GlobalTensor
+from ...errors import GraphError
 from ...sharding.spec import Spec
-from ..errors import GraphError
 from ..program.nodes import ProgramCall
 
 __all__ = ["Made", "Recorder", "casting", "line", "of_user", "specs_of", "spelled"]

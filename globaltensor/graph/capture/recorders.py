@@ -32,9 +32,9 @@ from ..._tensor.view_tracking import RemoteView
 from ...boxing import box
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
+from ...errors import GraphError
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec, layout_for
-from ..errors import GraphError
 from ..module_settings import stage_of_tensor
 from ..program.nodes import (
     BoxingCall,

@@ -19,7 +19,7 @@ import torch
 from ..._base import torch_private
 from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
-from ..errors import GraphError
+from ...errors import GraphError
 from .recorder_base import Recorder, of_user
 from .recorders import LogicalRecorder
 

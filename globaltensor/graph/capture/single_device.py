@@ -13,7 +13,7 @@ from torch import fx
 from ..._base import overridable, torch_private
 from ..._ops.methods import gather_global_value
 from ..._tensor.global_tensor import GlobalTensor
-from ..errors import GraphError
+from ...errors import GraphError
 from ..program.nodes import autocast, set_grad_enabled
 
 __all__ = ["SAME", "on_one_device"]

@@ -33,7 +33,7 @@ from ...boxing import plan_boxing
 from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
-from ..errors import GraphError
+from ...errors import GraphError
 from ..program.nodes import (
     BoxingCall,
     GatherCall,

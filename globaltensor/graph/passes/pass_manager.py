@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx
 
 from ...distributed.world import world
-from ..errors import GraphError
+from ...errors import GraphError
 from ..program.coalesced import CoalescedCollective, StartCollective, WaitCollective
 from ..program.nodes import BoxingCall, GatherCall
 from .boxing_cse import eliminate_common_boxings

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ..errors import GraphError
+from ...errors import GraphError
 from ..program.nodes import RandomCall, backward
 from .subgraph import Subgraph, extract, mutated_operands, put_back, storages
 

@@ -18,11 +18,11 @@ from torch import fx
 
 from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
+from ...errors import GraphError
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
 from ..capture.capture import CaptureResult
-from ..errors import GraphError
 from ..passes.alias_analysis import AliasSets
 from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
 from .stage_assignment import stages_of_nodes

@@ -10,9 +10,9 @@ from torch import fx
 
 from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
+from ...errors import GraphError
 from ...sharding.placement import Placement
 from ..capture.capture import CaptureResult
-from ..errors import GraphError
 from ..passes.alias_analysis import AliasSets
 from ..program.nodes import ProgramCall
 

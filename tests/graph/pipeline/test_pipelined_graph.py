@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import GlobalTensorError, PlacementError
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GlobalTensorError, GraphError, PlacementError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 WIDTH = 4

@@ -15,7 +15,7 @@ from torch import nn
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.graph.errors import GraphError
+from globaltensor.errors import GraphError
 from globaltensor.graph.pipeline import timeline
 
 B = flow.sbp.broadcast
