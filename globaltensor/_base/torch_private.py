@@ -109,8 +109,8 @@ def _prepare_fakes() -> None:
 def _unrecorded(record: logging.LogRecord) -> bool:
     """Return True if a log record may be shown: no recorder is at work.
 
-    Fake tensors log a stack trace for every wrong call, besides the error that they raise. While a
-    recorder is at work, the error alone is shown.
+    Fake tensors log a stack trace for every wrong call, in addition to the error that they raise.
+    While a recorder is at work, the error alone is shown.
     """
     return not recording.on
 
@@ -777,9 +777,9 @@ may_take_data = torch._has_compatible_shallow_copy_type
 def refresh_weights(module: torch.nn.Module) -> None:
     """Rebuild a recurrent layer's list of weights after its parameters were replaced.
 
-    Such a layer keeps its weights in a list besides its parameters, with weak references by which
-    it recognizes them. The layer rebuilds list and references itself in forward the same way (torch
-    2.11: `RNNBase._init_flat_weights`).
+    Such a layer keeps its weights in a list as well as in its parameters, with weak references by
+    which it recognizes them. The layer rebuilds list and references itself in forward the same way
+    (torch 2.11: `RNNBase._init_flat_weights`).
     """
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()

@@ -388,8 +388,8 @@ def check_range(index: torch.Tensor, allowed: Range) -> None:
     if lowest >= 0 and highest < allowed.n:
         return
     wrong = (index < 0) | (index >= allowed.n)
-    if allowed.besides is not None:
-        wrong = wrong & (index != allowed.besides)
+    if allowed.also is not None:
+        wrong = wrong & (index != allowed.also)
     if wrong.any():
         raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))
 

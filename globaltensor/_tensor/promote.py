@@ -101,7 +101,7 @@ def check_replicated(
     """Compare a plain tensor with those of the other ranks.
 
     It compares the first 16 times that the program reaches this place, then at intervals that grow
-    by an eighth. ``place``: the key to count by, besides the ranks. None: the line that has called
+    by an eighth. ``place``: the key to count by, with the ranks. None: the line that has called
     this library, and the user's line. The comparison is collective: all of ``ranks`` call it.
     Raises DivergenceError, on every rank. The error names the line, the ranks with their values,
     and how to express what is meant.

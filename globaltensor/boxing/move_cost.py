@@ -99,7 +99,7 @@ class MoveCosts:
             for layout, other in ((after, before), (before, after))
         )
         for entry, nbytes in (sent, came):
-            more = self.cluster.relaid(nbytes) if entry.kind == "split" else None
+            more = self.cluster.relayout_seconds(nbytes) if entry.kind == "split" else None
             if more is not None and kind != "slice":
                 seconds += 0.0 if _first(entry.dim, self.spec(before)) else more
             elif more is not None and _first(entry.dim, self.spec(before)):
@@ -121,7 +121,7 @@ class MoveCosts:
             ranks = self._fibers[axes] = self.placement.fiber(self.placement.flat[0], axes)
         nbytes = after if kind == "all_gather" else before
         sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
-        return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
+        return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.rank_skew
 
     def exchange_at_least(self, before: Layout, there: MoveCosts, after: Layout) -> float:
         """Return a lower bound for the seconds of an exchange into a layout of ``there``.
@@ -164,7 +164,7 @@ def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     # One peer on another node is enough for the slower links.
     return nbytes, cluster.seconds(
         "exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)
-    ) + copied + cluster.skew
+    ) + copied + cluster.rank_skew
 
 
 def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:

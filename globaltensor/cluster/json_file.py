@@ -21,7 +21,7 @@ from .model import Cluster
 
 __all__ = ["as_json", "from_json", "load", "save"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 _KEY: Final = "globaltensor_cluster"
 _NUMBERS: Final = {f.name: f for f in fields(Cluster) if isinstance(f.default, int | float | str)}
 

@@ -51,9 +51,9 @@ class Cluster:
     - ``tree``: True if steps grow with the logarithm of the group's size, not with the size.
     - ``message``: the time that each further peer then adds to an all-to-all.
     - ``measured``: curves, which take precedence over these constants.
-    - ``skew``: the time that ranks, each of which has computed, wait for one another before a move
+    - ``rank_skew``: the time that ranks, each of which has computed, wait for one another before a move
       that they cannot continue without. `seconds` leaves it out.
-    - ``bucketed``: a factor on the moves of parameters and gradients that move together, in buckets
+    - ``bucket_factor``: a factor on the moves of parameters and gradients that move together, in buckets
       that start early. The factor is relative to the time that such moves take alone.
 
     Kernels:
@@ -64,7 +64,7 @@ class Cluster:
     - ``memory_latency``, ``memory_bandwidth``: those of a device's own memory, read and written.
     - ``overlap``: the slowdown of computing and moving while both run, from 1 (none) to 2 (as slow
       as one after the other).
-    - ``updating``: the time of an optimizer's step relative to its reading and writing. It includes
+    - ``optimizer_factor``: the time of an optimizer's step relative to its reading and writing. It includes
       a parameter's other costs in a training step.
     - ``ops``: seconds of (forward, backward) of single ops, by keys of the code that measured them.
 
@@ -102,9 +102,9 @@ class Cluster:
     )
     saturation: Mapping[str, float] = field(default_factory=lambda: Frozen({}))
     overlap: float = 1.0
-    skew: float = 0.0
-    updating: float = 1.0
-    bucketed: float = 1.0
+    rank_skew: float = 0.0
+    optimizer_factor: float = 1.0
+    bucket_factor: float = 1.0
     name: str = "generic"
     device: str = "cpu"
     size: int = 0
@@ -219,7 +219,7 @@ class Cluster:
             kind, nbytes, group.ranks, group.local, lambda kind, n, p: WITHIN[kind](self, n, p)
         )
 
-    def relaid(self, nbytes: float) -> float | None:
+    def relayout_seconds(self, nbytes: float) -> float | None:
         """Return seconds to reorder so many bytes before or after a move.
 
         Return None where copies weren't measured. Plans leave this cost out then.
@@ -266,10 +266,10 @@ class Cluster:
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name) or self.flops.get("float32") or min(self.flops.values())
 
-    def beside(self, computing: float, moving: float) -> float:
+    def overlapped(self, computing: float, moving: float) -> float:
         """Return seconds of a computation and a move at once, from the times of each alone.
 
-        >>> Cluster().beside(3.0, 2.0), Cluster(overlap=2.0).beside(3.0, 2.0)
+        >>> Cluster().overlapped(3.0, 2.0), Cluster(overlap=2.0).overlapped(3.0, 2.0)
         (3.0, 5.0)
         """
         return max(computing, moving) + (self.overlap - 1.0) * min(computing, moving)
@@ -314,7 +314,7 @@ class Cluster:
         """Return this cluster with these times of ops added. They replace older ones."""
         return replace(self, ops={**self.ops, **ops})
 
-    def stretched(
+    def scaled(
         self,
         computing: float,
         moving: float,
@@ -331,7 +331,7 @@ class Cluster:
         (None: as other moves). ``copying``: factor of copies, and of all reading and writing that
         was not measured with a call (None: as calls).
 
-        >>> c = Cluster().stretched(1.5, 2.0)
+        >>> c = Cluster().scaled(1.5, 2.0)
         >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), round(c.compute(1e9, 0) / Cluster().compute(1e9, 0), 9)
         (2.0, 1.5)
         """  # noqa: E501
@@ -351,13 +351,15 @@ class Cluster:
             memory_latency=self.memory_latency * copying,
             memory_bandwidth=self.memory_bandwidth / copying,
             ops={k: (f * computing, b * computing) for k, (f, b) in self.ops.items()},
-            skew=self.skew * moving + waiting,
+            rank_skew=self.rank_skew * moving + waiting,
             **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency",
                 "message")},
             **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth",
                 "node_stream")},
-            updating=self.updating * (computing if updating is None else updating) / copying,
-            bucketed=self.bucketed * (1.0 if bucketed is None else bucketed / moving),
+            optimizer_factor=self.optimizer_factor
+            * (computing if updating is None else updating)
+            / copying,
+            bucket_factor=self.bucket_factor * (1.0 if bucketed is None else bucketed / moving),
         )  # fmt: skip
 
     @classmethod
@@ -402,7 +404,7 @@ def _check(c: Cluster) -> None:
         "node_stream",
         "message",
         "kernel",
-        "skew",
+        "rank_skew",
         "node_size",
         "size",
         "memory",
@@ -412,14 +414,16 @@ def _check(c: Cluster) -> None:
     for name in ("bandwidth", "memory_bandwidth", "node_bandwidth"):
         if not getattr(c, name) > 0:
             raise ValueError(f"{name}={getattr(c, name)}: must be more than 0 bytes per second")
-    if not 0 < c.bucketed < math.inf:
+    if not 0 < c.bucket_factor < math.inf:
         raise ValueError(
-            f"bucketed={c.bucketed}: a factor above 0, 1 where parameters and gradients in "
+            f"bucket_factor={c.bucket_factor}: a factor above 0, 1 where parameters and gradients "
+            f"in "
             f"buckets move as all else does"
         )
-    if not 0 < c.updating < math.inf:
+    if not 0 < c.optimizer_factor < math.inf:
         raise ValueError(
-            f"updating={c.updating}: a factor above 0, 1 where an optimizer takes as long as "
+            f"optimizer_factor={c.optimizer_factor}: a factor above 0, 1 where an optimizer takes "
+            f"as long as "
             f"reading and writing does"
         )
     if (

@@ -91,23 +91,23 @@ def seed_of(program: fx.Graph) -> int | None:
     return torch.initial_seed() if drawn and not isinstance(world(), SimulatedWorld) else None
 
 
-def agree(name: str, told: Text | Exception | None) -> None:
+def agree(name: str, report: Text | Exception | None) -> None:
     """Raise GraphError on all ranks unless every rank passes the same text.
 
-    ``told`` is the text, an error of this rank, or None to report success only. A rank that passes
-    its own error returns, and its caller raises that error; the other ranks raise GraphError.
-    Collective among all ranks."""
+    ``report`` is the text, an error of this rank, or None to report success only. A rank that
+    passes its own error returns, and its caller raises that error; the other ranks raise
+    GraphError. Collective among all ranks."""
     here = world()
     if here.size == 1:
         return
     comm = here.comm(tuple(range(here.size)))
-    bad = isinstance(told, Exception)
+    bad = isinstance(report, Exception)
     mine = (
-        f"{type(told).__name__}: {told}"
+        f"{type(report).__name__}: {report}"
         if bad
         else None
-        if told is None
-        else (_digest(told.settings), _digest(told.ops), told.seed)
+        if report is None
+        else (_digest(report.settings), _digest(report.ops), report.seed)
     )  # type: ignore[union-attr]
     everyone = comm.all_gather_object((bad, mine))
     inside = [r for r, (what, _) in enumerate(everyone) if what == INSIDE]
@@ -125,20 +125,20 @@ def agree(name: str, told: Text | Exception | None) -> None:
                 f"{name}: rank {failed[0]} could not capture the graph: {everyone[failed[0]][1]}"
             )
         return
-    if told is None or not isinstance(told, Text):
+    if report is None or not isinstance(report, Text):
         return
     settings, ops, seeds = zip(*[digest for _, digest in everyone], strict=True)
     _compare(
         name,
         comm,
         settings,
-        told.settings,
+        report.settings,
         "other settings",
         "",
         "config, optimizers and stages must be set alike on every rank",
     )
     _compare(
-        name, comm, ops, told.ops, "captured another graph", "; they part at op {}",
+        name, comm, ops, report.ops, "captured another graph", "; they part at op {}",
         "build() and its inputs must be the same on every rank: no choice may depend on the rank, "
         "and random numbers that shape it need one seed",
     )  # fmt: skip

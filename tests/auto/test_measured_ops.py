@@ -366,7 +366,7 @@ def test_factors_are_found_again(computing: float, moving: float, waiting: float
     ],
 )
 def test_stretched_times(cluster: Cluster) -> None:
-    longer, ranks = cluster.stretched(1.5, 2.0), 2
+    longer, ranks = cluster.scaled(1.5, 2.0), 2
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"):
         for nbytes in (0, 4096, 1 << 22):
             assert longer.seconds(kind, nbytes, ranks) == pytest.approx(
@@ -374,12 +374,12 @@ def test_stretched_times(cluster: Cluster) -> None:
             )
     for flops, nbytes in ((0.0, 1 << 20), (1e9, 1 << 10)):
         assert longer.compute(flops, nbytes) == pytest.approx(1.5 * cluster.compute(flops, nbytes))
-    assert cluster.with_ops({"a": (1.0, 2.0)}).stretched(1.5, 9.0).op("a") == (1.5, 3.0)
-    assert cluster.stretched(1.0, 1.0) == cluster
-    assert cluster.stretched(1.0, 2.0, 3e-4).skew == 2.0 * cluster.skew + 3e-4
-    assert cluster.stretched(2.0, 1.0, 0.0, 3.0).updating == 1.5 * cluster.updating
-    assert cluster.stretched(2.0, 4.0, bucketed=1.0).bucketed == 0.25 * cluster.bucketed
-    copying = cluster.stretched(2.0, 4.0, updating=3.0, copying=5.0)
+    assert cluster.with_ops({"a": (1.0, 2.0)}).scaled(1.5, 9.0).op("a") == (1.5, 3.0)
+    assert cluster.scaled(1.0, 1.0) == cluster
+    assert cluster.scaled(1.0, 2.0, 3e-4).rank_skew == 2.0 * cluster.rank_skew + 3e-4
+    assert cluster.scaled(2.0, 1.0, 0.0, 3.0).optimizer_factor == 1.5 * cluster.optimizer_factor
+    assert cluster.scaled(2.0, 4.0, bucketed=1.0).bucket_factor == 0.25 * cluster.bucket_factor
+    copying = cluster.scaled(2.0, 4.0, updating=3.0, copying=5.0)
     assert copying.seconds("copy", 1 << 20, 1) == pytest.approx(
         5.0 * cluster.seconds("copy", 1 << 20, 1)
     )
@@ -391,7 +391,7 @@ def test_stretched_times(cluster: Cluster) -> None:
     )  # of which a kernel is next to nothing
     once, later = (
         updating(c, 1 << 20, Options(), torch.float32)
-        for c in (cluster, cluster.stretched(2.0, 1.0, 0.0, 3.0))
+        for c in (cluster, cluster.scaled(2.0, 1.0, 0.0, 3.0))
     )
     assert later == pytest.approx(3 * once)
 
@@ -420,11 +420,11 @@ def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> No
 def test_gathered_parameters_wait_together() -> None:
     """What moves in the middle of a step waits for late ranks; parameters that are gathered
     together do so once for all of them."""
-    shape, skew = (8, 16), 1e-3
+    shape, rank_skew = (8, 16), 1e-3
     tables = []
-    for late in (0.0, skew):
+    for late in (0.0, rank_skew):
         prices = ReshardCosts(
-            dataclasses.replace(Cluster(latency=0.0), skew=late), MESH, gathered=1 << 20
+            dataclasses.replace(Cluster(latency=0.0), rank_skew=late), MESH, gathered=1 << 20
         )
         tables.append(
             [
@@ -433,9 +433,9 @@ def test_gathered_parameters_wait_together() -> None:
             ]
         )
     (before, (numbers, seconds)), (after, (_, later)) = tables
-    assert after - before == pytest.approx(np.array([[0.0, 0.0], [skew / 4, 0.0]]))
+    assert after - before == pytest.approx(np.array([[0.0, 0.0], [rank_skew / 4, 0.0]]))
     at = numbers[(S(0),)], numbers[(B,)]
-    assert later[at] - seconds[at] == pytest.approx(skew)
+    assert later[at] - seconds[at] == pytest.approx(rank_skew)
 
 
 def test_buckets_have_a_factor_of_their_own() -> None:
@@ -445,7 +445,7 @@ def test_buckets_have_a_factor_of_their_own() -> None:
     found = []
     for bucketed in (1.0, 0.5):
         prices = ReshardCosts(
-            dataclasses.replace(Cluster(), bucketed=bucketed),
+            dataclasses.replace(Cluster(), bucket_factor=bucketed),
             MESH,
             bucket=1 << 20,
             gathered=1 << 20,

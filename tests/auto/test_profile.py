@@ -50,7 +50,7 @@ def lawful(c: Cluster, ranks: int) -> None:
             max(halves) <= whole <= 2 * sum(halves)
         )  # as measured, not as a ring would: a machine at work on other things has its own mind
     assert 1 <= c.overlap <= 2
-    assert 0 <= c.skew < 1
+    assert 0 <= c.rank_skew < 1
     for dtype in ("float64", "float32", "bfloat16"):
         assert c.compute(2 * 64**3, 0, dtype) < c.compute(2 * 2048**3, 0, dtype)
 

@@ -243,9 +243,9 @@ def test_costs_are_sane() -> None:
 
 
 def test_a_move_that_others_must_come_to_waits_for_them() -> None:
-    """Of the moves in the middle of a step each costs the ranks' skew besides; what stays on a rank
-    does not, nor the sum of gradients at its end."""
-    line, (together, apart) = Placement("cpu", [0, 1]), (Cluster(), Cluster(skew=1.0))
+    """Of the moves in the middle of a step each costs the ranks' rank_skew besides; what stays on a
+    rank does not, nor the sum of gradients at its end."""
+    line, (together, apart) = Placement("cpu", [0, 1]), (Cluster(), Cluster(rank_skew=1.0))
 
     def seconds(before: Sbp, after: Sbp, cluster: Cluster) -> float:
         with use_cluster(cluster):

@@ -55,9 +55,9 @@ def constants(draw: st.DrawFn) -> Cluster:
             st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), st.floats(0, 1e12))
         ),
         overlap=draw(st.floats(1, 2)),
-        skew=draw(times),
-        updating=draw(st.floats(0.1, 10)),
-        bucketed=draw(st.floats(0.1, 10)),
+        rank_skew=draw(times),
+        optimizer_factor=draw(st.floats(0.1, 10)),
+        bucket_factor=draw(st.floats(0.1, 10)),
         **links,
     )
 
@@ -283,7 +283,7 @@ def test_half_of_the_rate_at_the_saturation() -> None:
 def test_side_by_side_lies_between_the_longer_and_the_sum(
     a: float, b: float, overlap: float
 ) -> None:
-    took = Cluster(overlap=overlap).beside(a, b)
+    took = Cluster(overlap=overlap).overlapped(a, b)
     assert max(a, b) <= took <= (a + b) * SLACK
 
 
@@ -449,23 +449,25 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
     for text, told in {
         "{": "is no JSON",
         "[]": "describes no cluster",
-        '{"globaltensor_cluster": 9}': "version 9, but this library reads version 1",
-        '{"globaltensor_cluster": 1, "bandwith": 1}': "unknown field bandwith; there are bandwidth",
-        '{"globaltensor_cluster": 1, "bandwidth": "1"}': "bandwidth='1': must be a number",
-        '{"globaltensor_cluster": 1, "bandwidth": -1}': "must be more than 0 bytes per second",
-        '{"globaltensor_cluster": 1, "size": 1.5}': "size=1.5: must be a whole number",
-        '{"globaltensor_cluster": 1, "tree": 1}': "tree=1: must be true or false",
-        '{"globaltensor_cluster": 1, "overlap": 3}': "overlap=3.0: from 1",
-        '{"globaltensor_cluster": 1, "updating": 0}': "updating=0.0: a factor above 0",
-        '{"globaltensor_cluster": 1, "bucketed": 0}': "bucketed=0.0: a factor above 0",
-        '{"globaltensor_cluster": 1, "flops": {"float32": "fast"}}': r"flops\[float32\]='fast'",
-        '{"globaltensor_cluster": 1, "ops": {"mm": 1}}': r"ops\[mm\]=1: must be two numbers",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send"}]}': (
+        '{"globaltensor_cluster": 9}': "version 9, but this library reads version 2",
+        '{"globaltensor_cluster": 2, "bandwith": 1}': "unknown field bandwith; there are bandwidth",
+        '{"globaltensor_cluster": 2, "bandwidth": "1"}': "bandwidth='1': must be a number",
+        '{"globaltensor_cluster": 2, "bandwidth": -1}': "must be more than 0 bytes per second",
+        '{"globaltensor_cluster": 2, "size": 1.5}': "size=1.5: must be a whole number",
+        '{"globaltensor_cluster": 2, "tree": 1}': "tree=1: must be true or false",
+        '{"globaltensor_cluster": 2, "overlap": 3}': "overlap=3.0: from 1",
+        '{"globaltensor_cluster": 2, "optimizer_factor": 0}': (
+            "optimizer_factor=0.0: a factor above 0"
+        ),
+        '{"globaltensor_cluster": 2, "bucket_factor": 0}': "bucket_factor=0.0: a factor above 0",
+        '{"globaltensor_cluster": 2, "flops": {"float32": "fast"}}': r"flops\[float32\]='fast'",
+        '{"globaltensor_cluster": 2, "ops": {"mm": 1}}': r"ops\[mm\]=1: must be two numbers",
+        '{"globaltensor_cluster": 2, "measured": [{"kind": "send"}]}': (
             r"measured\[0\]: needs "
             r"kind, ranks"
         ),
         (
-            '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": [[1, '
+            '{"globaltensor_cluster": 2, "measured": [{"kind": "send", "ranks": 2, "points": [[1, '
             "-1]]}]}"
         ): (
             r"measured\[0\]: "
@@ -474,23 +476,23 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
             r"of "
             r"send"
         ),
-        '{"globaltensor_cluster": 1, "node_size": 2, "node_latency": 0}': (
+        '{"globaltensor_cluster": 2, "node_size": 2, "node_latency": 0}': (
             "cannot reach other nodes quicker"
         ),
         "[" * 100_000: "is no JSON",
-        '{"globaltensor_cluster": 1, "size": 1e999}': "size=inf: must be a whole number",
-        '{"globaltensor_cluster": 1, "memory": NaN}': "memory=nan: must be a number",
-        '{"globaltensor_cluster": 1, "bandwidth": 1'
+        '{"globaltensor_cluster": 2, "size": 1e999}': "size=inf: must be a whole number",
+        '{"globaltensor_cluster": 2, "memory": NaN}': "memory=nan: must be a number",
+        '{"globaltensor_cluster": 2, "bandwidth": 1'
         + "0" * 400
         + "}": r"bandwidth=1000.*\(401 digits\): must be a number that a float can hold",
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": NaN, "points": []}]}': (
+        '{"globaltensor_cluster": 2, "measured": [{"kind": "send", "ranks": NaN, "points": []}]}': (
             r"measured\[0\]\.ranks=nan: "
             r"must "
             r"be "
             r"a "
             r"number"
         ),
-        '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2.5, "points": []}]}': (
+        '{"globaltensor_cluster": 2, "measured": [{"kind": "send", "ranks": 2.5, "points": []}]}': (
             r"measured\[0\]\.ranks=2.5: "
             r"must "
             r"be "
@@ -498,7 +500,7 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
             r"whole"
         ),
         (
-            '{"globaltensor_cluster": 1, "measured": [{"kind": "send", "ranks": 2, "points": '
+            '{"globaltensor_cluster": 2, "measured": [{"kind": "send", "ranks": 2, "points": '
             "[[1e999, "
             "1]]}]}"
         ): (
@@ -519,7 +521,7 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
     path.write_text(
         json.dumps(
             {
-                "globaltensor_cluster": 1,
+                "globaltensor_cluster": 2,
                 "name": "mine",
                 "bandwidth": 100_000_000_000,
                 "flops": {"float32": 1e12},

@@ -174,8 +174,8 @@ def _cluster(draw: random.Random, size: int) -> Cluster:
         name="made up", size=size, launch=magnitude(-7, -4), latency=magnitude(-7, -4),
         bandwidth=magnitude(8, 12), memory_bandwidth=magnitude(9, 12.5),
         kernel=magnitude(-7, -5), flops={"float32": magnitude(10, 14)},
-        overlap=draw.choice((1.0, 1.15, 1.5, 2.0)), skew=draw.choice((0.0, magnitude(-6, -3))),
-        bucketed=draw.choice((1.0, 0.4)), updating=draw.choice((1.0, 3.0)),
+        overlap=draw.choice((1.0, 1.15, 1.5, 2.0)), rank_skew=draw.choice((0.0, magnitude(-6, -3))),
+        bucket_factor=draw.choice((1.0, 0.4)), optimizer_factor=draw.choice((1.0, 3.0)),
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ class LocalContext:
 
 @dataclass(frozen=True)
 class Range:
-    """The integers that an operand may hold: from 0 to ``n - 1``, or ``besides``.
+    """The integers that an operand may hold: from 0 to ``n - 1``, or ``also``.
 
     For another number PyTorch raises ``error`` with ``text.format(number)``.
     """
@@ -116,7 +116,7 @@ class Range:
     n: int
     error: type[Exception]
     text: str
-    besides: int | None = None
+    also: int | None = None
 
 
 @dataclass

@@ -364,13 +364,13 @@ class Reducer:
     def watched(self, value: bool) -> None:
         self._always = Watcher(self.watchers) if value else None
 
-    def may_owe(self, told: bool) -> bool:
+    def may_owe(self, exchanged: bool) -> bool:
         """Return True if a factor may be pending on the gradients of a pass.
 
-        ``told``: the ranks are exchanging the factor already, so each rank decides alone. Otherwise
-        the answer follows from what all ranks know.
+        ``exchanged``: the ranks are exchanging the factor already, so each rank decides alone.
+        Otherwise the answer follows from what all ranks know.
         """
-        return not (self.deferred or (self.watchers.alive if told else self.watchers.open))
+        return not (self.deferred or (self.watchers.alive if exchanged else self.watchers.open))
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:

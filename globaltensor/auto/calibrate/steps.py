@@ -66,7 +66,7 @@ _ALIKE_TOO = 0.03  # computing and the optimizer, which is a smaller fraction of
 _MOVES_ALIKE = 0.4  # moving in buckets and otherwise, which few steps distinguish well
 _LEAST, _MOST = 0.1, 10.0
 _WAIT = 1e-3  # seconds; the unit of waits in the fit
-_MORE_SKEW = 1e-7  # seconds added to the skew to count the waits of a plan
+_MORE_SKEW = 1e-7  # seconds added to the rank_skew to count the waits of a plan
 
 _Steps = dict[str, Callable[[], None]]
 #: Layouts of parameters by their paths, for a graph's calls on a mesh.
@@ -108,7 +108,7 @@ def calibrate_steps(
     if not steps:
         return cluster
     computing, moving, waiting, updating, bucketed = factors(steps)
-    return cluster.stretched(computing, moving, waiting, updating, bucketed, copying=updating)
+    return cluster.scaled(computing, moving, waiting, updating, bucketed, copying=updating)
 
 
 def factors(steps: Sequence[MeasuredStep]) -> tuple[float, float, float, float, float]:
@@ -390,13 +390,15 @@ def _chosen(
         )
         return longer - here
 
-    waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
-    same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # no change by itself
+    waits = (
+        more(dataclasses.replace(cluster, rank_skew=cluster.rank_skew + _MORE_SKEW)) / _MORE_SKEW
+    )
+    same = functools.partial(cluster.scaled, updating=1.0, bucketed=1.0)  # no change by itself
     return _Chosen(
         found,
         waits,
         more(same(2.0, 1.0, copying=1.0)),
-        more(cluster.stretched(1.0, 1.0, bucketed=2.0)),
+        more(cluster.scaled(1.0, 1.0, bucketed=2.0)),
         more(same(1.0, 1.0, copying=2.0)),
     )
 

@@ -147,9 +147,9 @@ class ReshardCosts:
         whole = max(nbytes, bucket)
         if not axes or not whole:
             return 0.0
-        copying = self.cluster.relaid(whole) if copied else None
+        copying = self.cluster.relayout_seconds(whole) if copied else None
         return (
-            (self.cluster.bucketed * self.collective(kind, whole, axes) + (copying or 0.0))
+            (self.cluster.bucket_factor * self.collective(kind, whole, axes) + (copying or 0.0))
             * nbytes
             / whole
         )
@@ -199,12 +199,12 @@ class ReshardCosts:
                         in_rows = all(x[a].dim == 0 for a in axes)
                         seconds[i, j] = (
                             self._part(kind, nbytes, axes, 0, copied=not in_rows)
-                            + self.cluster.bucketed * self.cluster.skew
+                            + self.cluster.bucket_factor * self.cluster.rank_skew
                         )
                     else:
                         few = (
-                            self.cluster.bucketed
-                            * (self.collective(kind, 0, axes) + self.cluster.skew)
+                            self.cluster.bucket_factor
+                            * (self.collective(kind, 0, axes) + self.cluster.rank_skew)
                             / FELLOWS
                         )
                         seconds[i, j] = (
@@ -225,7 +225,7 @@ class ReshardCosts:
         """
         whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
         numbers, seconds = routes or self.table(shape, dtype, [*layouts, *whole])
-        late = self.cluster.skew if self.bucket else 0.0
+        late = self.cluster.rank_skew if self.bucket else 0.0
         return np.array(
             [
                 max(0.0, seconds[numbers[x], numbers[y]] - late)
@@ -275,7 +275,7 @@ class ReshardCosts:
         states, numbers, moves = _moves(tuple(map(tuple, menus)), self.mesh.shape)
         priced, relaid = (
             move_costs(tuple(shape), dtype, self.mesh, self.cluster),
-            self.cluster.relaid(1) is not None,
+            self.cluster.relayout_seconds(1) is not None,
         )
         nbytes = [dtype.itemsize * self.local(shape, layout) for layout in states]
         seconds = np.full((len(states), len(states)), np.inf)

@@ -243,7 +243,7 @@ class StrategyBuilder:
                     nbytes * 1e-12
                     if kind == "seconds"
                     else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,))
-                    + prices.cluster.skew
+                    + prices.cluster.rank_skew
                 )
         return moving
 

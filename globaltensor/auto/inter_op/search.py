@@ -349,7 +349,8 @@ class PipelineSearch:
                 )
         if setting[1:] in self.once:
             self.once[setting[1:]] = max(
-                setting.bound, free.evenly(0.5 * min(1.0, self.cluster.bucketed) / FELLOWS, True)
+                setting.bound,
+                free.evenly(0.5 * min(1.0, self.cluster.bucket_factor) / FELLOWS, True),
             )
         if self.bounds[setting[1:]] >= self.least * 1.02:
             return

@@ -93,9 +93,9 @@ def step(
     for k, s in enumerate(stages):
         # Both passes gather equally much.
         ahead, behind = (s.gathers / 2, s.gathers / 2) if trains else (s.gathers, 0.0)
-        costs["F", k] = cluster.beside(s.forward, ahead)
+        costs["F", k] = cluster.overlapped(s.forward, ahead)
         inputs = s.again + (s.backward - s.again) / 2
-        backward = cluster.beside(s.backward, behind)
+        backward = cluster.overlapped(s.backward, behind)
         costs["B", k], costs["I", k] = backward, inputs + backward - s.backward
         costs["W", k] = s.backward - inputs
     # Summing gradients overlaps with the last backward pass of its stage. The rest comes after it.
@@ -104,8 +104,8 @@ def step(
         s = stages[k]
         behind = s.gathers / 2 if s.backward else 0.0
         last[lane] += (
-            cluster.beside(s.backward, behind + s.sums)
-            - cluster.beside(s.backward, behind)
+            cluster.overlapped(s.backward, behind + s.sums)
+            - cluster.overlapped(s.backward, behind)
             + s.updates
         )
     travel = {

@@ -196,7 +196,9 @@ def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> f
 
     The step reads and writes the parameter and its state, and reads the gradient.
     """
-    return cluster.updating * cluster.compute(0.0, int(nbytes * (3 + 2 * options.states)), dtype)
+    return cluster.optimizer_factor * cluster.compute(
+        0.0, int(nbytes * (3 + 2 * options.states)), dtype
+    )
 
 
 def hidden(cluster: Cluster, options: Options) -> float:

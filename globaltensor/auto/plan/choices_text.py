@@ -15,7 +15,7 @@ from ...boxing.moves import show_bytes
 from .formatting import folded, pattern
 from .plan import Plan
 
-__all__ = ["besides", "lying", "stages", "told"]
+__all__ = ["besides", "choice_text", "lying", "stages"]
 
 
 def stages(plan: Plan) -> list[tuple[str, ...]]:
@@ -39,7 +39,7 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
                 str(i),
                 str(s.get("lane", i)),
                 f"{first}-{end - 1}",
-                told(s.get("mesh"), "x"),
+                choice_text(s.get("mesh"), "x"),
                 _parts(held),
                 _parts(again) or "nothing",
                 memory,
@@ -91,7 +91,7 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
             if name == "zero" and isinstance(value, Mapping)
             else _parts(value)
             if name == "recompute"
-            else told(value)
+            else choice_text(value)
         )
         if text:
             rows.append((str(name).replace("_", " "), text))
@@ -102,31 +102,33 @@ def _zero(shared: Mapping[str, Any]) -> str:
     """Return the sharded parameters in words; those with the same sharding are grouped."""
     groups: dict[str, list[str]] = defaultdict(list)
     for path, how in shared.items():
-        groups[told(how)].append(path)
+        groups[choice_text(how)].append(path)
     return "; ".join(f"{_parts(paths)} ({how})" for how, paths in groups.items())
 
 
 def _parts(names: Any) -> str:
     """Join names, with consecutive layers folded: ``token, blocks.{0-3}``."""
     if not isinstance(names, Sequence) or isinstance(names, str):
-        return told(names)
+        return choice_text(names)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in filter(None, dict.fromkeys(map(str, names))):
         groups[pattern(name)].append(name)
     # Numbers and no star, because other stages have more of these names.
-    return told([folded(alike, Counter()) for alike in groups.values()])
+    return choice_text([folded(alike, Counter()) for alike in groups.values()])
 
 
-def told(value: Any, between: str = ", ") -> str:
+def choice_text(value: Any, between: str = ", ") -> str:
     """Return a choice as one line.
 
-    >>> told({"stage": 3, "shares": ["S(0)", "B"]}), told(None), told(0.123456), told(range(20))
-    ('stage 3, shares S(0), B', '', '0.1235', '0, 1, 2, 3, ... 19 (20)')
+    >>> choice_text({"stage": 3, "shares": ["S(0)", "B"]}), choice_text(None)
+    ('stage 3, shares S(0), B', '')
+    >>> choice_text(0.123456), choice_text(range(20))
+    ('0.1235', '0, 1, 2, 3, ... 19 (20)')
     """
     if isinstance(value, Mapping):
-        return between.join(f"{k} {told(v)}" for k, v in value.items())
+        return between.join(f"{k} {choice_text(v)}" for k, v in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [told(v) for v in value]
+        texts = [choice_text(v) for v in value]
         return (
             between.join(texts)
             if len(texts) <= 8

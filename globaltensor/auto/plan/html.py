@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 from ...graph.pipeline.schedule import KINDS
-from .choices_text import besides, lying, stages, told
+from .choices_text import besides, choice_text, lying, stages
 from .formatting import seconds
 from .plan import Plan
 from .report import headline, losses, proof
@@ -58,7 +58,10 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
     rest += [("lost", text) for text in losses(plan)]
     rest += besides(plan)
     rest += [
-        (f"search: {name.replace('_', ' ')}", seconds(v) if name.endswith("_seconds") else told(v))
+        (
+            f"search: {name.replace('_', ' ')}",
+            seconds(v) if name.endswith("_seconds") else choice_text(v),
+        )
         for name, v in plan.search.items()
     ]
     for name in ("choices", "search", "timeline"):

@@ -24,7 +24,7 @@ from .kernels import measure_kernels
 
 __all__ = ["measured", "profile"]
 
-_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of ``seconds``
+_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "rank_skew": 0.1}  # of ``seconds``
 
 
 def profile(
@@ -93,7 +93,7 @@ def measured(seconds: float, device: str, name: str, hurried: bool = False) -> C
             **constants(curves),
             "overlap": measure_overlap(clock, seconds * _SHARES["overlap"]),
         }
-        found["skew"] = measure_skew(clock, seconds * _SHARES["skew"], hurried)
+        found["rank_skew"] = measure_skew(clock, seconds * _SHARES["rank_skew"], hurried)
     else:
         found |= _borrowed(type_)
     found |= {
@@ -165,5 +165,6 @@ def _borrowed(device: str) -> dict[str, Any]:
     """Return the links of a preset, for a world of one rank, which has no links to measure."""
     other = Cluster.preset("cpu" if device == "cpu" else "pcie-gen5")
     return {
-        name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap", "skew")
+        name: getattr(other, name)
+        for name in ("launch", "latency", "bandwidth", "overlap", "rank_skew")
     }

@@ -45,7 +45,7 @@ def _lines(c: Cluster) -> Iterator[str]:
             if c.node_size
             else ""
         )
-        + (f"; ranks wait {_seconds(c.skew)} for one another" if c.skew else "")
+        + (f"; ranks wait {_seconds(c.rank_skew)} for one another" if c.rank_skew else "")
     )
     sizes = sorted({n for curve in c.measured for n, _ in curve.points})
     if sizes:

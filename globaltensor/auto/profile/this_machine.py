@@ -32,7 +32,7 @@ __all__ = ["VARIABLE", "cache_folder", "cluster_here"]
 #: The environment variable that switches measuring off, by the value 0.
 VARIABLE: Final = "GLOBALTENSOR_PROFILE"
 _SECONDS: Final = 2.0
-_VERSION: Final = 1  # of the measurements and their method
+_VERSION: Final = 2  # of the measurements and their method
 _SHORT: Final = (
     ". Calls are priced by operations and bytes: steps of small models take two or "
     "three times as long, flow.auto.calibrate measures their calls"
