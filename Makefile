@@ -20,7 +20,7 @@ SOURCES := globaltensor tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install-mpi train test test-slow test-gpu lint types coverage bench clean
+.PHONY: help venv install-mpi train check test test-slow test-gpu lint types coverage bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,10 @@ install-mpi: $(STAMP)  ## mpi4py and an Open MPI, for BACKEND=mpi and mpirun
 
 train: $(STAMP)  ## train the example GPT on $(NPROC) processes; ARGS="--parallel tensor" BACKEND=mpi ...
 	$(BIN)/python -m globaltensor.distributed.launch --nproc_per_node $(NPROC) --backend $(BACKEND) examples/train_gpt.py $(ARGS)
+
+check: lint types  ## lint, types, and a sample of the tests that start no processes
+	@$(BIN)/python -m compileall -q globaltensor tests
+	$(BIN)/python -m pytest --check $(SIDE_BY_SIDE) $(ARGS)
 
 test: $(STAMP)  ## all tests that need neither long nor a GPU
 	@# once, rather than by each process that a test starts, where python is told to write no bytecode

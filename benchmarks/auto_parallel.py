@@ -1,12 +1,12 @@
-"""The step time that the search foretells, against the one measured: the plan it finds, the known
-ones and random ones, each run as a graph that follows it.
+"""Compare the step times that the search predicts with the measured ones.
 
-First the cluster is profiled and calibrated for each model. Of each model's plans are told: the
-median error of the foretold time, the rank correlation (Spearman), what the plan that the search
-would choose takes against the best one measured (regret), and against data parallel. A machine that
-others use changes its pace within seconds: a step that is no plan's is timed while calibrating and
-among the plans, and the error is told at equal pace as well. The last row is of the plans of all
-models.
+The plans are the one that the search finds, known ones and random ones. Each is run as a graph that
+follows it. Before that, the cluster is profiled, and calibrated for each model. A row of the table
+is about one model's plans. It has the median error of the predicted time and the rank correlation
+(Spearman). It compares the time of the plan that the search would choose with the best measured one
+(regret) and with data parallel. The pace of a shared machine changes within seconds. So a step that
+belongs to no plan, the yardstick, is timed during calibration and among the plans, and the error is
+reported at equal pace as well. The last row is about the plans of all models.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from globaltensor.distributed.world import world
 T = TypeVar("T")
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
-# seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than
-# usual or quicker
+# Seconds of a calibration. Of thirty seconds, steps would get ten. Within ten seconds, a shared
+# machine may be a tenth slower or quicker than usual.
 CALIBRATED = 120.0
-GRAPHS = 8  # in which each plan is run
-TOGETHER = 7  # graphs that are there at a time
-# plans that take at most NEAR of the best one's time, of which regret is told, are run in AGAIN
-# graphs more
+GRAPHS = 8  # graphs as which each plan is run
+TOGETHER = 7  # graphs that exist at a time
+# Plans that take at most NEAR times the best plan's time are run as AGAIN more graphs, because the
+# regret is computed from them.
 NEAR, AGAIN = (
     1.1,
     2 * GRAPHS,
 )
-POLISHED = 50  # times that contenders and rounds are told apart
+POLISHED = 50  # iterations of the median polish
 
 # ---------------------------------------------------------------- models
 
 
 class Mlp(nn.Module):
-    """Wide layers on few rows."""
+    """A model of wide layers, for few rows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Mlp(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions with few parameters, then a classifier with many."""
+    """A model of convolutions with few parameters and a classifier with many."""
 
     def __init__(self, side: int, classes: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Words(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model, by a function that makes it, and its batch."""
+    """A function that makes a model, and the model's batch."""
 
     make: Callable[[], nn.Module]
     batch: Tensor
@@ -130,11 +130,11 @@ def cases(quick: bool) -> dict[str, Case]:
     }
 
 
-# ---------------------------------------------------------------- ways to run a model
+# ---------------------------------------------------------------- variants of a plan
 
 
 class Way(NamedTuple):
-    """How the batch lies, and who chooses the rest: see `arrange.follow`."""
+    """A variant: the batch's sbp, and the function that chooses the rest (see `graphs.follow`)."""
 
     name: str
     batch: Any
@@ -153,9 +153,11 @@ def solved(
     noise: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
-    """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the
-    best for costs to which as much is added at random, in parts of a node's mean cost: so it is
-    near the best one."""
+    """Return the best plan that has the layouts of ``layouts(calls, mesh)`` (path -> layouts).
+
+    With ``noise``, random amounts are added to the costs, so that the result is only near the best
+    plan. ``noise`` is their mean as a fraction of a node's mean cost. Raises ValueError if no plan
+    has these layouts."""
     fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
     formulation = formulate(calls, cluster, mesh, graphs.options_of(auto, cluster, fixed, states))
     best = agreed(solve(formulation.problem))
@@ -171,14 +173,14 @@ def solved(
 
 
 def agreed(found: T) -> T:
-    """Rank 0's: where time runs out, or is measured, they may differ."""
+    """Return rank 0's value, since ranks may differ after a time limit or a measurement."""
     here = world()
     all_: list[T] = here.comm(tuple(range(here.size))).all_gather_object(found)
     return all_[0]
 
 
 def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
-    """Random layouts of parameters: more or fewer of them whole."""
+    """Return random layouts of parameters, of which a random fraction is replicated."""
     random, menu = np.random.default_rng(seed), StrategyBuilder(ReshardCosts(Cluster(), mesh), True)
     whole, found = random.uniform(0.2, 0.9), {}
     for v in calls.parameters:
@@ -229,11 +231,11 @@ def ways(quick: bool, graph: Callable[[], Any]) -> Iterator[Way]:
         )
 
 
-# ---------------------------------------------------------------- running them
+# ---------------------------------------------------------------- measurement
 
 
 class Step(flow.nn.Graph):
-    """A training step that follows one of the ways."""
+    """A training step that follows one of the variants."""
 
     def __init__(self, model: nn.Module, way: Way) -> None:
         super().__init__()
@@ -264,8 +266,9 @@ class Chosen:
 
 
 class Measured(NamedTuple):
-    """A way's step time, in seconds. ``halves``: measured in every other round, and in those
-    between."""
+    """A variant's predicted and measured step time, in seconds.
+
+    ``halves`` holds the time measured in the even rounds and the time in the odd rounds."""
 
     name: str
     foretold: float
@@ -274,8 +277,9 @@ class Measured(NamedTuple):
 
 
 def yardstick(case: Case) -> Callable[[], float]:
-    """A step of the model by itself on every rank, on its share of the batch, and the sum of its
-    gradients over the ranks."""
+    """Return a step of the plain model on each rank's share of the batch.
+
+    The step sums the gradients over the ranks."""
     torch.manual_seed(0)
     model, batch = case.make(), case.batch.tensor_split(dist.get_world_size())[dist.get_rank()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -294,20 +298,23 @@ def yardstick(case: Case) -> Callable[[], float]:
 
 
 def pace(step: Callable[[], float]) -> float:
-    """Seconds of the yardstick, in rows as among the plans, over some seconds: of fewer the
-    machine's moods make a twentieth more or less."""
+    """Return the seconds of the yardstick, timed in blocks of steps as it is among the plans.
+
+    The timing takes some seconds: in a shorter time the machine's varying pace changes the result
+    by a twentieth."""
     return statistics.median(interleave({YARDSTICK: step}, 16, calls=10, again=5)[YARDSTICK])
 
 
 def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
-    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways
-    that come to the same plan are run once.
+    """Time all variants of a model in turn, round by round, with the yardstick among them.
 
-    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory
-    happens to lie, as often as they are repeated: so each plan is run as several graphs, one after
-    the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower
-    than alone, and training has one: so a few are there at a time, each time others. The least of
-    many times is one that happened to be little: those near it are run in more."""
+    Returns the variants' times and the yardstick's seconds. Variants with the same plan are run
+    once. Steps of one plan differ by up to a tenth from one graph to the next, however often they
+    are repeated, because of where the graph's memory is allocated. So each plan is run as several
+    graphs, one after the other, and its time is the median of theirs. If two dozen graphs exist
+    together, each is a twentieth slower than alone, and training has only one. So a few exist at a
+    time, in another combination each time. The minimum of many times is one that happened to be
+    small, so the plans near the minimum are run as more graphs."""
     runs, more, tried = 2 if quick else GRAPHS, 1 if quick else AGAIN, _Tried({}, {}, {}, {}, [])
     groups: list[dict[str, list[float]]] = []
     names = [way.name for way in ways(quick, lambda: None)]
@@ -342,9 +349,13 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
 
 
 class _Tried(NamedTuple):
-    """What is known of ways by their names: what each has chosen, the first that came to the same
-    plan and is run for it, and the seconds foretold; the first that came to each plan; and the
-    losses of the first steps."""
+    """The results so far, by the variants' names.
+
+    - ``chosen``: the choice of each variant
+    - ``same``: the first variant with the same plan, which is run for all of them
+    - ``foretold``: the predicted seconds
+    - ``seen``: the first variant of each plan
+    - ``losses``: the losses of the first steps"""
 
     chosen: dict[str, Chosen]
     same: dict[str, str]
@@ -356,12 +367,12 @@ class _Tried(NamedTuple):
 def _graphs_in_turn(
     case: Case, rounds: int, quick: bool, names: list[str], tried: _Tried
 ) -> dict[str, list[float]]:
-    """Seconds of each way that is run, round by round."""
+    """Return the seconds of each variant that is run, round by round."""
     everyone = flow.placement.all("cpu")
     steps: dict[str, Callable[[], float]] = {}
     here: list[Any] = [None]
     every = {way.name: way for way in ways(quick, lambda: here[0])}
-    gc.collect()  # what was there before
+    gc.collect()  # frees the graphs of the previous call
     for way in map(every.__getitem__, names):
         torch.manual_seed(0)
         model = case.make().to_global(everyone, B)  # type: ignore[operator]
@@ -377,26 +388,26 @@ def _graphs_in_turn(
             tried.foretold[way.name] = plan.seconds
         if first != way.name:
             continue
-        # With the loss read, as the search counts it: what is a partial sum has to be summed then.
+        # The step reads the loss, as the search assumes: a partial sum has to be summed then.
         steps[way.name] = lambda graph=graph, batch=batch: graph(batch).item()  # type: ignore[misc]
     if not steps:
         return {}
     known = {"the first": iter(tried.losses).__next__} if tried.losses else {}
     tried.losses[:] = same_losses(known | steps)
     steps[YARDSTICK] = yardstick(case)
-    # Some steps in a row, as training makes them: models in turn would each find the caches full of
-    # the others.
+    # A block is some steps in a row, as in training. If the models took turns after every step,
+    # each would find the caches full of the others' data.
     return interleave(steps, rounds, calls=10, warm_up=1, again=5)
 
 
 def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Seconds of each contender, graph by graph and round by round, at the machine's usual pace.
-    ``groups``: of those that took turns, round by round.
+    """Return the seconds of each contender at the machine's usual pace, by graph and by round.
 
-    From one round to the next the pace may change by more than plans differ. A time is thought to
-    be the contender's own by the pace of its round, and both are found by medians in turn (Tukey,
-    Exploratory Data Analysis, 1977: median polish), as each contender has taken turns with others
-    each time.
+    An entry of ``groups`` has the seconds of contenders that took turns, round by round. The pace
+    may change from one round to the next by more than plans differ. A measured time is modelled as
+    the contender's own time multiplied by the pace of the round. Both are found by alternating
+    medians (median polish; Tukey, Exploratory Data Analysis, 1977). This works because each
+    contender takes turns with other contenders each time.
     """
     cells = [
         (name, (i, k), math.log(took))
@@ -425,8 +436,9 @@ def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[flo
 
 
 def near_the_best(seconds: dict[str, list[list[float]]]) -> list[str]:
-    """Contenders that took at most NEAR of the time that the quickest took, in medians of their
-    graphs' medians."""
+    """Return the contenders that took at most NEAR times the time of the quickest one.
+
+    A contender's time is the median of its graphs' medians."""
     took = {
         name: statistics.median(map(statistics.median, found))
         for name, found in seconds.items()
@@ -436,21 +448,23 @@ def near_the_best(seconds: dict[str, list[list[float]]]) -> list[str]:
 
 
 def ranks_of(values: list[float]) -> Any:
-    """The rank of each, the mean of theirs where several are equal."""
+    """Return the rank of each value; equal values get the mean of their ranks."""
     array = np.array(values)
     return (array[:, None] > array[None]).sum(1) + (array[:, None] == array[None]).sum(1) / 2
 
 
 def correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's, of ranks."""
+    """Return Spearman's rank correlation."""
     return float(np.corrcoef(ranks_of(a), ranks_of(b))[0, 1])
 
 
 def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
-    """What is told of a model. The plan that the search would choose is the one that it foretells
-    the least for. ``slower``: the yardstick's time among the plans as a multiple of that while
-    calibrating. "of two halves": how far what was measured in half of the rounds ranks the plans as
-    the other half does; no foretelling ranks them much better than that."""
+    """Return the row of a model.
+
+    The search would choose the plan with the minimum predicted time. ``slower`` is the yardstick's
+    time among the plans, as a multiple of its time during calibration. "of two halves" is the rank
+    correlation between the times of one half of the rounds and those of the other half. No
+    prediction ranks the plans much better than that."""
     found = min((m for m in all_ if m.name.startswith("found")), key=lambda m: m.foretold)
     best, data = min(all_, key=lambda m: m.measured), next(m for m in all_ if m.name == "data")
     error, even = (
@@ -469,8 +483,10 @@ def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
 
 
 def together(told: list[dict[str, Any]], all_: list[Measured]) -> dict[str, Any]:
-    """What is told of all models: times added up, the largest regret, and how well all their plans'
-    times were foretold."""
+    """Return the row of all models.
+
+    It has the sums of times, the largest regret, and the error of the predictions over all
+    plans."""
     error = statistics.median(abs(m.foretold - m.measured) / m.measured for m in all_)
     sums = {key: round(sum(row[key] for row in told), 3) for key in ("data", "ours", "best")}
     rank = correlation([m.foretold for m in all_], [m.measured for m in all_])

@@ -1,8 +1,8 @@
-"""How long the full search takes for 512 devices: mesh, stages, micro-batches, recomputation, ZeRO
-and layouts, by `flow.auto.plan`, captures included.
+"""Time the full search for 512 devices, and the search for layouts alone on one mesh of 8 x 8.
 
-And for layouts alone on one mesh of 8 x 8. The cluster is a preset and nothing runs on it: what is
-timed is one core of this machine. Models are those of transformers, without memory.
+The full search is `flow.auto.plan`. It chooses mesh, stages, micro-batches, recomputation, ZeRO and
+layouts, and its time includes captures. The cluster is a preset and nothing runs on it: the time is
+that of one core of this machine. The models are from transformers, on the meta device.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ MODELS: dict[str, Callable[[Any], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 
 
 def bare(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model in bfloat16 and its inputs, both without memory."""
+    """Return a model in bfloat16 and its inputs, both on the meta device."""
     import transformers as hf
 
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def bare(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def searched(name: str, devices: int) -> dict[str, Any]:
-    """All of it."""
+    """Run the full search on ``devices`` devices, and return the row of the table."""
     model, inputs = bare(name)
     cluster = Cluster.preset("dgx-h100", nodes=devices // 8).with_size(devices)
     started, spent = time.perf_counter(), time.process_time()
@@ -134,8 +134,10 @@ def searched(name: str, devices: int) -> dict[str, Any]:
 
 
 def laid(name: str, side: int) -> dict[str, Any]:
-    """Layouts alone, on a mesh of side x side, without a memory limit, after the capture. Search:
-    candidates, prices and the proof; whole: and what is told."""
+    """Search for layouts alone on a mesh of side x side, and return the row of the table.
+
+    There is no memory limit, and the capture is not timed. The time "search" covers candidates,
+    prices and the proof. The time "whole" also covers the plan's report."""
     model, (one, *more) = bare(name)
     few = tuple(t[:64] for t in (one, *more))
     cluster = Cluster.preset("dgx-h100", nodes=max(1, side**2 // 8)).with_size(side**2)

@@ -1,8 +1,8 @@
-"""What the search gives up by deciding a call's forward and backward together: its best plan
-against the best one whose gradients go their own ways.
+"""Measure the loss of the search from choosing a call's forward and backward layouts together.
 
-Both are solved exactly (globaltensor/auto/intra_op/separate_backward.py); the machines are presets,
-so nothing is timed but the solver.
+The best plan of the search is compared with the best plan whose gradients have layouts of their
+own. Both are solved exactly (globaltensor/auto/intra_op/separate_backward.py). The machines are
+presets, so only the solver runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 120.0  # for each problem
 
 
 class Mlp(nn.Module):
-    """Two linears."""
+    """A model of two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Boxing against DTensor's redistribute, on 2 gloo processes: the same tensors, interleaved,
-medians. Run it on a machine that is otherwise idle.
+"""Compare boxing with DTensor's redistribute on 2 gloo processes.
+
+Both move the same tensors in turn, and the results are medians. Run it on a machine that is
+otherwise idle.
 
 python benchmarks/boxing.py            a table
 python benchmarks/boxing.py --json     one object a line: case, unit, the median of each contender, and the share of what a bare pair of messages moves
@@ -21,14 +23,15 @@ import torch
 import torch.distributed as dist
 
 RANKS = 2
-#: name -> (rows, columns, times it is measured)
+#: name -> (rows, columns, number of measurements)
 SIZES = {"4 KB": (32, 32, 200), "1 MB": (512, 512, 60), "26 MB": (2560, 2560, 25)}
 LINKS = ("S(0)->B", "S(1)->B", "P->B", "P->S(0)", "P->S(1)", "S(0)->S(1)", "S(1)->S(0)", "B->S(0)")
 
 
 def measure(contenders: dict[str, Callable[[], object]], times: int) -> dict[str, float]:
-    """Medians in ms of functions called in turn; each call starts when all ranks are there, and
-    counts until the slowest rank is done."""
+    """Return the median times in ms of functions that are called in turn.
+
+    A call starts when all ranks are ready, and its time is that of the slowest rank."""
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for turn in range(times + 3):

@@ -1,5 +1,7 @@
-"""Collectives on the backends gloo and mpi (ours), beside a copy of as many bytes in memory, which
-is the limit: a call's time and its bytes per second."""
+"""Measure collectives on the backends gloo and mpi (ours): time per call and bytes per second.
+
+The limit, "copy", is a copy of the same number of bytes in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ import globaltensor as flow
 
 SIZES = {"4 KB": 1 << 12, "64 KB": 1 << 16, "1 MB": 1 << 20, "26 MB": 26 << 20}
 QUICK_SIZES = {"4 KB": 1 << 12}
-#: Bytes of a timed block: every rank must make as many calls.
+#: Bytes of a timed block. It is fixed because every rank must make the same number of calls.
 BLOCK = 1 << 22
 
-#: torch renamed these in 2.13 and warns at the older names.
+#: torch renamed these functions in 2.13 and warns at the older names.
 gather_evenly = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 scatter_evenly = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Timed(Row):
-    """A row that also says how many of its bytes pass in a second."""
+    """A row that also reports bytes per second."""
 
     nbytes: int = 0
 
@@ -68,7 +70,7 @@ def broadcast(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]
 
 
 def ring(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Each rank sends to its next."""
+    """Return a call in which each rank sends to the next rank and receives from the previous."""
     out, me, n = torch.empty_like(x), group.rank(), group.size()
 
     def call() -> None:
@@ -84,7 +86,7 @@ COLLECTIVES = {
 
 
 def compare(name: str, size: str, groups: dict[str, dist.ProcessGroup], rounds: int) -> Row:
-    """One collective on a tensor of ``size`` bytes: the whole one, where ranks hold parts of it."""
+    """Time a collective on ``size`` bytes, which is the size of the full tensor on all ranks."""
     n = dist.get_world_size()
     x, y = torch.zeros(SIZES[size] // 4 // n * n), torch.zeros(SIZES[size] // 4 // n * n)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: y.copy_(x)}

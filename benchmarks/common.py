@@ -1,8 +1,8 @@
-"""What the benchmarks share: starting the ranks, interleaved timing, and the report.
+"""Start the ranks of a benchmark, time its contenders in turn, and print its report.
 
-Machines are noisy, so contenders are never timed one after the other: each round times every
-contender once, in an order that rotates, and what is reported are medians over the rounds. Ratios
-are medians of the rounds' own ratios.
+All benchmarks use this module. Machines are noisy, so contenders are never timed one after the
+other. Each round times every contender once, in an order that rotates, and the report has medians
+over the rounds. Ratios are medians of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [
     str(ROOT / "examples"),
     str(ROOT / "tests"),
-]  # the example's model; tests/support: instruments
-#: Seconds after which a benchmark's processes are ended, whatever they do: about twice what the
-#: longest takes, auto_parallel.py for four ranks on two cores.
+]  # the example's model, and the measuring tools of tests/support
+#: Seconds after which a benchmark's processes are ended in any case. The limit is about twice the
+#: time of the longest benchmark, auto_parallel.py for four ranks on two cores.
 LIMIT = 5400.0
 QUICK_ROUNDS = 3
-#: Seconds that a contender is timed for at least: of steps of some milliseconds fifteen rounds are
-#: over before the machine has been through its moods.
+#: Minimum seconds for which a contender is timed. For steps of some milliseconds, fifteen rounds
+#: end before the machine's pace has varied.
 LEAST = 1.5
 
 Contenders = dict[str, Callable[[], object]]
@@ -54,14 +54,14 @@ class Size:
     batch: int
 
     def model(self) -> nn.Module:
-        """The same parameters at every call and on every rank."""
+        """Make the model, with the same parameters at every call and on every rank."""
         from train_gpt import GPT
 
         torch.manual_seed(0)
         return GPT(self.layers, self.width, self.heads, self.context)
 
     def rows(self) -> Tensor:
-        """A batch of text [batch, context + 1], the same on every rank."""
+        """Draw a batch of text [batch, context + 1], the same on every rank."""
         from train_gpt import corpus, draw
 
         return draw(corpus(), self.batch, self.context, 0)
@@ -70,8 +70,8 @@ class Size:
         return f"{self.layers} x {self.width}, batch {self.batch} x {self.context}"
 
 
-#: What a training step's time is mostly made of in each: the calls, arithmetic (the size of `make
-#: train`), the bytes that ranks exchange.
+#: Three sizes whose training step is dominated by calls, by arithmetic (the size of `make train`),
+#: and by the bytes that ranks exchange.
 SIZES = [Size(4, 64, 4, 32, 4), Size(4, 128, 4, 128, 16), Size(4, 512, 8, 32, 4)]
 QUICK_SIZES = [Size(1, 32, 2, 16, 4)]
 
@@ -79,8 +79,9 @@ QUICK_SIZES = [Size(1, 32, 2, 16, 4)]
 def training_step(
     model: nn.Module, rows: Tensor, groups: list[list[Tensor]] | None = None
 ) -> Callable[[], Tensor]:
-    """A function that does one training step -> the loss. ``groups``: the parameters, apart where
-    the optimizer cannot take them together."""
+    """Return a function that does one training step and returns the loss.
+
+    ``groups`` are the optimizer's groups of parameters, for parameters that cannot share one."""
     from train_gpt import loss_of
 
     optimizer = torch.optim.AdamW(
@@ -99,24 +100,24 @@ def training_step(
 
 @dataclass
 class Row:
-    """One case: the seconds of each contender, round by round."""
+    """A case: the seconds of each contender, round by round."""
 
     case: str
     seconds: dict[str, list[float]] = field(default_factory=dict)
     unit: str = "us"
 
     def median(self, name: str) -> float:
-        """In the row's unit."""
+        """Return a contender's median in the row's unit."""
         return statistics.median(self.seconds[name]) * {"us": 1e6, "ms": 1e3}[self.unit]
 
     def ratio(self, name: str, to: str) -> float:
-        """Median over the rounds of one contender's time over another's in the same round."""
+        """Return the median over the rounds of one contender's time divided by another's."""
         return statistics.median(
             a / b for a, b in zip(self.seconds[name], self.seconds[to], strict=True)
         )
 
     def line(self) -> str:
-        """The row as JSON: case, unit and the median of each contender."""
+        """Return the row as JSON: case, unit and the median of each contender."""
         return json.dumps(
             {"case": self.case, "unit": self.unit}
             | {name: round(self.median(name), 3) for name in self.seconds}
@@ -129,8 +130,9 @@ def options(
     arguments: Sequence[str] | None = None,
     more: dict[str, dict[str, Any]] | None = None,
 ) -> argparse.Namespace:
-    """The command line that all benchmarks have in common; ``steps`` is the default number of
-    rounds. ``more``: options of one benchmark alone."""
+    """Parse the command line that all benchmarks have in common.
+
+    ``steps`` is the default number of rounds. ``more`` has the options of one benchmark alone."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -156,14 +158,15 @@ def options(
 
 
 def on_ranks(nproc: int, backend: str = "auto") -> None:
-    """Return in a process that a launcher started; elsewhere start this script on ``nproc``
-    processes, wait, and exit with their status."""
+    """Return if a launcher has started this process, else run this script on ``nproc`` processes.
+
+    In the second case, wait for the processes and exit with their status."""
     if "RANK" not in os.environ:
         sys.exit(started(nproc, backend))
 
 
 def started(nproc: int, backend: str = "auto") -> int | str:
-    """Start this script on ``nproc`` processes and wait -> their status."""
+    """Run this script on ``nproc`` processes, and return their status or a message for `exit`."""
     command = [
         sys.executable,
         "-m",
@@ -188,12 +191,14 @@ def started(nproc: int, backend: str = "auto") -> int | str:
 
 
 def end_by_signal() -> None:
-    """Let a SIGTERM run this script's clean-up: what it has started ends with it."""
+    """Make a SIGTERM run this script's clean-up, so that its child processes end with it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def end(process: subprocess.Popen[Any], group: bool = False) -> None:
-    """End a process, politely first, or its whole ``group``. A launcher takes its ranks with it."""
+    """End a process or its whole ``group``: first by SIGTERM, then by SIGKILL.
+
+    A launcher ends its ranks too."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number) if group else process.send_signal(number)
@@ -211,13 +216,15 @@ def interleave(
     again: int = 0,
     least: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender, round by round. All ranks start and end a block together;
-    without ``calls`` a block takes about 20 ms. ``again`` calls before each block are not counted:
-    another contender's block has emptied the caches. ``least``: there are more rounds where that
-    many seconds of each contender take more (not where there are as few as for --quick).
+    """Return the seconds per call of each contender, round by round.
 
-    A contender that neither waits nor communicates is better timed by ``time.process_time``: other
-    processes of the machine then don't count.
+    All ranks start and end a block together. A block has ``calls`` calls, by default as many as
+    take about 20 ms. ``again`` calls before each block are not counted, because another contender's
+    block has emptied the caches. ``least`` is the minimum of seconds for which each contender is
+    timed. It adds rounds if needed, but not if there are as few rounds as for --quick.
+
+    A contender that neither waits nor communicates is better timed by ``time.process_time``,
+    because other processes of the machine then don't count.
     """
     together = (
         dist.barrier
@@ -260,7 +267,7 @@ def interleave(
 
 
 def _agreed(number: float) -> float:
-    """The first rank's."""
+    """Return rank 0's number on every rank."""
     if not dist.is_initialized():
         return number
     told = torch.tensor(number, dtype=torch.float64)
@@ -282,8 +289,10 @@ def _block(
 def same_losses(
     contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3
 ) -> list[float]:
-    """Contenders must do the same work: their losses over the first steps, which it gives, agree,
-    or there is nothing to compare."""
+    """Run the first steps of all contenders, and return the losses of the first contender.
+
+    The contenders must do the same work. If their losses differ by more than ``tolerance``
+    (relative), there is nothing to compare, and the process exits."""
     losses = {name: [step() for _ in range(steps)] for name, step in contenders.items()}
     (first, want), *others = losses.items()
     for name, got in others:
@@ -312,8 +321,9 @@ def table(
     ratios: dict[str, dict[str, float]] | None = None,
     base: str = "",
 ) -> str:
-    """Rows as a markdown table that also reads well as text; with ratios, each contender's ratio to
-    ``base`` stands behind its median."""
+    """Return rows as a markdown table that also reads well as text.
+
+    With ``ratios``, each contender's ratio to ``base`` follows its median."""
     names = list(
         dict.fromkeys(name for row in rows for name in row if name not in ("case", "unit"))
     )
@@ -362,7 +372,7 @@ def keep(rows: Sequence[dict[str, object]], name: str) -> None:
 
 
 def describe() -> str:
-    """One line on what was measured where."""
+    """Return a line about the machine and the settings of the measurements."""
     return (
         f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} "
         f"thread(s) a process, float32"

@@ -1,10 +1,9 @@
-"""A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no
-communication at all as the limit.
+"""Compare a data-parallel training step of the example's GPT: torch DDP and ours.
 
-Ours as the example trains: the number of targets that the mean divides by travels with the
-gradients; "apart": in a message of its own. (DDP divides by each rank's own number, and sends
-none.) Both start from gloo; on one host ours goes through shared memory (docs/boxing.md), and with
-GLOBALTENSOR_SHARED_MEMORY=0 by gloo alone.
+The limit, "plain", is the same step without communication. "ours" trains as the example does: the
+target count of the mean loss is reduced together with the gradients. "apart" reduces the count in a
+message of its own. (DDP divides by each rank's own count, and sends none.) Both start from gloo. On
+one host ours uses shared memory (docs/boxing.md), and with GLOBALTENSOR_SHARED_MEMORY=0 gloo alone.
 """
 
 from __future__ import annotations
@@ -37,14 +36,16 @@ import globaltensor as flow
 
 
 def mean(loss: Tensor) -> float:
-    """The mean over the ranks of their local losses."""
+    """Return the mean of the ranks' local losses."""
     total = loss.clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def compare(size: Size, rounds: int) -> Row:
-    """Each rank's share of the batch is the same for every contender; data is there before the
+    """Time the steps of all contenders at one size.
+
+    Each rank's share of the batch is the same for every contender, and is on the rank before the
     clock starts."""
     rows = size.rows()
     mine = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
@@ -68,7 +69,7 @@ def compare(size: Size, rounds: int) -> Row:
 
 
 def riding(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step, where the number of targets that the mean divides by travels with the gradients."""
+    """Return the step with the mean loss's target count reduced together with the gradients."""
 
     def once() -> Tensor:
         flow.fuse_loss_count()
@@ -84,9 +85,10 @@ LINEARS = "linears 8 x 512, ours: ddp over mpi"
 
 
 def over_backends(rounds: int, views: bool) -> Row:
-    """A step that is mostly communication, by torch's DDP over gloo and over our mpi. ``views``:
-    DDP keeps gradients where they are summed; else it copies them there and back, which takes a
-    quarter of the step over mpi."""
+    """Time a step that is mostly communication, by torch's DDP over gloo and over our mpi.
+
+    With ``views``, DDP keeps gradients in the buckets where they are summed. Otherwise it copies
+    them there and back, which takes a quarter of the step over mpi."""
     x, gloo = (
         torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())),
         dist.new_group(backend="gloo"),
@@ -124,7 +126,7 @@ def over_backends(rounds: int, views: bool) -> Row:
 def main() -> None:
     chosen = options(__doc__.splitlines()[0], steps=15)
     if "RANK" not in os.environ:
-        # A world over gloo, then one over mpi, which ranks must be started for.
+        # First a world over gloo, then one over mpi, whose ranks must be started for it.
         mpi = importlib.util.find_spec("mpi4py") and chosen.only in LINEARS
         sys.exit(started(chosen.nproc) or (started(chosen.nproc, "mpi") if mpi else 0))
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""What it costs that ranks compare what they run: a training step of the example's GPT with and
-without, over shared memory, gloo and MPI.
+"""Measure the cost of comparing the ranks' calls, in a training step of the example's GPT.
 
-"off" records nothing and compares nothing: it sets a field of the world that no user can. Its limit
-is 1 % of a step of the GPT 4 x 128.
+The step runs with and without comparison, over shared memory, gloo and MPI. "off" records nothing
+and compares nothing: it sets a field of the world that users cannot set. The limit of the cost is
+1 % of a step of the GPT 4 x 128.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from globaltensor._ops.dispatch import fresh_plans
 from globaltensor._ops.rules import Derived
 from globaltensor.distributed.world import world
 
-#: The variable by which a started rank knows what it is to measure.
+#: Environment variable that names the transport which a started rank measures.
 TRANSPORT = "GLOBALTENSOR_BENCHMARK_TRANSPORT"
 TRANSPORTS = {"shared memory": "gloo", "gloo": "gloo", "mpi": "mpi"}
 
 
 def switched(step: Callable[[], Tensor], on: bool) -> Callable[[], Tensor]:
-    """The step with or without comparing, with plans of its own, which keep what records them."""
+    """Return the step with or without comparison.
+
+    It has plans of its own, because a plan saves the code that records its calls."""
     plans = Derived()
 
     def once() -> Tensor:
@@ -57,7 +59,7 @@ def switched(step: Callable[[], Tensor], on: bool) -> Callable[[], Tensor]:
 
 
 def compare(size: Size, how: str, rounds: int) -> Row:
-    """A step of the same model, compared and not."""
+    """Time a step of the same model with and without comparison."""
     everyone, steps = flow.placement.all("cpu"), {}
     for name in ("off", "ours"):
         model = size.model()

@@ -1,12 +1,11 @@
-"""What a global tensor costs per call: plain local torch (the limit), DTensor and ours, where no
-communication is needed.
+"""Measure the cost per call of plain local torch (the limit), DTensor and ours, without traffic.
 
-One process, one thread, tensors so small that little but overhead is left. The world is four ranks,
-of which this process is the first and the others are imagined (torch's fake backend): nothing that
-is timed communicates, so this process does exactly what each of four would do. Time is this
-process's own, so that other processes of the machine don't count. The training step of ours is on a
-placement of one rank: there the gradients need no all-reduce, as DTensor's, left partial, need
-none.
+There is one process with one thread, and the tensors are so small that overhead dominates. The
+world has four ranks. This process is the first, and the others are imagined (torch's fake backend).
+Nothing that is timed communicates, so this process does exactly what each of four would do. The
+time is this process's own, so that other processes of the machine don't count. The training step of
+ours is on a placement of one rank, where gradients need no all-reduce. DTensor's gradients stay
+partial, so they need none either.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class MLP(nn.Module):
-    """Four pre-norm layers of width 16: linear, gelu, layer norm, residual."""
+    """A model of four pre-norm layers of width 16: linear, gelu, layer norm, residual."""
 
     def __init__(self, width: int = 16, layers: int = 4) -> None:
         super().__init__()
@@ -76,14 +75,14 @@ class MLP(nn.Module):
 
 
 def op_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
-    """Each op alone, without and with autograd recording."""
+    """Time each op alone, without and with autograd recording."""
     local = [torch.randn(8, 16), torch.randn(16, 16), torch.randn(16)]
     peers = [
         DTensor.from_local(t, mesh, [Shard(0) if i == 0 else Replicate()], run_check=False)
         for i, t in enumerate(local)
     ]
     everyone = flow.placement("cpu", list(range(RANKS)))
-    # The imagined ranks send nothing, so nothing can be checked with them.
+    # The imagined ranks send nothing, so their tensors cannot be checked.
     ours = [
         t.to_global(everyone, S(0) if i == 0 else B, check_meta=False) for i, t in enumerate(local)
     ]
@@ -114,7 +113,7 @@ def op_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
 
 
 def models(mesh: DeviceMesh) -> dict[str, nn.Module]:
-    """The same MLP for each contender."""
+    """Make the same MLP for each contender."""
     made = {name: MLP() for name in ("plain", "dtensor", "ours")}
     for model in made.values():
         model.load_state_dict(made["plain"].state_dict())
@@ -124,7 +123,7 @@ def models(mesh: DeviceMesh) -> dict[str, nn.Module]:
 
 
 def step_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
-    """The MLP forward, and forward with backward."""
+    """Time the MLP's forward, and its forward with backward."""
     made, x = models(mesh), torch.randn(8, 16)
     data = {
         "plain": x,
@@ -161,7 +160,7 @@ def step_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
 
 
 def optimizer_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
-    """One step of an optimizer over the MLP's 16 parameters."""
+    """Time one step of each optimizer over the MLP's 16 parameters."""
     rows = []
     for case, make in OPTIMIZERS.items():
         if only not in case:
@@ -172,7 +171,7 @@ def optimizer_cases(mesh: DeviceMesh, rounds: int, only: str) -> list[Row]:
                 parameter.grad = torch.zeros_like(parameter)
             steps[name] = make(model.parameters()).step
         if "sgd fused" in case:
-            del steps["dtensor"]  # it has no strategy for this kernel
+            del steps["dtensor"]  # DTensor has no strategy for this kernel
         rows.append(Row(case + " step", interleave(steps, rounds, clock=time.process_time)))
     return rows
 

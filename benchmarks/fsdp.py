@@ -1,8 +1,8 @@
-"""A training step of the example's GPT with parameters, gradients and optimizer state split over
-the ranks: FSDP2 and ours.
+"""Compare a fully sharded training step of the example's GPT: FSDP2 and ours.
 
-FSDP2 by default frees the gathered parameters after the forward and gathers them again in the
-backward; `fsdp2_keep` keeps them (reshard_after_forward=False): less traffic, more memory.
+Parameters, gradients and optimizer state are sharded over the ranks. FSDP2 by default frees the
+gathered parameters after the forward and gathers them again in the backward. `fsdp2_keep` keeps
+them (reshard_after_forward=False), which means less traffic and more memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import globaltensor as flow
 
 
 def sharded(model: nn.Module, reshard: bool) -> nn.Module:
-    """FSDP2 as its documentation has it: each block a unit, and the rest."""
+    """Apply FSDP2 as its documentation does: each block is a unit, and so is the rest."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -41,7 +41,9 @@ def sharded(model: nn.Module, reshard: bool) -> nn.Module:
 
 
 def compare(size: Size, rounds: int) -> Row:
-    """Each rank's share of the batch is the same for every contender; data is there before the
+    """Time the steps of all contenders at one size.
+
+    Each rank's share of the batch is the same for every contender, and is on the rank before the
     clock starts."""
     rows = size.rows()
     mine = rows.tensor_split(dist.get_world_size())[dist.get_rank()]

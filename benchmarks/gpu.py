@@ -1,10 +1,9 @@
-"""Training steps on one GPU, one rank: what global tensors cost where kernels are quick, in eager
-mode, as a graph and compiled, beside plain PyTorch.
+"""Measure the overhead of global tensors in training steps on one GPU, against plain PyTorch.
 
-The world is one rank over NCCL: nothing is sent, and what is seen is the time that the host takes
-to issue a step, or, at the larger sizes, the kernels' own. DTensor stands beside it where it can
-run the model (the MLP); DistributedDataParallel of one rank has the buckets, and nobody to send
-them to.
+The steps run in eager mode, as a graph and compiled. The world is one rank over NCCL, so nothing is
+sent. The time is that of the host issuing a step or, at the larger sizes, that of the kernels.
+DTensor is a contender where it can run the model (the MLP). DistributedDataParallel of one rank
+fills its buckets, but has no other rank to send them to.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from train_gpt import loss_of
 import globaltensor as flow
 
 B, S = flow.sbp.broadcast, flow.sbp.split
-#: size -> dtype: two whose kernels are short, and one that fills the GPU.
+#: size -> dtype: two sizes have short kernels, and one fills the GPU.
 SIZES = {
     Size(4, 64, 4, 32, 4): torch.float32,
     Size(4, 512, 8, 128, 8): torch.bfloat16,
     Size(12, 1024, 16, 1024, 8): torch.bfloat16,
 }
 QUICK_SIZES = {Size(1, 32, 2, 16, 4): torch.float32}
-# other results are of a machine without
+# part of each case's name, because the other benchmarks' results come from a machine without a GPU
 HERE = (
     f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, torch "
     f"{torch.__version__}"
@@ -45,13 +44,13 @@ HERE = (
 
 
 def clock() -> float:
-    """Now, with nothing left in the GPU's queue."""
+    """Wait until the GPU's queue is empty, and return the time in seconds."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def mlp(rounds: int) -> Row:
-    """The narrow MLP forward and backward: hardly anything but overhead."""
+    """Time the narrow MLP's forward and backward, which are almost only overhead."""
     mesh, place = init_device_mesh("cuda", (1,)), flow.placement("cuda", [0])
     made = {name: MLP().cuda() for name in ("plain", "dtensor", "ours")}
     for model in made.values():
@@ -128,7 +127,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
     on_ranks(1)
-    dist.init_process_group("nccl")  # a world of one needs none; torch's own contenders do
+    dist.init_process_group("nccl")  # for torch's contenders; our world of one rank needs no group
     torch.manual_seed(0)
     rows = [mlp(chosen.steps)] if chosen.only in "4-layer MLP forward + backward" else []
     for size, dtype in (QUICK_SIZES if chosen.quick else SIZES).items():

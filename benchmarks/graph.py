@@ -1,9 +1,9 @@
-"""A training step of the example's GPT as a static graph: beside the program one writes by hand for
-one rank, with the same collectives, and the eager step.
+"""Compare a training step of the example's GPT: a static graph, the eager step and code by hand.
 
-Data parallel: by hand is torch's DistributedDataParallel. Tensor parallel: by hand are Megatron's
-two functions (Shoeybi et al. 2019, section 3) around local matrices. Both update with the same
-fused AdamW. The last row is what capturing, planning and building takes for 48 layers.
+The code by hand is for one rank, with the same collectives. For data parallel it is torch's
+DistributedDataParallel. For tensor parallel it is Megatron's two functions (Shoeybi et al. 2019,
+section 3) around local matrices. All update with the same fused AdamW. The last row is the time of
+capturing, planning and building for 48 layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEEP = Size(48, 64, 4, 32, 4)
 
 
 class Into(torch.autograd.Function):
-    """Into a tensor-parallel region: nothing, and backward sums (Megatron's f)."""
+    """The entry of a tensor-parallel region: an identity whose backward sums (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Into(torch.autograd.Function):
 
 
 class OutOf(torch.autograd.Function):
-    """Out of it: a sum, and backward does nothing (g)."""
+    """The exit of a tensor-parallel region: a sum whose backward is an identity (g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -60,8 +60,9 @@ class OutOf(torch.autograd.Function):
 
 
 class Split(nn.Module):
-    """One rank's share of the GPT, split as PARALLEL["tensor"] splits it, with the vocabulary left
-    whole in the loss's place."""
+    """One rank's share of the GPT, split as PARALLEL["tensor"] splits it.
+
+    The loss is computed from logits that are split over the vocabulary."""
 
     def __init__(self, whole: GPT, rank: int, world: int) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Split(nn.Module):
         return x + OutOf.apply(F.linear(F.gelu(block.up(h)), block.down.weight)) + block.down.bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The mean cross-entropy; logits stay split over the vocabulary."""
+        """Return the mean cross-entropy; logits stay split over the vocabulary."""
         n, ids = self.token.shape[0], rows[:, :-1] - self.first
         inside = (ids >= 0) & (ids < n)
         found = F.embedding(ids.clamp(0, n - 1), self.token) * inside.unsqueeze(-1)
@@ -127,7 +128,7 @@ def by_hand(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Ten
 
 
 class Step(flow.nn.Graph):
-    """The same step as a graph."""
+    """The training step as a graph."""
 
     def __init__(self, model: nn.Module, backend: str | None = None) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ def compare(kind: str, size: Size, rounds: int, compiled: bool) -> Row:
 
 
 def building(rounds: int) -> Row:
-    """The first call of a graph less the second: capture, plan, build."""
+    """Time capturing, planning and building: a graph's first call minus its second call."""
     rows, everyone = DEEP.rows(), flow.placement.all("cpu")
     shared = rows.to_global(everyone, flow.sbp.broadcast, check_meta=False).to_global(
         sbp=PARALLEL["data"].batch

@@ -1,5 +1,6 @@
-"""The solver on the contest's instances: score (best known cost / ours), the bound's gap, time. Run
-it on a machine that is otherwise idle.
+"""Run the solver on the contest's instances: score (best known cost / ours), bound's gap and time.
+
+Run it on a machine that is otherwise idle.
 
 python benchmarks/iopddl.py FOLDER            a table, for the instances A, G, M and S in the folder
 python benchmarks/iopddl.py FOLDER --json     one object a line
@@ -22,7 +23,7 @@ KNOWN = {"A": (6548641531, 60), "G": (217039, 10), "M": (49928157500, 180), "S":
 
 
 def measure(path: Path, best: int, seconds: int) -> dict[str, Any]:
-    """One run of the command."""
+    """Run the command once on an instance, and return the row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,

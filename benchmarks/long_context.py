@@ -1,11 +1,11 @@
-"""Attention forward and backward over a split sequence: keys round a ring, an exchange to split
-heads, keys gathered, and what "auto" takes (ours).
+"""Compare methods of attention over a split sequence, forward and backward.
 
-The second row of each case is the processor time of the busiest rank: how long a step takes where
-each rank has a core of its own. (With more ranks than cores the first row is the work of all ranks
-together, and hides that under a causal mask some of them wait.) The third is memory: the most that
-a rank holds, its own queries, keys, values and their gradients among it; beside it what plain torch
-holds on one device, and its share of that. Scores are never held.
+The methods send keys round a ring, exchange to split heads, or gather keys. "ours" is the method
+that "auto" chooses. The second row of each case is the processor time of the busiest rank, which is
+the time of a step if each rank has a core of its own. (With more ranks than cores, the first row is
+the work of all ranks together. It hides that some ranks wait under a causal mask.) The third row is
+memory: the peak bytes of a rank, with its queries, keys, values and their gradients. It also has
+the peak of plain torch on one device, and the rank's share of that. Scores are never stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK_CASES = [(128, 4, 4, False), (128, 4, 2, True)]
 
 @dataclass
 class Memory(Row):
-    """A row of bytes, shown in MiB."""
+    """A row of bytes, printed in MiB."""
 
     def median(self, name: str) -> float:
         return self.seconds[name][0] / (1 << 20)
@@ -54,7 +54,7 @@ class Memory(Row):
 
 
 def step(method: str, tensors: list[torch.Tensor], causal: bool) -> Callable[[], torch.Tensor]:
-    """One attention and its backward -> the result."""
+    """Return a function that runs attention and its backward, and returns the result."""
 
     def call() -> torch.Tensor:
         for t in tensors:
@@ -108,14 +108,14 @@ def compare(length: int, heads: int, of_keys: int, causal: bool, rounds: int) ->
 
 
 def held_by(call: Callable[[], torch.Tensor], tensors: list[torch.Tensor]) -> float:
-    """The most bytes that are held, inputs and their gradients among them."""
+    """Return the peak bytes during a call, with inputs and their gradients."""
     with Held() as held:
         call()
     return held.most + sum((t.to_local() if t.is_global else t).nbytes for t in tensors)
 
 
 def most_of(found: list[float]) -> list[float]:
-    """Of each number, that of the rank that has most."""
+    """Return the maximum of each number over the ranks."""
     most = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.tolist()

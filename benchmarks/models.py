@@ -1,9 +1,9 @@
-"""A training step of unmodified Hugging Face models: data and expert parallel beside torch DDP,
-tensor parallel beside DTensor's `parallelize_module`.
+"""Compare a training step of unmodified Hugging Face models: ours, torch DDP and DTensor.
 
-Random weights, small sizes, dropout off. DTensor splits the same pairs of projections as ours by
-columns and rows, on plain tensors between them, and the vocabulary where the embedding is not tied
-to the head (it breaks ties).
+Data and expert parallel are compared with DDP, and tensor parallel with DTensor's
+`parallelize_module`. Weights are random, sizes are small, and dropout is off. DTensor splits the
+same pairs of projections as ours by columns and rows, with plain tensors between them. It splits
+the vocabulary only if the embedding is not tied to the head, because it breaks ties.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import globaltensor as flow
 
 WORDS = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-#: Attributes of transformers' modules that count what a rank has of them.
+#: Attributes of transformers' modules that count heads or columns: a rank has a share of them.
 HEADS_OF = {
     "BertSelfAttention": ("num_attention_heads", "all_head_size"),
     "T5Attention": ("n_heads", "inner_dim"),
@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 
 
 class Family:
-    """A model of transformers, and which of its layers are split by columns and by rows."""
+    """A model of transformers, with the names of the layers to split by columns and by rows."""
 
     def __init__(
         self, model: str, config: str, settings: dict[str, Any], columns: tuple[str, ...],
@@ -65,7 +65,7 @@ class Family:
         ).train()  # type: ignore[no-any-return]
 
     def batch(self, n: int, length: int) -> Batch:
-        """The same on every rank."""
+        """Draw a batch of ``n`` rows, the same on every rank."""
         draw = torch.Generator().manual_seed(1)
         if "num_mel_bins" in self.settings:
             sound = torch.randn(
@@ -100,9 +100,8 @@ class Family:
             elif not self.tied and name == "lm_head":
                 plan[name] = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-        for module in (
-            model.modules()
-        ):  # attention that reads the number of heads from an attribute, not from its weights
+        # some attention modules read the number of heads from an attribute, not from their weights
+        for module in model.modules():
             for name in HEADS_OF.get(type(module).__name__, ()):
                 setattr(module, name, getattr(module, name) // dist.get_world_size())
         return model
@@ -153,8 +152,9 @@ def families(hidden: int, layers: int) -> dict[str, Family]:
 
 
 def step_of(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
-    """A function that does one training step -> the loss. Plain and DTensor parameters cannot be in
-    one group of the optimizer."""
+    """Return a function that does one training step and returns the loss.
+
+    Plain and DTensor parameters cannot share a group of the optimizer."""
     parameters = list(model.parameters())
     groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
     optimizer = torch.optim.AdamW(

@@ -1,15 +1,19 @@
-"""A training step of the example's GPT in pipeline stages, 8 micro-batches:
-torch.distributed.pipelining and `nn.Graph`, by each schedule.
+"""Compare a pipelined training step of the example's GPT: torch's pipelining and `nn.Graph`.
 
-Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, and as the
-simulator foretells it from what each action cost in the same run (medians over the rounds of each
-round's own figures, and of one over the other); the activations that each lane came to hold, and
-those that the schedule promises. A bubble is the time that a rank is idle, in milliseconds and in
-percent of an ideal step ("Efficient Large-Scale Language Model Training on GPU Clusters", Narayanan
-et al., SC 2021), which is what the least busy of the round's schedules keeps a rank busy with: one
-measure for all. As a share of its own step, which is told too, a schedule's bubble seems the
-smaller the slower its actions are, and they are slower the more activations it holds. The example
-ties the embedding to the output layer; torch's stages cannot, so here nobody's do.
+Torch's contender is torch.distributed.pipelining. The step has 8 micro-batches and is run by each
+schedule. Each rank has one core. Apart from the steps' times, the benchmark reports bubbles and
+activations. One bubble comes from the run's spans. The other is predicted by the simulator from the
+costs of the actions in the same run. The figures are medians over the rounds of each round's own
+figures, and of the ratio of the two bubbles. The activations are the maximum that each lane held,
+and the maximum that the schedule promises.
+
+A bubble is the time that a rank is idle, in milliseconds and in percent of an ideal step
+("Efficient Large-Scale Language Model Training on GPU Clusters", Narayanan et al., SC 2021). The
+ideal step is the busy time of a rank in the round's least busy schedule, so that one measure serves
+all schedules. The bubble as a share of the schedule's own step is reported too. That share is the
+smaller the slower the actions are, and actions are slower the more activations a schedule holds.
+The example ties the embedding to the output layer. Torch's stages cannot, so here the weights are
+untied for both contenders.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ import globaltensor as flow
 from globaltensor.graph.pipeline import Timeline, max_activations, simulate, timeline
 
 MICROS = 8
-#: Large enough that an action takes milliseconds: what is measured is the schedule.
+#: Large enough that an action takes milliseconds, so that the schedule is measured.
 SIZES = [Size(8, 128, 4, 128, 16)]
 QUICK_SIZES = [Size(4, 32, 2, 16, 8)]
-#: schedule -> (the lane of each stage, torch's schedule that orders the same actions, or the
-#: nearest)
+#: schedule -> (the lane of each stage, torch's schedule with the same order of actions, or the
+#: most similar one)
 SCHEDULES = {
     "gpipe": ((0, 1), "ScheduleGPipe"),
     "1f1b": ((0, 1), "Schedule1F1B"),
@@ -50,7 +54,7 @@ SCHEDULES = {
 
 
 def model_of(size: Size) -> Any:
-    """The example's GPT; the output layer has a weight of its own."""
+    """Make the example's GPT, with an output layer that has a weight of its own."""
     model: Any = size.model()
     model.head.weight = nn.Parameter(model.token.weight.detach().clone())
     return model
@@ -65,7 +69,7 @@ def optimizer_of(parameters: Any, fused: bool | None = None) -> torch.optim.Opti
 
 
 class Training(flow.nn.Graph):
-    """The whole of a step."""
+    """A training step as a graph: forward, backward and update."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -81,7 +85,7 @@ class Training(flow.nn.Graph):
 
 
 class Ours:
-    """A step of the graph, and what its last run was like."""
+    """A step of the graph, with the timeline and the activations of a run."""
 
     def __init__(self, size: Size, name: str, lanes: Sequence[int]) -> None:
         self.name, self.lanes = name, lanes
@@ -111,13 +115,13 @@ class Ours:
         return self.graph._last.staged.pipeline
 
     def traced(self) -> Timeline:
-        """One step -> when each rank did what."""
+        """Run a step, and return the timeline of all ranks."""
         dist.barrier()
         self.step()
         return timeline(self.graph.timeline().spans)
 
     def held(self) -> list[int]:
-        """The most activations that each lane held during a step."""
+        """Return the maximum number of activations that each lane held during a step."""
         most, stages = 0, self.pipeline.stages
 
         def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,8 +144,9 @@ class Ours:
 
 
 class Part(nn.Module):
-    """One of torch's stages: some of the blocks, with the model's beginning or end where they are
-    its first or last."""
+    """A stage for torch: some of the blocks.
+
+    The first stage also has the embeddings, the last one the norm and the output layer."""
 
     def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
@@ -159,7 +164,7 @@ class Part(nn.Module):
 
 
 class Theirs:
-    """The same step by torch.distributed.pipelining, as its documentation has it."""
+    """The same step by torch.distributed.pipelining, as in its documentation."""
 
     def __init__(self, size: Size, kind: str, lanes: Sequence[int]) -> None:
         rank, model = dist.get_rank(), model_of(size)
@@ -195,7 +200,7 @@ class Theirs:
 
 
 def told(loss: Tensor, source: int) -> float:
-    """A loss that one rank knows."""
+    """Return on every rank the loss that rank ``source`` has."""
     value = loss.detach().clone() if loss.numel() == 1 else torch.zeros(())
     dist.broadcast(value, source)
     return value.item()
@@ -204,8 +209,9 @@ def told(loss: Tensor, source: int) -> float:
 def compare(
     size: Size, names: Sequence[str], rounds: int
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The times of the schedules' steps, all in turn, so that schedules can be compared too; and
-    their bubbles."""
+    """Time the steps of all schedules in turn, and return the rows of times and of bubbles.
+
+    The schedules take turns with each other, so that they can be compared too."""
     every = {
         name: {
             "torch": Theirs(size, SCHEDULES[name][1], SCHEDULES[name][0]),
@@ -235,7 +241,7 @@ def compare(
 
 
 def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
-    """Measured, and simulated from the costs of the same steps; the activations held."""
+    """Measure bubbles, simulate them from the costs of the same steps, and count activations."""
     found: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     for ours in contenders:
         ours.graph.config.enable_timeline()
@@ -272,7 +278,7 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
 
 
 def idle_of(line: Timeline) -> float:
-    """Seconds, the mean of the lanes."""
+    """Return the idle seconds of a run, the mean of its lanes."""
     return line.bubble * line.makespan
 
 

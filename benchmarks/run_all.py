@@ -1,5 +1,7 @@
-"""Run every benchmark and write what they found: results/<name>.jsonl, one JSON object a line, and
-results/README.md, the tables."""
+"""Run every benchmark and write the results.
+
+Rows go to results/<name>.jsonl, one JSON object a line, and the tables to results/README.md.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ import torch
 from common import LIMIT, describe, end, end_by_signal, keep, options, table
 
 HERE = Path(__file__).resolve().parent
-#: name -> the contender that ours is compared with; where rows differ, the first of these that a
-#: row has.
+#: name -> the contender that ours is compared with. If rows have different contenders, a row is
+#: compared with the first of these that it has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2",
     "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
               "divergence": "off", "models": "ddp, dtensor", "long_context": "gather",
               "graph": "by hand", "pipeline": "torch",
               "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
-#: Results of other runs of a benchmark, which these leave as they are: `auto_parallel.py --nproc 4
-#: --save`.
+#: Results of other runs of a benchmark (`auto_parallel.py --nproc 4 --save`), which this script
+#: leaves unchanged.
 MORE = {"auto_parallel": ["auto_parallel_on_4"]}
 OURS = ("ours", "apart", "eager", "graph", "compiled")
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """One benchmark in processes of its own -> its rows. What it says besides goes to stderr."""
+    """Run a benchmark in processes of its own, and return its rows. Its stderr is not captured."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / f"{name}.py"), "--json", *arguments],
         stdout=subprocess.PIPE,
@@ -45,7 +47,7 @@ def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def compared(name: str, rows: list[dict[str, Any]]) -> str:
-    """The rows as a table, with the ratio of ours to its anchor."""
+    """Return the rows as tables, with the ratio of ours to its anchor."""
     tables = []
     for base in BENCHMARKS[name].split(", "):
         those = [row for row in rows if base in row]
@@ -66,7 +68,7 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def page(results: Path) -> str:
-    """The tables of all results there are."""
+    """Return a page with the tables of all existing results."""
     anchors = "plain, ddp, fsdp2, dtensor, gather, gloo, by hand, torch.distributed.pipelining"
     about = (
         f"Medians; contenders timed in turn in one run; in brackets ours over its anchor "
@@ -88,13 +90,14 @@ def main() -> None:
     arguments = (["--quick"] if chosen.quick else []) + (
         ["--steps", str(chosen.steps)] if chosen.steps else []
     )
-    # A quick run shows that the benchmarks run; its numbers are not for keeping.
+    # A quick run shows that the benchmarks run; its numbers are not saved.
     results = None if chosen.quick else HERE / "results"
     end_by_signal()
     for name in BENCHMARKS:
         if chosen.only not in name or (name == "gpu" and not torch.cuda.is_available()):
             continue
-        rows = run(name, arguments if name != "boxing" else [])  # its sizes and rounds are its own
+        # boxing.py has its own sizes and rounds
+        rows = run(name, arguments if name != "boxing" else [])
         print(
             "\n".join(json.dumps({"benchmark": name} | row) for row in rows)
             if chosen.json

@@ -1,9 +1,9 @@
-"""A tensor-parallel training step of the example's GPT: DTensor's `parallelize_module` and ours,
-the same parameters split the same way.
+"""Compare a tensor-parallel training step of the example's GPT: DTensor and ours.
 
-Both split the projections of every block by columns and rows, the embedding and the output layer by
-bytes, and compute the loss from split logits. The second case of each size also splits the
-activations between the projections in time (sequence parallelism).
+DTensor is applied by `parallelize_module`. Both split the same parameters in the same dims: the
+projections of every block by columns and rows, the embedding and the output layer by bytes. Both
+compute the loss from split logits. The second case of each size also splits the activations between
+the projections in time (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ import globaltensor as flow
 
 
 def parallelized(model: nn.Module, sequence: bool) -> nn.Module:
-    """DTensor as its documentation has it; what lies between the projections is on plain local
-    tensors, its cheapest way."""
+    """Apply DTensor to a model as in its documentation.
+
+    The calls between the projections run on plain local tensors, which is DTensor's cheapest
+    variant."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -75,7 +77,7 @@ def parallelized(model: nn.Module, sequence: bool) -> nn.Module:
         model.position.register_forward_hook(
             lambda module, inputs, output: output.tensor_split(size)[rank]
         )
-        # Each rank sees its own stretch of time only: the gradients of the positions are partial.
+        # Each rank sees only its own slice of time, so the positions' gradients are partial.
         model.position.weight.register_hook(all_reduced)
     return model
 
@@ -86,7 +88,9 @@ def all_reduced(gradient: Tensor) -> Tensor:
 
 
 def dtensor_step(model: nn.Module, rows: Tensor) -> Callable[[], Tensor]:
-    """The fused optimizer takes plain and DTensor parameters, but not in one group."""
+    """Return a training step with a group of parameters for each type.
+
+    The fused optimizer accepts plain and DTensor parameters, but not in one group."""
     parameters = list(model.parameters())
     groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
     step = training_step(model, rows, [g for g in groups if g])
@@ -103,7 +107,7 @@ def full(loss: Tensor) -> float:
 
 
 def compare(size: Size, mode: str, rounds: int) -> Row:
-    """All ranks have the whole batch, before the clock starts."""
+    """Time both steps at one size; all ranks have the full batch before the clock starts."""
     rows, ours, everyone = size.rows(), size.model(), flow.placement.all("cpu")
     spread(ours, PARALLEL[mode], everyone)
     steps = {

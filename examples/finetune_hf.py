@@ -1,12 +1,12 @@
-"""Fine-tune a Hugging Face language model, unmodified, on the Python standard library's own source.
+"""Fine-tune an unmodified Hugging Face language model on the source of Python's standard library.
 
     python -m globaltensor.distributed.launch --nproc_per_node 2 examples/finetune_hf.py --parallel
     fsdp --out runs/finetuned
 
-`--model` is a folder that `save_pretrained` has written, or a name that transformers can load;
-without it a small Llama with random weights is trained. The result is a folder of safetensors that
-`from_pretrained` reads. Words are bytes, so that no tokenizer is needed; give `--model` one of 256
-words or more.
+`--model` is a folder that `save_pretrained` has written, or a name that transformers can load.
+Without `--model`, a small Llama with random weights is trained. The result is a folder of
+safetensors that `from_pretrained` reads. Every byte is a token, so no tokenizer is needed. A model
+for `--model` must have a vocabulary of at least 256 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLANS = ["data", "fsdp", "tensor", "sequence"]
 
 
 def load(path: str | None) -> nn.Module:
-    """The model to go on from: the same on every rank."""
+    """Load or make the model to fine-tune, the same on every rank."""
     if path is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(path)  # type: ignore[no-any-return]
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def load(path: str | None) -> nn.Module:
 
 
 def save(model: nn.Module, folder: str) -> None:
-    """The whole weights, as one device would have them. Collective; the first rank writes."""
+    """Write the full weights, as one device would have them. Collective; rank 0 writes."""
     whole = {
         name: value.to_global(sbp=[B] * value.placement.axes).to_local().cpu()
         for name, value in model.state_dict().items()
@@ -51,7 +51,7 @@ def save(model: nn.Module, folder: str) -> None:
 
 
 def train(options: argparse.Namespace) -> list[float]:
-    """Losses of all steps."""
+    """Fine-tune the model as ``options`` say, and return the losses of all steps."""
     everyone = flow.placement.all(options.device)
     model = flow.parallelize(load(options.model), everyone, options.parallel).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)

@@ -1,12 +1,11 @@
-"""Train a small GPT on the Python standard library's own source, byte by byte, on as many processes
-as you like.
+"""Train a small GPT on the bytes of Python's standard library, on any number of processes.
 
     python -m globaltensor.distributed.launch --nproc_per_node 2 examples/train_gpt.py --parallel
     tensor
 
-The model is written as for one device: nothing in it knows of ranks. How the job is spread over
-them is said once, in the table `PARALLEL`: which sbp each parameter and each input has. Every
-choice gives the same losses (`single` is plain PyTorch, to compare with).
+The model is written as for one device, and no line of it depends on ranks. The table `PARALLEL`
+alone decides how the job is spread over them: it has the sbp of each parameter and each input.
+Every choice has the same losses (`single` is plain PyTorch, for comparison).
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ CLIP = 1.0  # the largest norm of a step's gradients
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm: [batch, time, width] -> the
-    same."""
+    """A layer of attention and a feed-forward layer, each behind a layer norm.
+
+    Input and output are [batch, time, width]."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; the embedding of the bytes is also the output layer."""
+    """A decoder-only transformer whose output layer is tied to the embedding of the bytes."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GPT(nn.Module):
                 )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[batch, time] of bytes -> [batch, time, 256] logits of the byte that follows each."""
+        """Return logits [batch, time, 256] of the byte that follows each byte of [batch, time]."""
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -89,30 +89,33 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before
-    it."""
+    """Return the mean cross-entropy of predicting each byte from the bytes before it.
+
+    ``rows`` is [batch, context + 1]."""
     logits, targets = model(rows[:, :-1]), rows[:, 1:]
-    if targets.is_global:  # with stages the logits lie where the last one is
+    if targets.is_global:  # with stages, logits are placed on the last stage
         targets = targets.to_global(placement=logits.placement)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# ---------------------------------------------------------------- how it is spread
+# ---------------------------------------------------------------- sbp of parameters and inputs
 
 Sbp = list[flow.sbp.sbp]  # one entry for each axis of the placement
 
 
 class Parallel(NamedTuple):
-    """A way to spread the job: the sbp of the batch, and of the parameters and of the modules'
-    outputs whose names match a pattern."""
+    """A table of sbp that spreads the job over the ranks.
+
+    It has the sbp of the batch, and by patterns of names the sbp of parameters and of modules'
+    outputs."""
 
     batch: Sbp
     parameters: dict[str, Sbp]
     outputs: dict[str, Sbp]
 
 
-# Projections into a block are split by columns, those out of it by rows (nn.Linear stores weights
-# transposed), the embedding by bytes.
+# Projections into a block are split by columns, and projections out of it by rows (nn.Linear stores
+# weights transposed). The embedding is split by bytes.
 TENSOR = {
     "*.q.weight": S(0),
     "*.k.weight": S(0),
@@ -123,17 +126,17 @@ TENSOR = {
     "token.weight": S(0),
     "*": B,
 }
-# What comes out of them is a sum over the ranks: sum it up at once. Left alone, the library lays it
-# out in the way that moves the fewest bytes next, which for a model as small as this one is to
+# The outputs of these modules are partial sums, which the hooks sum at once. Otherwise the library
+# chooses the layout that moves the fewest bytes next. For a model as small as this one, it would
 # gather the weights and split the batch.
 SUMS = {"token": B, "*.out": B, "*.down": B}
-# Sequence parallelism sums it up onto a split in time, so that layer norms and residuals are no
-# longer done by all ranks alike.
+# Sequence parallelism reduce-scatters these sums to a split in time, so that ranks do not repeat
+# each other's layer norms and residuals.
 IN_TIME = {"token": S(1), "*.out": S(1), "*.down": S(1), "*norm*": B}
 
 
 def axis(table: dict[str, flow.sbp.sbp], before: Sequence[flow.sbp.sbp] = ()) -> dict[str, Sbp]:
-    """The table for a placement's only axis, or for the one after those of ``before``."""
+    """Return the table for a placement's only axis, or for the axis after those of ``before``."""
     return {name: [*before, sbp] for name, sbp in table.items()}
 
 
@@ -147,12 +150,12 @@ PARALLEL = {
 }
 
 
-# For a search that lays everything out by itself: nothing is said.
+# For the search, which chooses all layouts: everything starts as broadcast.
 ANY = Parallel([B], axis({"*": B}), {})
 
 
 def placement_of(options: argparse.Namespace) -> flow.placement:
-    """All ranks: on one axis, or for hybrid as a grid of replicas by members of one replica."""
+    """Return all ranks on one axis, or for hybrid as a grid [replica, member of the replica]."""
     if options.parallel != "hybrid":
         return flow.placement.all(options.device)
     if flow.env.get_world_size() % options.tensor_size:
@@ -167,7 +170,7 @@ def placement_of(options: argparse.Namespace) -> flow.placement:
 
 
 def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> None:
-    """Make the model global: its parameters, and the outputs that the table names."""
+    """Make the model global: its parameters, and the outputs that are in the table."""
     model.to_global(placement, parallel.parameters)
     for name, module in model.named_modules():
         for pattern, sbp in parallel.outputs.items():
@@ -181,8 +184,7 @@ def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> N
 
 
 def corpus() -> Tensor:
-    """The top-level modules of the standard library, one after the other: uint8 [bytes], at most 8
-    MB."""
+    """Return the standard library's top-level modules, joined: uint8 [bytes], at most 8 MB."""
     text = b"".join(
         path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     )
@@ -190,7 +192,7 @@ def corpus() -> Tensor:
 
 
 def draw(text: Tensor, batch: int, context: int, seed: int) -> Tensor:
-    """Random snippets of the text: [batch, context + 1]. Every rank draws the same ones."""
+    """Draw random snippets of the text, the same on every rank: [batch, context + 1]."""
     starts = torch.randint(
         len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed)
     )
@@ -198,16 +200,18 @@ def draw(text: Tensor, batch: int, context: int, seed: int) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """A global tensor -> its whole value as an ordinary tensor on every rank; anything else as it
-    is."""
+    """Return the full value of a global tensor as an ordinary tensor on every rank.
+
+    Other values are returned unchanged."""
     if isinstance(value, Tensor) and value.is_global:
         return value.detach().to_global(flow.placement.all(value.placement.type), B).to_local()
     return value
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Whole values, so that any number of processes can resume in any mode; at no time is a
-    half-written file under this name."""
+    """Write a checkpoint of full values, so that any number of processes can resume in any mode.
+
+    The file appears under this name only when it is complete."""
     state = tree_map(
         whole, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     )
@@ -218,7 +222,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 
 def restore(path: Path, model: nn.Module) -> dict[str, Any]:
-    """Load what `save` wrote, the parameters into the model."""
+    """Load a checkpoint of `save`: put the parameters into the model, and return the rest."""
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu")
         saved, parameters = {name: saved[name] for name in ("step", "optimizer")}, saved["model"]
@@ -242,7 +246,7 @@ def restore(path: Path, model: nn.Module) -> dict[str, Any]:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device
 ) -> None:
-    """Load whole values; what belongs to a global parameter is laid out as the parameter is."""
+    """Load full values, and box the state of a global parameter to the parameter's layout."""
     optimizer.load_state_dict(state)
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
@@ -263,8 +267,9 @@ def continuation(
     seed: int,
     feed: Callable[[Tensor], Tensor],
 ) -> Iterator[int]:
-    """Sample byte after byte from the trained model; the window [context] slides along. All ranks
-    draw the same bytes."""
+    """Sample bytes from the trained model, one after the other, with a sliding window [context].
+
+    All ranks draw the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
         logits = torch.from_numpy(model(feed(prompt[None]))[0, -1].double().cpu().numpy())
@@ -381,7 +386,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm up, then fall along a cosine to a tenth."""
+    """Return the factor of the rate: it warms up, then falls along a cosine to a tenth."""
     return min(
         (step + 1) / max(1, min(20, steps // 10)), 0.55 + 0.45 * math.cos(math.pi * step / steps)
     )
@@ -390,8 +395,9 @@ def learning_rate(step: int, steps: int) -> float:
 def place(
     model: nn.Module, options: argparse.Namespace, device: torch.device
 ) -> Callable[..., Tensor]:
-    """Spread the model as the options say -> what makes a plain tensor its input: laid out as the
-    batch, or with ``whole`` the same on all ranks."""
+    """Spread the model as the options say, and return a function that makes its inputs global.
+
+    The function boxes a plain tensor to the batch's sbp, or with ``whole`` to broadcast."""
     if options.parallel == "single":
         return lambda tensor, whole=False: tensor.to(device)
     if options.parallel == "pipeline":  # one stage a process
@@ -421,7 +427,7 @@ def place(
         spread(model, parallel, placement)
 
     def feed(tensor: Tensor, whole: bool = False) -> Tensor:
-        # All ranks have drawn the same numbers, so there is nothing to check: each keeps its share.
+        # All ranks have drawn the same numbers, so no check is needed: each takes its own slice.
         tensor = tensor.to(device).to_global(placement, [B] * placement.axes, check_meta=False)
         return tensor if whole else tensor.to_global(sbp=parallel.batch)
 
@@ -429,8 +435,9 @@ def place(
 
 
 class Step(flow.nn.Graph):
-    """A training step as a static graph: captured at the first call, then run without any dispatch.
-    Gradients are clipped as the optimizer's group says."""
+    """A training step as a static graph, captured at the first call and then run without dispatch.
+
+    Gradients are clipped to the ``clip_grad_max_norm`` of the optimizer's group."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, auto: bool
@@ -440,9 +447,9 @@ class Step(flow.nn.Graph):
         self.add_optimizer(optimizer)
         self.config.set_gradient_accumulation_steps(micro_batches)
         plan = flow.auto.plan_of(model)
-        if (
-            plan is not None
-        ):  # from a file: the model is laid already, the rest is micro-batches and their schedule
+        if plan is not None:
+            # The plan comes from a file and the model follows it already. The graph adds the
+            # micro-batches and their schedule.
             self.config.follow(plan)
         else:
             self.config.enable_auto_parallel(auto)
@@ -463,7 +470,7 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor)
 
 
 def show_plan(step_of: Any, model: nn.Module, options: argparse.Namespace) -> None:
-    """What the search has found: in short on the terminal, and all of it as a page."""
+    """Print a summary of the plan that the search has found, and write its page if asked to."""
     plan = flow.auto.plan_of(model) or step_of.auto_plan()
     print(plan, flush=True)
     if options.picture:
@@ -477,7 +484,7 @@ def train(
     first: int,
     options: argparse.Namespace,
 ) -> list[float]:
-    """The steps from ``first`` on -> the mean losses reported, one for each --log-every steps."""
+    """Run the steps from ``first`` on, and return the mean loss of every --log-every steps."""
     step_of = (
         Step(model, optimizer, options.micro_batches, options.parallel == "auto")
         if options.graph
@@ -499,9 +506,8 @@ def train(
             show_plan(step_of, model, options)
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
-            losses.append(
-                torch.stack(recent).mean().item()
-            )  # collective: on every rank, though only one tells
+            # collective, so every rank calls it, although only rank 0 prints
+            losses.append(torch.stack(recent).mean().item())
             rate = len(recent) * options.batch * options.context / (time.perf_counter() - since)
             recent, since = [], time.perf_counter()
             told = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s"
@@ -514,7 +520,7 @@ def train(
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train as the arguments say -> the losses reported, the validation loss last."""
+    """Train as the arguments say, and return the reported losses, the validation loss last."""
     options = parse(arguments)
     if options.cluster is None:
         return run(options)
@@ -530,7 +536,7 @@ def run(options: argparse.Namespace) -> list[float]:
     loud = flow.env.get_rank() == 0
     if options.parallel == "single" and not loud:
         return []
-    flow.fuse_loss_count()  # no rank looks at a loss, or hooks into a gradient, that others do not
+    flow.fuse_loss_count()  # all ranks read the same losses and hook the same gradients
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.context).to(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -75,17 +75,49 @@ STARTERS = {
 STARTERS.add(id(subprocess))
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Where several workers run the tests (pytest-xdist), those with processes stay on two of them,
-    or one for every 4 cores: there one after another, with one pool for all. Much of their time
-    they wait."""
-    known: dict[Any, bool] = {}
-    groups = max(2, (os.cpu_count() or 1) // 4)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check",
+        action="store_true",
+        help="leave out tests that start processes, and run a sample of each test with many cases",
+    )
+
+
+#: With --check: cases of one test function that run at most; they are spread over all of them.
+CASES = 2
+
+
+def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
+    """Leave the sample of --check in ``items``."""
+    cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         function = getattr(item, "function", None)
-        if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (
-            function is not None and starts_processes(function, known)
-        ):
+        if not with_processes(item, known):
+            cases.setdefault(function or item.nodeid, []).append(item)
+    kept = [
+        of[i * (len(of) - 1) // max(1, CASES - 1)]
+        for of in cases.values()
+        for i in range(min(CASES, len(of)))
+    ]
+    items[:] = dict.fromkeys(kept)
+
+
+def with_processes(item: pytest.Item, known: dict[Any, bool]) -> bool:
+    function = getattr(item, "function", None)
+    return bool({"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ()))) or (
+        function is not None and starts_processes(function, known)
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them
+    for every 4 cores: there one after another, with one pool for all."""
+    known: dict[Any, bool] = {}
+    groups = max(1, (os.cpu_count() or 1) // 4)
+    if config.getoption("--check"):
+        sampled(items, known)
+    for item in items:
+        if with_processes(item, known):
             item.add_marker(
                 pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}")
             )

@@ -1,1 +1,1 @@
-"""Carry a plan out: in graphs, in modules, in eager mode."""
+"""Apply a plan: to graphs, to modules, and to models in eager mode."""

@@ -1,7 +1,8 @@
-"""``flow.parallelize(model, placement, "auto")``: a model in eager mode, laid as a search says.
+"""Find a plan and apply it in eager mode: ``flow.parallelize(model, placement, "auto")``.
 
-The search wants inputs. Given beforehand, it runs at once; otherwise at the model's first call.
-Parameters are laid in place, and the plan is carried out as any other is (auto/apply/modules.py).
+`parallelize` calls this module through `MODEL_PLANNERS`. The search needs inputs. With example
+inputs it runs at once, otherwise at the model's first call. Parameters are boxed in place, and the
+plan is applied like any other (auto/apply/modules.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["plan_of"]
 
 @MODEL_PLANNERS.register("auto")
 def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
-    """Lay a model out by a search: now where there are example inputs, else at its first call.
+    """Shard a model by the search's plan: now if there are example inputs, else at its first call.
+
     Collective."""
     module_to_global(model, placement, [broadcast] * placement.axes)
     if inputs is not None:
@@ -43,14 +45,17 @@ def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Mod
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model of ``flow.parallelize(model, placement, "auto")``, or with a plan
-    there, runs by; None before its first call, and for others."""
+    """Return the plan that ``flow.parallelize`` has applied to a model.
+
+    The plan comes from the search of "auto", or was passed to `parallelize`. The result is None for
+    other models, and for "auto" without example inputs until the model's first call."""
     return model.__dict__.get("_automatic_plan")
 
 
 class _AtFirst:
-    """A forward pre-hook that lays its module out when it is first called, and is no longer there
-    then. Copies of the module have one of their own."""
+    """A forward pre-hook that shards its module at the first call and then removes itself.
+
+    A copy of the module has its own hook."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -70,9 +75,8 @@ class _AtFirst:
         try:
             _lay_out(module, self.placement, args, kwargs)
         except Exception:
-            module.register_forward_pre_hook(
-                self, prepend=True, with_kwargs=True
-            )  # the next call is the first that can be planned for
+            # the hook stays in place, because the next call has to search again
+            module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
             raise
 
 

@@ -1,5 +1,8 @@
-"""A plan carried out: parameters are laid as it says, and a graph's next capture takes each operand
-as it says."""
+"""Find the plan of a graph, and apply it to parameters and to the graph's next capture.
+
+A graph with config.enable_auto_parallel() calls this module through `GRAPH_PLANNERS`. The eager
+search (auto/apply/eager.py) shares its steps.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,18 @@ __all__ = [
     "states_of",
 ]
 
-#: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it
-#: take it as it lies.
+#: Attribute of a parameter whose layout a search has set; True if the search was for training.
+#: Other graphs that hold the parameter accept its layout.
 _LAID = "_laid_for_training"
-#: Attribute of a graph: who chooses its plan, if not the search.
+#: Attribute of a graph: the function that chooses its plan in place of the search.
 _CHOICE = "_choose_plan"
 
 
 @GRAPH_PLANNERS.register("auto")
 def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
-    """The plan of a graph for these inputs; its parameters lie as it says afterwards.
-    Collective."""
+    """Find the plan of a graph for these inputs, and box the graph's parameters to its layouts.
+
+    Collective. Raises GraphError if the graph's tensors have no placement, or several."""
     parameters = {
         f"{name}.{path}": t
         for name, module in graph._modules.items()
@@ -62,9 +66,8 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
     }
     for module in graph._modules.values():
         for experts in experts_in(module).values():
-            dispatch_tokens(
-                experts
-            )  # as `parallelize` does: which tokens go where is no matter of layouts
+            # as `parallelize` does, because layouts do not say which tokens go to which rank
+            dispatch_tokens(experts)
     zero = graph._shared[1]
     if zero is not None:
         zero.detach()
@@ -108,15 +111,16 @@ def follow(
     graph: Any,
     choose: Callable[[Calls, Cluster, Placement, Auto, Mapping[str, Any], float], SearchResult],
 ) -> None:
-    """Let ``choose``, called as `search_plan` is, say what a graph with
-    config.enable_auto_parallel() does from its next capture on: to run a plan that is not the best.
-    It must choose the same on every rank, and leave what is ``fixed`` (path -> layouts) as it
-    is."""
+    """Make a graph use the plan of ``choose`` from its next capture on, in place of the best plan.
+
+    The graph must have config.enable_auto_parallel(). ``choose`` has the arguments of
+    `search_plan`. It must choose the same plan on every rank, and must not change layouts in
+    ``fixed`` (path -> layouts)."""
     graph.__dict__[_CHOICE] = choose
 
 
 def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: float) -> Options:
-    """The search's options under the names of a graph's config."""
+    """Return the search's options that correspond to the settings of a graph's config."""
     return Options(
         computation=auto.computation, wait=auto.wait * cluster.launch, collect=auto.collector,
         states=states, fixed=dict(fixed),
@@ -126,9 +130,11 @@ def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: f
 
 
 def cluster_at_hand(where: Placement) -> Cluster:
-    """The cluster to plan for on the ranks of this job: what `use_cluster` says; else as they are
-    measured, now or before (`cluster_here`); else the generic machine. Collective among all
-    ranks."""
+    """Return the cluster to plan for on the ranks of this job.
+
+    It is the cluster of `use_cluster` if there is one. Otherwise it is the measured cluster
+    (`cluster_here`, measured now or before), and the generic machine if nothing can be measured.
+    Collective among all ranks."""
     return named_cluster() or cluster_here(where.type) or current_cluster()
 
 
@@ -140,15 +146,16 @@ def search_plan(
     fixed: Mapping[str, Any],
     states: float,
 ) -> SearchResult:
-    """The best plan under a mode of memory, the same on every rank. Collective; a rank where it
-    fails is to tell the others by `agree`."""
+    """Return the best plan under ``auto``'s memory mode, the same on every rank.
+
+    Collective. A rank on which the search raises must report the error to the others by `agree`."""
     options, saved = options_of(auto, cluster, fixed, states), MEMORY[auto.memory]
     found = search(calls, cluster, mesh, options, agreed=from_rank0, compared=not saved)
     if not saved:
         return found
     least = from_rank0(found.formulation.least_memory())
     if least is None:
-        least = found.plan.memory  # how much less would do was not found in the time: none is saved
+        least = found.plan.memory  # the minimum was not found in time, so no memory is saved
     limit = round(found.plan.memory - saved * (found.plan.memory - least))
     return search(
         calls,
@@ -160,7 +167,9 @@ def search_plan(
 
 
 def from_rank0(found: Any) -> Any:
-    """What rank 0 has found. Raises Left where another rank has failed, and told so by `agree`."""
+    """Return rank 0's ``found`` on every rank.
+
+    Raises Left if another rank has failed and has reported its error by `agree`."""
     here = world()
     if here.size == 1:
         return found
@@ -172,15 +181,19 @@ def from_rank0(found: Any) -> Any:
 
 
 def _free(t: Any, training: bool) -> bool:
-    """Whether a search may lay a parameter otherwise: none has for another graph, or only for one
-    that does not train."""
+    """Return True if a search may change a parameter's layout.
+
+    It may not if a search for another graph has set the layout. A graph that trains may still
+    change the layout that was set for a graph that does not."""
     return isinstance(t, GlobalTensor) and (
         _LAID not in t.__dict__ or (training and not t.__dict__[_LAID])
     )
 
 
 def states_of(graph: Any) -> float:
-    """Bytes of optimizer state for each byte of a parameter, by the kind of the optimizers."""
+    """Return the bytes of optimizer state for each byte of a parameter.
+
+    They are estimated from the type of the optimizer. With several, the largest counts."""
     kinds = {type(entry.optimizer).__name__ for entry in graph._optimizers}
     return max(
         (_STATES.get(kind, 2.0) if kind != "SGD" else float(_momentum(graph)) for kind in kinds),
@@ -223,7 +236,9 @@ def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Pla
 def apply_layouts(
     parameters: Mapping[str, torch.Tensor], found: SearchResult, training: bool = True
 ) -> None:
-    """Lay parameters as a plan says: in place, so that optimizers know them still. Collective."""
+    """Box parameters to a plan's layouts, in place, so that optimizers still hold them.
+
+    ``parameters`` maps paths to tensors. Collective."""
     values = {
         v.path: v
         for v in found.formulation.calls.states()
@@ -243,12 +258,12 @@ def apply_layouts(
                     local.numel() * local.element_size() != local.untyped_storage().nbytes()
                     or local.data_ptr() == t._local.data_ptr()
                 ):
-                    local = local.clone()  # a slice would keep the whole tensor alive
+                    local = local.clone()  # a slice would keep the full storage alive
             replace_local(t, local.contiguous(), spec)
 
 
 def plan_for_capture(logical: fx.Graph, found: SearchResult) -> GraphPlan:
-    """The plan for the graph's next capture: how each of its calls takes its operands."""
+    """Return the plan for the graph's next capture: the layouts of each call's operands."""
     f, choice = found.formulation, found.choice
     ops = []
     for op in plan_of(logical):
@@ -258,7 +273,7 @@ def plan_for_capture(logical: fx.Graph, found: SearchResult) -> GraphPlan:
             call = f.calls.calls[number]
             wanted = [f.wanted(number, i, choice) for i in range(len(call.operands))]
             if call.fixed:
-                wanted = ()  # it says itself how it wants its operand
+                wanted = ()  # the call itself says which layout its operand has
         if len(wanted) == len(op.operands):
             operands = [
                 dataclasses.replace(o, wanted=tuple(e.short for e in w) if o.came else ())

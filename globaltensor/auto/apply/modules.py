@@ -1,10 +1,10 @@
-"""``flow.parallelize(model, placement, plan)``: a model laid as a plan says, whoever has found it
-and wherever.
+"""Apply a plan to an eager model: ``flow.parallelize(model, placement, plan)``.
 
-Parameters lie as planned, modules are cut into its stages, and modules without children bring what
-they take, and what they give, to the layout that the plan wants there; functions between modules
-choose for themselves (_ops/rules/strategy.py). Micro-batches, their schedule, and ZeRO are a
-graph's: `Config.follow`.
+`parallelize` calls `apply_plan` through `MODEL_PLANNERS`. The plan may come from any search or from
+a file. The eager search (auto/apply/eager.py) uses the hooks. Parameters are boxed to their planned
+layouts, and modules are assigned to the plan's stages. Modules without children box their inputs
+and outputs to the planned layouts. Functions between modules choose their layouts automatically
+(_ops/rules/strategy.py). Micro-batches, their schedule and ZeRO need a graph: `Config.follow`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ __all__ = ["apply_plan", "install_layout_hooks", "install_reshard_hooks"]
 
 @MODEL_PLANNERS.register(Plan)
 def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
-    """Lay a model out as ``plan`` says on the ranks of ``placement``, in their order. Collective.
+    """Shard and place a model by ``plan`` on the ranks of ``placement``, in their order.
 
-    Raises PlanError where the plan is of another number of ranks, of another model, or has a stage
-    that begins with no module.
+    Collective. Returns the model, which is changed in place. Raises PlanError if the plan is for
+    another number of ranks or for another model, or if no module starts to run in one of its
+    stages.
     """
     plan = _of_model(plan, model)
     lanes = _lanes(plan, placement)
@@ -77,8 +78,10 @@ def _layout(entries: Sequence[str]) -> Layout:
 
 
 def _of_model(plan: Plan, model: nn.Module) -> Plan:
-    """The plan, with paths as in ``model``: one that was made for a graph has the name of the
-    graph's module before them."""
+    """Return the plan with paths as in ``model``.
+
+    In a plan made for a graph, paths begin with the name of the graph's module. Raises PlanError if
+    a parameter of the plan is not in the model, or has another shape there."""
     shapes = {path: tuple(t.shape) for path, t in model.named_parameters()}
     planned = {g.name: g.shape for g in plan.given if g.kind == "parameter"}
     strange = sorted(path for path, shape in planned.items() if shapes.get(path) != shape)
@@ -119,8 +122,10 @@ def _without(plan: Plan, prefix: str) -> Plan:
 
 
 def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
-    """Where each lane of the plan lies: its mesh, of so many ranks in the order of the
-    placement."""
+    """Return the placement of each lane of the plan.
+
+    A lane has the shape of the plan's mesh. The lanes share out the ranks of ``placement`` in
+    order. Raises PlanError if the number of ranks differs."""
     size = math.prod(plan.mesh)
     count = 1 + max((stage["lane"] for stage in plan.choices.get("stages", ())), default=0)
     if placement.size != count * size:
@@ -141,12 +146,16 @@ def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
 
 
 def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
-    """The outermost modules whose calls are in one stage, and that stage. One that is called in
-    several is in the first of them, as is one of which others use the parameters; one without
-    parameters that stands for itself runs wherever it is used."""
+    """Return (path, stage) for the outermost modules whose calls are all in one stage.
+
+    A module without children that is called in several stages is assigned to the first of them. A
+    module that does not run itself, but whose parameters others use, is assigned to the first stage
+    that uses them. A module without parameters runs in the stage that calls it. It is left out if
+    it is called in several stages, or if it is not in a list or a Sequential. Raises PlanError if
+    no module starts to run in a stage."""
     places = {call.name: k for k, call in enumerate(plan.calls)}
-    under: dict[str, set[int]] = {}  # module -> stages of what runs in it
-    users: dict[str, int] = {}  # parameter -> first stage that takes it
+    under: dict[str, set[int]] = {}  # module -> stages of the calls in it
+    users: dict[str, int] = {}  # parameter -> first stage that uses it
     for number, stage in enumerate(plan.choices["stages"]):
         a, b = (places[name] for name in stage["calls"]) if stage["calls"] else (0, -1)
         for call in plan.calls[a : b + 1]:
@@ -191,13 +200,15 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """A module and those that hold it, the outermost first, without the model itself."""
+    """Return the paths of a module's ancestors and its own path, the outermost first.
+
+    The model itself is left out."""
     parts = path.split(".") if path else []
     return (".".join(parts[: k + 1]) for k in range(len(parts)))
 
 
 def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
-    """The outermost modules all of whose calls run again in backward."""
+    """Return the outermost modules all of whose calls are recomputed in backward."""
     again = {p for c in plan.calls if c.again for p in _above(c.module)} - {
         p for c in plan.calls if not c.again for p in _above(c.module)
     }
@@ -209,8 +220,10 @@ def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
 
 
 class _Entering:
-    """A forward pre-hook of the model: what it is given comes to the first stage, as the plan has
-    it there."""
+    """A forward pre-hook of the model that boxes its inputs to the first stage's placement.
+
+    They get their planned layouts there if the plan has as many inputs; otherwise they keep their
+    sbp."""
 
     def __init__(self, where: Placement, layouts: Sequence[Layout]) -> None:
         self.where, self.layouts = where, layouts
@@ -230,8 +243,10 @@ class _Entering:
 
 
 def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
-    """Let gathered parameters go after each use in the model's forward, where the plan says so
-    (`sharded.freed`); in a graph the graph does."""
+    """Free gathered parameters after each use in the model's forward, if the plan has "freed".
+
+    See `parameter_gather.reshard_after_forward`. While a graph is captured, the hooks do nothing,
+    because the graph frees the parameters."""
     if plan.choices.get("freed"):
         freed = _Freeing()
         model.register_forward_pre_hook(freed.begin, prepend=True)
@@ -239,7 +254,9 @@ def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 class _Freeing:
-    """Forward hooks around a model's runs in training, those inside one another too."""
+    """A pair of forward hooks that free gathered parameters during a model's training forward.
+
+    Runs of the model may be nested."""
 
     def __init__(self) -> None:
         self.open: list[contextlib.ExitStack] = []
@@ -251,12 +268,14 @@ class _Freeing:
         self.open.append(stack)
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.open:  # not where a hook has failed that came before `begin`
+        if self.open:  # empty if a hook that ran before `begin` has failed
             self.open.pop().close()
 
 
 def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
-    """Let the modules without children that run once take and give what the plan says."""
+    """Box inputs and outputs of modules to the plan's layouts by forward hooks.
+
+    Only modules without children that run once get hooks."""
     by_module: dict[str, list[PlannedCall]] = {}
     takers: dict[str, list[PlannedCall]] = {}
     for call in plan.calls:
@@ -276,8 +295,9 @@ def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def _runs_once(own: Sequence[PlannedCall], held: set[str]) -> bool:
-    """Whether the module's calls stand together and none comes twice: the same line with the same
-    parameters would be a second run."""
+    """Return True if the module's calls are consecutive and use no parameter twice.
+
+    A call with the same parameters would be a second run of the module."""
     numbers = [c.number for c in own]
     used = [name for c in own for name in c.operands if name in held]
     return numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(used) == len(
@@ -286,7 +306,9 @@ def _runs_once(own: Sequence[PlannedCall], held: set[str]) -> bool:
 
 
 def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
-    """How the first call takes what comes from outside the module, in the order of its operands."""
+    """Return the layouts that the first call wants for the module's inputs, in operand order.
+
+    The entry of an input that the first call uses several times is None."""
     inside, first = {c.name for c in own}, own[0]
     outside = [
         (name, wanted)
@@ -299,8 +321,10 @@ def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
 
 
 def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> Layout | None:
-    """How all who take the module's result take it, where they do so alike, and not as it is
-    made."""
+    """Return the layout that all users of the module's result want.
+
+    Return None if the users want several layouts, if the result already has that layout, or if the
+    module's last call has several results."""
     last = own[-1]
     if len(last.results) != 1:
         return None
@@ -318,9 +342,7 @@ def _boxed(t: Any, layout: Layout | None) -> Any:
     ):
         return t
     if any(e.is_split and e.dim >= t.dim() for e in layout):
-        return (
-            t  # it is not the tensor that was meant: the module's arguments come in another order
-        )
+        return t  # not the planned tensor: the module's arguments are in another order
     return t.to_global(sbp=list(layout))
 
 
