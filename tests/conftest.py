@@ -79,34 +79,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--check",
         action="store_true",
-        help="leave out tests that start processes, and run a sample of each test with many cases",
+        help="leave out tests that start processes, and run one case of each other test",
     )
 
 
-#: With --check: cases of one test function that run at most; they are spread over all of them.
-CASES = 2
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--check"):
+        settings.register_profile("check", settings.get_profile("here"), max_examples=10)
+        settings.load_profile("check")
 
 
 def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
-    """Leave the sample of --check in ``items``."""
+    """Leave the sample of --check in ``items``: one case of each test without processes.
+
+    The tests of whole programs, in end_to_end, are left out too.
+    """
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        function = getattr(item, "function", None)
-        if not with_processes(item, known):
-            cases.setdefault(function or item.nodeid, []).append(item)
-    kept = [
-        of[i * (len(of) - 1) // max(1, CASES - 1)]
-        for of in cases.values()
-        for i in range(min(CASES, len(of)))
-    ]
-    items[:] = dict.fromkeys(kept)
+        whole_programs = "end_to_end" in item.path.parts
+        if not whole_programs and not with_processes(item, known):
+            cases.setdefault(getattr(item, "function", item.nodeid), []).append(item)
+    items[:] = [of[len(of) // 2] for of in cases.values()]
 
 
 def with_processes(item: pytest.Item, known: dict[Any, bool]) -> bool:
-    function = getattr(item, "function", None)
-    return bool({"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ()))) or (
-        function is not None and starts_processes(function, known)
-    )
+    """Return True if a test starts processes, by its fixtures, its code or its parameters."""
+    if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())):
+        return True
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec is not None else ()
+    functions = [getattr(item, "function", None), *values]
+    return any(id(f) in STARTERS or starts_processes(f, known) for f in functions)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -124,8 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def starts_processes(function: Any, known: dict[Any, bool]) -> bool:
-    """Whether a function of a test file names, itself or through others of that file, something
-    that starts processes."""
+    """Return True if a function of a test file names something that starts processes.
+
+    It may do so itself or through other functions of that file.
+    """
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, FunctionType):
         return False

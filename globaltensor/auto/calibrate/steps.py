@@ -119,10 +119,12 @@ def factors(steps: Sequence[MeasuredStep]) -> tuple[float, float, float, float, 
     (least squares). Factors that the steps do not distinguish are equal. If the steps have no
     information about waits, their duration is unchanged.
 
-    >>> a, b, c, d, e = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
+    >>> steps = [MeasuredStep(1.0, 1.0, 3.5), MeasuredStep(2.0, 0.1, 3.15)]
+    >>> steps += [MeasuredStep(1.0, 4.0, 9.5), MeasuredStep(1.0, 1.0, 3.6, waits=20)]
+    >>> a, b, c, d, e = factors(steps)
     >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1), round(e, 1)
     (1.5, 2.0, 0.006, 1.5, 2.0)
-    """  # noqa: E501
+    """
     rows = [
         [x / s.measured for x in (s.computing, s.moving, s.bucketed, s.updating, _WAIT * s.waits)]
         for s in steps
