@@ -692,6 +692,13 @@ def real_tensors() -> Any:
         yield
 
 
+@contextlib.contextmanager
+def outside_all_modes() -> Any:
+    """Run calls on real tensors inside this context, unseen by function and dispatch modes."""
+    with without_function_modes(), unobserved(), real_tensors():
+        yield
+
+
 _tracing = [0]  # number of threads that trace: ranks may be threads
 _tracing_lock = threading.Lock()
 _validating = [True]  # whether distributions validate their arguments outside `tracing`

@@ -4,7 +4,6 @@ _ops/plan_call.py makes the plans. _ops/dispatch.py caches and runs them."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -155,14 +154,7 @@ def as_on_one_device(
     ):
         return None
     try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (
-                torch.no_grad(),
-                torch_private.without_function_modes(),
-                torch_private.unobserved(),
-                torch_private.real_tensors(),
-            ):
-                stack.enter_context(one)
+        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
             these = iter(
                 [_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)]
             )

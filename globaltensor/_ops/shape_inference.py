@@ -199,14 +199,7 @@ def _try_on_cpu(
     if sum(s.numel for s in specs) > _MOST or any(s.placement.type != "cpu" for s in specs):
         return False, None
     try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (
-                torch.no_grad(),
-                torch_private.without_function_modes(),
-                torch_private.unobserved(),
-                torch_private.real_tensors(),
-            ):
-                stack.enter_context(one)
+        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
             these = iter([torch.zeros(s.shape, dtype=s.dtype) for s in specs])
             warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))

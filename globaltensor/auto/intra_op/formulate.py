@@ -614,14 +614,10 @@ class _Builder:
 
         return self._once("ends", (pairs,), make)
 
-    def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
-        """Return the seconds from each of ``layouts`` to each of ``wanted``.
-
-        The gradient's change in backward is included.
-        """
-        freed = self.options.freed and value.saved
-        key = (
-            "change",
+    def _key(self, name: str, value: Value) -> tuple[Any, ...]:
+        """Return what the seconds of a value's changes of layout depend on, layouts aside."""
+        return (
+            name,
             value.shape,
             value.dtype,
             value.grad,
@@ -629,10 +625,18 @@ class _Builder:
             self.seen,
             self.back,
             self.options.wait,
-            freed,
+            self.options.freed and value.saved,
         )
+
+    def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+        """Return the seconds from each of ``layouts`` to each of ``wanted``.
+
+        The gradient's change in backward is included.
+        """
         return self._once(
-            key, (layouts, wanted), lambda: self._priced(value, list(layouts), list(wanted))
+            self._key("change", value),
+            (layouts, wanted),
+            lambda: self._priced(value, list(layouts), list(wanted)),
         )
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
@@ -724,19 +728,7 @@ class _Builder:
                 )
             return first
 
-        freed = self.options.freed and value.saved
-        key = (
-            "taken",
-            value.shape,
-            value.dtype,
-            value.grad,
-            value.state == "parameter",
-            self.seen,
-            self.back,
-            self.options.wait,
-            freed,
-        )
-        return self._once(key, (pairs, wanted), make)
+        return self._once(self._key("taken", value), (pairs, wanted), make)
 
     def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*kept, *wanted])

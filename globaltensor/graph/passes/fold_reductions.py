@@ -89,21 +89,24 @@ def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
         node = node.args[0]
 
 
-def _pointwise(node: fx.Node) -> bool:
-    """Return True for negation, and multiplication or division by a number, of one dtype."""
+def _tensors_of(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a call's result and its first operand, as recorded; None where one is no tensor."""
     if (
         node.op not in ("call_function", "call_method")
         or not node.args
         or not isinstance(node.args[0], fx.Node)
     ):
-        return False
+        return None
     val, given = node.meta.get("val"), node.args[0].meta.get("val")
-    if (
-        not isinstance(val, torch.Tensor)
-        or not isinstance(given, torch.Tensor)
-        or val.dtype is not given.dtype
-        or node.kwargs
-    ):
+    if isinstance(val, torch.Tensor) and isinstance(given, torch.Tensor):
+        return val, given
+    return None
+
+
+def _pointwise(node: fx.Node) -> bool:
+    """Return True for negation, and multiplication or division by a number, of one dtype."""
+    tensors = _tensors_of(node)
+    if tensors is None or tensors[0].dtype is not tensors[1].dtype or node.kwargs:
         return False
     if node.target in _NEGATIONS:
         return len(node.args) == 1
@@ -115,19 +118,10 @@ def _moves(node: fx.Node) -> bool:
     """Return True for a change of shape, or a cast to a type that holds at least as much.
 
     Such a step is linear if every local tensor has the global shape."""
-    if (
-        node.op not in ("call_function", "call_method")
-        or not node.args
-        or not isinstance(node.args[0], fx.Node)
-    ):
+    tensors = _tensors_of(node)
+    if tensors is None or any(isinstance(a, fx.Node) for a in node.args[1:]):
         return False
-    val, given = node.meta.get("val"), node.args[0].meta.get("val")
-    if (
-        not isinstance(val, torch.Tensor)
-        or not isinstance(given, torch.Tensor)
-        or any(isinstance(a, fx.Node) for a in node.args[1:])
-    ):
-        return False
+    val, given = tensors
     if node.target in _SHAPES:
         return val.dtype is given.dtype and val.numel() == given.numel()
     wider = (
