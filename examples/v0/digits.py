@@ -14,7 +14,7 @@ SIDE, TEST = (
 
 
 def options(epochs, **more):
-    """The command line that the programs share."""
+    """Return the command line that the programs share."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
         "--mnist",
@@ -29,8 +29,10 @@ def options(epochs, **more):
 
 
 def load(folder, batch_size):
-    """((images, labels) to train with, (images, labels) to test with), as ``flow.data.load_mnist``
-    gives them."""
+    """Return (images, labels) to train with and (images, labels) to test with.
+
+    They are as ``flow.data.load_mnist`` returns them.
+    """
     if folder is not None:
         return flow.data.load_mnist(batch_size, batch_size, out_dir=folder)
     try:
@@ -67,7 +69,7 @@ def accuracy(predict, test):
 
 
 def batched(images, labels, size):
-    """In batches; what is left of the last one is dropped."""
+    """Cut arrays into batches and drop an incomplete last one."""
     n = len(images) // size
     return images[: n * size].reshape(n, size, *images.shape[1:]), labels[: n * size].reshape(
         n, size

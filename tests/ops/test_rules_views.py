@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.everywhere import compare, full
 from support.oracle import check
+from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor._ops.rules.view import groups, own
@@ -309,3 +310,19 @@ def test_what_is_written_into_windows_reaches_their_base(
                 )
 
     simulate(world, on_ranks)
+
+
+def windows_on_processes() -> None:
+    place = flow.placement("cpu", [0, 1])
+    for layout in (S(0), S(1), B, P):
+        for k in range(3):
+            plain = torch.arange(28.0).view(7, 4)
+            given = plain.to_global(place, B).to_global(sbp=layout) * 1  # type: ignore[attr-defined]
+            plain = plain.clone()
+            for t in (plain, given):
+                t.unfold(0, 3, 1)[..., k].mul_(-3)
+            assert torch.equal(full(given), plain)
+
+
+def test_windows_that_overlap_on_processes() -> None:
+    run_on(2, windows_on_processes)
