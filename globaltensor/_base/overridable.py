@@ -1,7 +1,7 @@
 """Make this library's functions overridable by torch-function modes.
 
-A recorder (graph/capture/recorders.py) then sees each as one call. torch's own interception would
-not see these functions.
+A recorder (graph/capture/local_recorder.py) then sees each as one call. torch's own interception
+would not see these functions.
 """
 
 from __future__ import annotations

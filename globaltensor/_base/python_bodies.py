@@ -20,7 +20,7 @@ DROPPED_ARGS: dict[Any, tuple[str, ...]] = {
     torch.nn.functional.l1_loss: ("weight",),
     torch.chain_matmul: ("out",),
 }
-_DEEPEST = 16  # maximum number of frames between the function and its override
+_MAX_FRAMES = 16  # maximum number of frames between the function and its override
 #: torch's initializers by name. A library that makes a model may replace them meanwhile by its own
 #: (transformers: by versions that leave loaded weights alone). torch's initializers pass a call on
 #: under the name that they have at that moment.
@@ -39,7 +39,7 @@ def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if func not in DROPPED_ARGS or not kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         return kwargs
     frame = sys._getframe(1)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame.f_code is func.__code__:
             given = {name: frame.f_locals.get(name) for name in DROPPED_ARGS[func]}
             found = {name: value for name, value in given.items() if value is not None}

@@ -14,19 +14,19 @@ __all__ = ["collective_message", "kernel_message", "refuse_transforms"]
 
 def kernel_message(where: object) -> str:
     return (
-        f"a global tensor reached {where}, below torch's functions, where nobody knows how its "
-        f"parts belong together. Run that code on the local parts "
-        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local "
-        "tensors and wraps what it returns"
+        f"a global tensor reached {where}, below torch's functions, where its sbp is not known. "
+        "Run that code on local tensors instead: "
+        "globaltensor.local_map(function, out_sbp=..., in_sbp=...) passes it local tensors and "
+        "makes its results global"
     )
 
 
 def collective_message(name: str) -> str:
     return (
-        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it is one "
-        f"value on all ranks already, and nothing is left to gather or "
-        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, "
-        "x.to_local() to send this rank's part alone"
+        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it "
+        "is one value on all ranks already, so there is nothing to gather or to add up. Use "
+        "x.to_global(sbp=flow.sbp.broadcast) for the full value on every rank, or x.to_local() "
+        "to send only this rank's local tensor"
     )
 
 

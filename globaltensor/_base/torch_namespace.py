@@ -2,7 +2,8 @@
 
 ``flow.nn.Linear`` is ``torch.nn.Linear``, and ``import globaltensor.nn.functional as F`` gives
 ``torch.nn.functional`` itself, not a copy of it. The packages of this library call
-`names_of_torch`, and the top one calls `install`.
+`names_of_torch` and `directory`, and the top one calls `install`. Type checkers cannot follow this:
+they read stubs, which `make stubs` writes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install", "names_of_torch"]
+__all__ = ["directory", "install", "names_of_torch", "public_names"]
 
 _OURS = "globaltensor."
 
@@ -51,6 +53,38 @@ def names_of_torch(package: str) -> Callable[[str], Any]:
         raise AttributeError(f"neither {package} nor {theirs} has {name!r}")
 
     return get
+
+
+def public_names(package: str) -> list[str]:
+    """Return the public names of one of this library's packages, sorted: its own, and torch's.
+
+    Names that torch's package only imports from elsewhere (``math``, ``Any``) are left out.
+    """
+    module = importlib.import_module(package)
+    theirs = importlib.import_module(package.replace("globaltensor", "torch", 1))
+    own: Sequence[str] = ()
+    if module is not theirs:
+        own = vars(module).get("__all__") or [n for n in vars(module) if n[0] != "_"]
+    lazy: Sequence[str] = vars(module).get("_LAZY_MODULES", ())
+    with warnings.catch_warnings():  # reading a deprecated name warns
+        warnings.simplefilter("ignore")
+        borrowed = [n for n in dir(theirs) if not n.startswith("_") and _is_torchs(theirs, n)]
+    return sorted({*own, *lazy, *borrowed})
+
+
+def _is_torchs(module: ModuleType, name: str) -> bool:
+    if name in ("torch", "TYPE_CHECKING"):
+        return False
+    value = getattr(module, name, None)
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return not isinstance(home, str) or home.partition(".")[0] == "torch"
+
+
+def directory(package: str) -> Callable[[], list[str]]:
+    """Return a ``__dir__`` for one of this library's packages: what works, also torch's names."""
+    return lambda: sorted(
+        {n for n in vars(sys.modules[package]) if n.startswith("__")} | {*public_names(package)}
+    )
 
 
 class _Borrowed(MetaPathFinder, Loader):

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import GlobalTensorError
+from .patches import patch
 from .user_code import is_user_code
 
 __all__ = ["VARIABLE", "install", "shortened"]
@@ -46,16 +47,20 @@ def shortened(error: BaseException) -> list[str] | None:
 
 def install() -> None:
     """Make the interpreter, and IPython, show this library's errors with the user's frames only."""
-    before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
-        lines = shortened(error)
-        if lines is None:
-            return before(kind, error, where)
-        sys.stderr.write("".join(lines))
-        return None
+    def showing(before: Any) -> Any:
+        def hook(
+            kind: type[BaseException], error: BaseException, where: TracebackType | None
+        ) -> Any:
+            lines = shortened(error)
+            if lines is None:
+                return before(kind, error, where)
+            sys.stderr.write("".join(lines))
+            return None
 
-    sys.excepthook = hook
+        return hook
+
+    patch("sys:excepthook", showing)
     GlobalTensorError._render_traceback_ = _rendered  # type: ignore[attr-defined]
 
 

@@ -9,12 +9,20 @@ import linecache
 import os
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["PACKAGE_ROOT", "caller_frame", "is_user_code", "user_frame", "user_line"]
+__all__ = [
+    "PACKAGE_ROOT",
+    "caller_frame",
+    "is_user_code",
+    "user_frame",
+    "user_line",
+    "warn_user",
+]
 
 #: The folder of this package.
 PACKAGE_ROOT = Path(__file__).parents[1]
@@ -95,3 +103,20 @@ def user_line() -> str:
         return "a thread of torch"
     name, number = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:80]}"
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning at the user's line, however many frames of this library lie between."""
+    frame = user_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=names.get("__name__"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )

@@ -151,7 +151,10 @@ class Cluster:
             return self.memory_latency + nbytes / self.memory_bandwidth if found is None else found
         group = group_of(ranks if isinstance(ranks, int) else tuple(ranks), self.node_size)
         if kind not in WITHIN:
-            raise KeyError(f"{kind!r} is no move; there are {', '.join(sorted((*WITHIN, *LOCAL)))}")
+            raise KeyError(
+                f"{kind!r} is not a kind of move; the kinds are "
+                f"{', '.join(sorted((*WITHIN, *LOCAL)))}"
+            )
         if group.nodes == 1:
             return self._lawful(kind, nbytes, group, 0)
         # Not faster than as many ranks, or as many as a node has, take within one node.
@@ -416,15 +419,13 @@ def _check(c: Cluster) -> None:
             raise ValueError(f"{name}={getattr(c, name)}: must be more than 0 bytes per second")
     if not 0 < c.bucket_factor < math.inf:
         raise ValueError(
-            f"bucket_factor={c.bucket_factor}: a factor above 0, 1 where parameters and gradients "
-            f"in "
-            f"buckets move as all else does"
+            f"bucket_factor={c.bucket_factor}: must be a factor above 0; 1 means that parameters "
+            f"and gradients in buckets move as fast as other data"
         )
     if not 0 < c.optimizer_factor < math.inf:
         raise ValueError(
-            f"optimizer_factor={c.optimizer_factor}: a factor above 0, 1 where an optimizer takes "
-            f"as long as "
-            f"reading and writing does"
+            f"optimizer_factor={c.optimizer_factor}: must be a factor above 0; 1 means that an "
+            f"optimizer takes as long as reading and writing its data"
         )
     if (
         not c.flops
@@ -432,13 +433,13 @@ def _check(c: Cluster) -> None:
         or not all(half >= 0 for half in c.saturation.values())
     ):
         raise ValueError(
-            f"flops={c.flops}, saturation={c.saturation}: at least one dtype's rate, above 0, and "
-            f"no saturation below 0"
+            f"flops={c.flops}, saturation={c.saturation}: flops needs the rate of at least one "
+            f"dtype, all rates must be above 0, and no saturation may be below 0"
         )
     if not 1.0 <= c.overlap <= 2.0:
         raise ValueError(
-            f"overlap={c.overlap}: from 1 (moves and kernels do not hinder each other) to 2 (they "
-            f"take turns)"
+            f"overlap={c.overlap}: must be from 1 (moves and kernels do not slow each other down) "
+            f"to 2 (they take turns)"
         )
     if c.node_size and (c.node_latency < c.latency or c.node_bandwidth > c.bandwidth):
         links = (
@@ -447,12 +448,12 @@ def _check(c: Cluster) -> None:
         )
         raise ValueError(
             f"{links}: a rank cannot reach other nodes quicker than its own; with node_size=0 all "
-            f"links are alike"
+            f"links are equally fast"
         )
     for curve in c.measured:
         if curve.kind not in WITHIN and (curve.kind != "copy" or curve.ranks != 1):
             raise ValueError(
-                f"measured {curve.kind} among {curve.ranks} ranks: there are "
+                f"measured {curve.kind} among {curve.ranks} ranks: the kinds of curve are "
                 f"{', '.join(sorted(WITHIN))}, and copy of 1 rank"
             )
     if any(not (forward >= 0 and backward >= 0) for forward, backward in c.ops.values()):

@@ -202,7 +202,7 @@ def _ethernet(rate: float, **more: Any) -> Cluster:
 
 PRESETS: Final[dict[str, tuple[str, Callable[..., Cluster]]]] = {
     "generic": (
-        "the machine that plans are made for unless told otherwise: no links slower than others",
+        "the default machine that plans are made for: all links are equally fast",
         Cluster,
     ),
     "dgx-a100": ("8 x A100 SXM 80 GB on NVSwitch, a 200 Gb/s adapter each", _dgx_a100),
@@ -217,7 +217,7 @@ PRESETS: Final[dict[str, tuple[str, Callable[..., Cluster]]]] = {
     ),
     "ethernet-10g": ("the same on 10 GbE", lambda **more: _ethernet(1.0e9, **more)),
     "ethernet-40g": (
-        "the same on 40 GbE, of which gloo fills a quarter",
+        "the same on 40 GbE, of which gloo uses a quarter",
         lambda **more: _ethernet(1.1e9, **more),
     ),
 }

@@ -97,7 +97,7 @@ class Placement:
             duplicates = sorted({r for r in flat if flat.count(r) > 1})
             raise PlacementError(
                 f"duplicate rank {', '.join(map(str, duplicates))} in placement ranks {ranks!r}: "
-                f"each rank may stand once"
+                f"each rank may appear once"
             )
         return cls._intern(kind, flat, array.shape)
 
@@ -198,6 +198,12 @@ class Placement:
 
     def __repr__(self) -> str:
         return f'globaltensor.placement(type="{self.type}", ranks={self._ranks_array.tolist()})'
+
+    def _repr_html_(self) -> str:
+        """Return the drawing that notebooks show."""
+        from .sharding_svg import layout_html
+
+        return layout_html(self)
 
 
 def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:

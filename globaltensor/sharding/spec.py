@@ -9,16 +9,15 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
 
 import torch
 
 from ..errors import SbpError
+from .balanced_split import balanced_split, nested_balanced_split
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
-__all__ = ["Spec", "StorageSpec", "balanced_split", "fitting", "layout_for"]
+__all__ = ["Spec", "StorageSpec", "fitting", "layout_for"]
 
 # setdefault of a weak dictionary is not atomic: of two threads (autograd's, or simulated ranks)
 # both could insert an object.
@@ -43,41 +42,6 @@ def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
         broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e
         for e in layout
     ]
-
-
-@lru_cache(maxsize=1 << 14)
-def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
-    """Split ``n`` elements over ``parts``, in full groups of ``unit`` -> (offset, length) of each.
-
-    The split is balanced: of g groups the first g mod parts parts hold one more. The last group may
-    be short.
-
-    >>> balanced_split(5, 3)
-    ((0, 2), (2, 2), (4, 1))
-    >>> balanced_split(12, 2, 4)
-    ((0, 8), (8, 4))
-    """
-    quotient, more = divmod(-(-n // unit), parts)
-    starts = [min(n, unit * (i * quotient + min(i, more))) for i in range(parts + 1)]
-    return tuple((a, b - a) for a, b in pairwise(starts))
-
-
-@lru_cache(maxsize=1 << 14)
-def nested_balanced_split(
-    n: int, chain: tuple[tuple[int, int], ...]
-) -> tuple[tuple[int, int], ...]:
-    """Split ``n`` elements along several axes, each of which splits the pieces of the one before.
-
-    ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order.
-    """
-    boxes: tuple[tuple[int, int], ...] = ((0, n),)
-    for parts, unit in chain:
-        boxes = tuple(
-            (start + a, length)
-            for start, size in boxes
-            for a, length in balanced_split(size, parts, unit)
-        )
-    return boxes
 
 
 class Spec:
@@ -257,6 +221,12 @@ class Spec:
             .replace("bf", "bf")
         )
         return f"{short}{list(self.shape)} {' '.join(e.short for e in self.layout)}"
+
+    def _repr_html_(self) -> str:
+        """Return the drawing that notebooks show. Nothing communicates."""
+        from .sharding_svg import layout_html
+
+        return layout_html(self)
 
 
 class StorageSpec(Spec):

@@ -51,40 +51,42 @@ _AWAITED: Final = "AsyncCollectiveTensor"
 _NO_OPERANDS: Final = frozenset(("DTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor"))
 _HARMLESS: Final = frozenset(("__new__", "__init__", "__repr__", "__str__"))
 _LOCAL: Final = "flow.local_map runs code on each rank's own tensors, of any kind"
-_SPARSE: Final = f"A global tensor is dense: take x.to_dense(); {_LOCAL}"
+_SPARSE: Final = f"A global tensor is dense: pass x.to_dense(); {_LOCAL}"
 _UNINITIALIZED: Final = (
     "Run the lazy module once on an example first, on every rank (a dry run: "
-    "with torch.no_grad(): model(torch.zeros(...))): it gives parameters "
+    "with torch.no_grad(): model(torch.zeros(...))): this run gives parameters "
     "their shapes"
 )
-_QUANTIZED: Final = f"Take x.dequantize(); {_LOCAL}"
-_NESTED: Final = f"Give the rows one length: x.to_padded_tensor(0.0) and a mask; {_LOCAL}"
+_QUANTIZED: Final = f"Pass x.dequantize(); {_LOCAL}"
+_NESTED: Final = f"Pad the rows to one length: x.to_padded_tensor(0.0), and a mask; {_LOCAL}"
 
 #: Advice for a tensor of a class, by the name of the class: torch's own classes, and those of
 #: libraries with many users.
 _CLASSES: Final = {
     "DTensor": (
-        "Take x.full_tensor().to_global(placement, flow.sbp.broadcast), or x.to_local() "
-        "with the sbp that its placements say"
+        "Use x.full_tensor().to_global(placement, flow.sbp.broadcast), or x.to_local() "
+        "with the sbp that corresponds to its placements"
     ),
-    "FakeTensor": "It has no values: leave the FakeTensorMode that made it, or work inside it",
+    "FakeTensor": (
+        "A fake tensor has no values: leave the FakeTensorMode that made it, or work inside it"
+    ),
     "FunctionalTensor": (
-        "It stands for another while a program is traced: move this call out of what is traced"
+        "It represents another tensor during tracing: move this call out of the traced code"
     ),
     "MaskedTensor": (
-        "Take x.to_tensor(value) for masked elements, or make x.get_data() and x.get_mask() global"
+        "Pass x.to_tensor(value), with a value for masked elements, or make x.get_data() and "
+        "x.get_mask() global"
     ),
 }
 _OF_CLASS: Final = (
-    "Its class decides what its values are, and a global tensor has another class. Take the "
-    "ordinary tensor it stands for first (x.dequantize(), "
-    "x.to_dense() or what its class offers); flow.local_map runs code on each rank's own tensors, "
-    "of any kind"
+    "Its class defines its values, and a global tensor has another class. Convert it to an "
+    "ordinary tensor first (x.dequantize(), x.to_dense() or what its class offers); "
+    "flow.local_map runs code on each rank's own tensors, of any kind"
 )
 _OF_PARAMETER: Final = (
-    "A global parameter has another class, and would lose them. Make the module global before its "
-    "parameters get that class, or give it "
-    "ordinary ones (torch.nn.Parameter), or leave the module plain and run it by flow.local_map"
+    "A global parameter has another class, and would lose these methods. Make the module global "
+    "before its parameters get that class, or give the module ordinary parameters "
+    "(torch.nn.Parameter), or leave the module plain and run it by flow.local_map"
 )
 
 
@@ -152,8 +154,8 @@ def _parameter_kind(t: torch.Tensor) -> TensorKind | None:
     if cls.__basicsize__ != torch.Tensor.__basicsize__:
         return TensorKind(
             f"a {cls.__name__}, whose class has slots of its own",
-            "It could not stay the same object, which optimizers and other references hold. Make "
-            "it an ordinary torch.nn.Parameter or tensor first",
+            "It could not stay the same object, which optimizers and other references hold. "
+            "Replace it by an ordinary torch.nn.Parameter or tensor first",
         )
     if own := _own_methods(cls):
         return TensorKind(
@@ -189,7 +191,7 @@ Described = tuple[tuple[int, ...], torch.dtype] | TensorKind
 #: The kind of a tensor on the meta device where values are needed.
 BARE: Final = TensorKind(
     "a tensor on the meta device, which has no values",
-    "Give it memory and values first: torch.empty_like(x, device=...)",
+    "Allocate memory and set values first: torch.empty_like(x, device=...)",
     error=PlacementError,
 )
 
@@ -204,8 +206,9 @@ def described(t: torch.Tensor, placement: Placement | None = None) -> Described:
     if t.is_meta and placement is not None and placement.type != "meta":
         return BARE._replace(
             text=f"a tensor on the meta device, which has no values to put on {placement!r}",
-            mend=f"Lay it out on flow.placement('meta', ranks), and torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model "  # noqa: E501
-            "flow.parallelize does the one, model.to_empty(device=...) the other",
+            mend="Make it global on flow.placement('meta', ranks), then allocate memory with "
+            f"torch.empty_like(x, device={placement.type!r}). For a model, flow.parallelize does "
+            "the first step and model.to_empty(device=...) the second",
         )
     return tuple(t.shape), t.dtype
 

@@ -1,5 +1,5 @@
-"""Bad input: each error says what is wrong, where, and how to mend it, on every rank; and the
-program goes on working afterwards."""
+"""Tests of bad input. Each error names the problem, its place and a fix, on every rank. The program
+continues to work afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRID = flow.placement("cpu", [[0, 1]])
 
 
 def ones(sbp: Any = None, placement: Any = PAIR, **options: Any) -> torch.Tensor:
-    """Split by rows unless said otherwise."""
+    """Return ones, split by rows unless another sbp is given."""
     sbp = S(0) if sbp is None else sbp
     return flow.ones(4, 4, placement=placement, sbp=sbp, **options)
 
@@ -36,7 +36,7 @@ def still_works() -> None:
     assert full(w.grad).tolist() == [[4.0] * 4] * 4
 
 
-#: (error, what its text must hold, what brings it about)
+#: (error, texts that it must contain, a function that raises it)
 ROWS: list[tuple[type[BaseException], list[str], Callable[[], Any]]] = []
 
 
@@ -98,7 +98,7 @@ def rank_outside_the_world_for_a_module() -> None:
     torch.nn.Linear(2, 2).to_global(flow.placement("cpu", [5]), B)
 
 
-@row(errors.PlacementError, "duplicate rank 1", "each rank may stand once")
+@row(errors.PlacementError, "duplicate rank 1", "each rank may appear once")
 def duplicate_rank() -> None:
     flow.placement("cpu", [0, 1, 1])
 
@@ -388,7 +388,7 @@ def writing_into_a_leaf() -> None:
 
 
 class OfAList(torch.autograd.Function):
-    """Of what is in a list torch takes no gradients."""
+    """A function with a list as input: torch computes no gradients for tensors in a list."""
 
     @staticmethod
     def forward(ctx: Any, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -449,7 +449,7 @@ def no_boxing_add() -> None:
     with flow.no_boxing():
         ones() + ones()
         ones().to_global(sbp=B)  # written out: allowed
-        ones(B) * ones(S(1))  # a slice: no traffic
+        ones(B) * ones(S(1))  # a slice, so no traffic
         ones(S(0)) + ones(S(1))
 
 
@@ -629,8 +629,8 @@ def provoke(kind: type[BaseException], texts: list[str], body: Callable[[], Any]
     except BaseException as error:
         errors.noted(error, f"in {body.__name__}")
         raise
-    # A failed backward leaves its exception, and with it this frame, in cycles: what it kept must
-    # be able to go.
+    # A failed backward leaves its exception, and with it this frame, in reference cycles. The
+    # values of this frame must be freed.
     del found
     still_works()
 

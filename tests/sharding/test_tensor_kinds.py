@@ -1,5 +1,5 @@
-"""Tensors that cannot be global (sparse, nested, quantized, of classes with values elsewhere): one
-error, the same on every rank, before any data moves."""
+"""Tests of tensors that cannot be global (sparse, nested, quantized, of classes with values
+elsewhere). Every rank raises the same error before any data moves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def everywhere() -> Any:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that keeps its values in another one, as weights of quantization libraries do."""
+    """A tensor that stores its values in another one, as weights of quantization libraries do."""
 
     held: Tensor
 
@@ -55,7 +55,7 @@ class Named(torch.Tensor):
 
 
 class Tracked(nn.Parameter):
-    """A parameter whose class sees every function."""
+    """A parameter whose class intercepts every function."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,7 @@ class Tracked(nn.Parameter):
 
 
 class Shown(nn.Parameter):
-    """A parameter whose class adds a way to print it and a method."""
+    """A parameter whose class adds its own printing and a method."""
 
     def __repr__(self) -> str:
         return "shown"
@@ -130,12 +130,12 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "functional tensor": lambda: torch._to_functional_tensor(torch.ones(2, 3)),
 }
 KINDS = {name: quietly(make) for name, make in KINDS.items()}
-#: Those that torch's functions take with ordinary tensors.
+#: Kinds that torch's functions accept together with ordinary tensors.
 OPERANDS = ("sparse", "MKL-DNN", "Wrapper")
 
 
 def refusal(call: Callable[[], Any], kind: type[Exception] = GlobalTensorError) -> str:
-    """Return the error's text; afterwards the ranks still keep step."""
+    """Return the error's text, and check that the ranks are still in step."""
     with pytest.raises(kind) as found:
         call()
     assert float(torch.ones(()).to_global(everywhere(), P).item()) == world().size
@@ -143,8 +143,8 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = GlobalTensorError) 
 
 
 def texts(odd_ranks: tuple[int, ...]) -> list[str]:
-    """Return what each kind is refused with, where these ranks have one and the others an ordinary
-    tensor."""
+    """Return the error of each kind, where `odd_ranks` have a tensor of that kind and the other
+    ranks an ordinary tensor."""
     out = []
     for make in KINDS.values():
         odd = make()
@@ -156,7 +156,7 @@ def texts(odd_ranks: tuple[int, ...]) -> list[str]:
             ]
         assert [m for m in moved if m.kind != "all_gather_object"][
             3:
-        ] == []  # the ones that `refusal` sums
+        ] == []  # without the sums in `refusal`
     return out
 
 
@@ -198,7 +198,7 @@ def meta() -> list[str]:
 
 
 def outside() -> list[float]:
-    """A rank outside the placement may give anything."""
+    """Check that a rank outside the placement may pass any kind of tensor."""
     held: list[Any] = [odd() for odd in KINDS.values()]
     return [
         (odd if world().rank else torch.ones(2))
@@ -353,8 +353,8 @@ def test_state_dicts_with_such_tensors_are_refused_on_every_rank() -> None:
 
 
 def sees_functions(x: Tensor) -> bool:
-    """Return True if the class sees a function first where its tensor is the first operand: then it
-    raises what it likes."""
+    """Return True if the class's own __torch_function__ runs first when its tensor is the first
+    operand. The class then raises its own error."""
     return any(
         "__torch_function__" in vars(c)
         for c in type(x).__mro__[: type(x).__mro__.index(Tensor)]

@@ -1,0 +1,106 @@
+"""The only folder that touches torch's private names, each with its reason.
+
+It is checked with torch 2.11 and 2.13. Every module of this package that needs such a name gets it
+from here. Changes to torch's own code are listed in `_base/patches.py`.
+"""
+
+from .autograd import (
+    call_after_accumulation as call_after_accumulation,
+    compiles_backward as compiles_backward,
+    computed_by as computed_by,
+    innermost_transform as innermost_transform,
+    profiling as profiling,
+    queue_backward_callback as queue_backward_callback,
+    uncompiled_backward as uncompiled_backward,
+    watch_checkpoints as watch_checkpoints,
+    wrap_checkpoint_inputs as wrap_checkpoint_inputs,
+    wrap_module_identity as wrap_module_identity,
+)
+from .compiler import (
+    watch_compiler as watch_compiler,
+)
+from .distributed import (
+    before_collectives as before_collectives,
+    default_store as default_store,
+    new_group as new_group,
+    processes_are_on as processes_are_on,
+    register_mpi as register_mpi,
+    set_timeout as set_timeout,
+    timeout_of as timeout_of,
+    wrap_gathered_states as wrap_gathered_states,
+    wrap_staged_states as wrap_staged_states,
+)
+from .modes import (
+    any_autocast as any_autocast,
+    data_dependence as data_dependence,
+    fake_tensors as fake_tensors,
+    fakes_are_on as fakes_are_on,
+    function_mode_on as function_mode_on,
+    is_fake as is_fake,
+    looked_at as looked_at,
+    outside_all_modes as outside_all_modes,
+    real_among_fake as real_among_fake,
+    real_tensors as real_tensors,
+    recording as recording,
+    tracing as tracing,
+    unobserved as unobserved,
+    without_function_modes as without_function_modes,
+)
+from .modules import (
+    BatchNorm as BatchNorm,
+    CAUSAL_CHECK as CAUSAL_CHECK,
+    check_input as check_input,
+    refresh_weights as refresh_weights,
+    watched_steps as watched_steps,
+)
+from .operators import (
+    admits_nesting as admits_nesting,
+    at_least as at_least,
+    batch_norm_kernel as batch_norm_kernel,
+    dual_functions as dual_functions,
+    flash_attention as flash_attention,
+    flash_attention_backward as flash_attention_backward,
+    flatten_recurrent_weights as flatten_recurrent_weights,
+    foreach_norm as foreach_norm,
+    grouped_mm as grouped_mm,
+    has_flash_attention as has_flash_attention,
+    is_all_true as is_all_true,
+    is_any_true as is_any_true,
+    is_custom as is_custom,
+    is_kernel as is_kernel,
+    kernel_writes as kernel_writes,
+    lacks_fake as lacks_fake,
+    list_functions as list_functions,
+    lu_with_info as lu_with_info,
+    meshgrid_of_list as meshgrid_of_list,
+    pack_padded as pack_padded,
+    pad_packed as pad_packed,
+    softmax_backward as softmax_backward,
+    softmax_without_rows as softmax_without_rows,
+    spellings_of_operator as spellings_of_operator,
+    stft as stft,
+    take_along_wraps as take_along_wraps,
+    twin_of_kernel as twin_of_kernel,
+    unscale_gradients as unscale_gradients,
+    vmap_functions as vmap_functions,
+    weight_norm as weight_norm,
+    wrap_associative_scan as wrap_associative_scan,
+    wrap_flex_attention as wrap_flex_attention,
+    written_arguments as written_arguments,
+)
+from .tensor import (
+    READING_A_NUMBER as READING_A_NUMBER,
+    StorageWeakRef as StorageWeakRef,
+    TAKING_MEMORY as TAKING_MEMORY,
+    copy_all as copy_all,
+    guard_data as guard_data,
+    is_functional as is_functional,
+    is_zero_tensor as is_zero_tensor,
+    make_wrapper as make_wrapper,
+    may_take_data as may_take_data,
+    memory_users as memory_users,
+    parts_of as parts_of,
+    storage_key as storage_key,
+    swap_impl as swap_impl,
+    wrap_dlpack as wrap_dlpack,
+)

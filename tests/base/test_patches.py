@@ -1,0 +1,154 @@
+"""Tests that the table of patches lists every patch, and that undoing restores the originals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from globaltensor._base import patches
+from globaltensor._base.patches import Patch, patch, status, undo
+
+# The changes that `import globaltensor` makes in torch's modules and classes. They are found by
+# comparing all attributes before and after.
+CHANGED = """
+import functools, sys, types, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed, torch.distributed.checkpoint, torch.utils.checkpoint
+import torch.distributed.checkpoint.state_dict, torch.nn.attention.flex_attention
+
+def attributes():
+    found, classes = {}, {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                found[module, key] = value
+                if isinstance(value, type) and (value.__module__ or "").startswith("torch"):
+                    classes[value] = None
+    for each in classes:
+        for key, value in list(vars(each).items()):
+            found[each, key] = value
+    return found
+
+def ours(value):
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "fset", None) or getattr(value, "fget", None) or value
+    code = getattr(value, "__code__", None)
+    return "globaltensor" in getattr(code, "co_filename", "")
+
+before = attributes()
+import globaltensor
+from globaltensor._base import patches
+after = attributes()
+changed = {at for at, value in after.items() if at in before and before[at] is not value
+           or at not in before and ours(value)}
+listed = {(home, name) for home, name, _ in patches._applied.values()}
+# torch keeps these itself: a counter of hooks, and the set of classes that add_safe_globals fills
+own = {"next_id", "_marked_safe_globals_set"}
+for home, name in changed - listed:
+    if name not in own:
+        print("not in the table:", home, name)
+patches.undo()
+for home, name in listed:
+    there = vars(home).get(name, None)
+    if there is not before.get((home, name)) and home is not sys:
+        print("not undone:", home, name)
+"""
+
+
+def test_the_table_lists_every_change_of_torch_and_undo_takes_it_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+def test_each_row_names_a_target_once_and_gives_a_reason() -> None:
+    targets = [row.target for row in patches.TABLE]
+    assert len(set(targets)) == len(targets)
+    assert all(row.target.count(":") == 1 and row.reason and row.since for row in patches.TABLE)
+    states = {s.row.target: s.state for s in status()}
+    assert states["torch.nn:Module.to_global"] == "applied"
+    assert set(states.values()) <= {"applied", "waits for import", "unused"}
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> str:
+    target = "colorsys:ONE_THIRD"
+    monkeypatch.setitem(patches._ROWS, target, Patch(target, "Python 3.10", "a test"))
+    return target
+
+
+def test_a_patch_can_be_made_twice_and_undone(listed: str) -> None:
+    import colorsys
+
+    before = colorsys.ONE_THIRD
+    patch(listed, lambda value: (value, 1))
+    patch(listed, lambda value: (value, 2))
+    assert ((before, 1), 2) == colorsys.ONE_THIRD
+    undo(listed)
+    assert before == colorsys.ONE_THIRD
+
+
+def test_names_that_a_version_lacks_are_left_out(
+    listed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "colorsys:NO_SUCH_NAME"
+    monkeypatch.setitem(patches._ROWS, target, Patch(target, "Python 3.10", "a test"))
+    import colorsys
+
+    patch(target, lambda value: 1)
+    assert not hasattr(colorsys, "NO_SUCH_NAME")
+    patch(target, lambda value: (value, 1), missing=True)
+    assert colorsys.NO_SUCH_NAME == (None, 1)  # type: ignore[attr-defined]
+    undo(target)
+    assert not hasattr(colorsys, "NO_SUCH_NAME")
+
+
+def test_a_target_outside_the_table_is_refused() -> None:
+    with pytest.raises(KeyError):
+        patch("torch:add", lambda value: value)
+
+
+def test_several_changes_wait_for_the_import_of_one_module() -> None:
+    program = """
+import sys
+from globaltensor._base.import_hooks import when_imported
+assert "colorsys" not in sys.modules
+when_imported("colorsys", lambda module: setattr(module, "first", 1))
+when_imported("colorsys", lambda module: setattr(module, "second", module.first + 1))
+import colorsys
+assert (colorsys.first, colorsys.second) == (1, 2)
+when_imported("colorsys", lambda module: setattr(module, "third", 3))
+assert colorsys.third == 3
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_undoing_all_leaves_torch_as_it_was() -> None:
+    program = """
+import torch
+to, apply = torch.nn.Module.to, torch.autograd.Function.apply
+import globaltensor
+from globaltensor._base.patches import undo
+assert torch.nn.Module.to is not to
+undo()
+assert torch.nn.Module.to is to and not hasattr(torch.Tensor, "to_global")
+x = torch.ones(2, requires_grad=True)
+x.data = torch.zeros(3)
+assert x.shape == (3,)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert hasattr(torch.Tensor, "to_global")
