@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 _TAG: Final = 7004  # tag of the message that describes the tensor to follow
-_MOST_DIMS: Final = 61
+_MAX_DIMS: Final = 61
 _DTYPES: Final = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DEVICES: Final = ("cpu", "cuda", "xpu", "hpu", "npu", "mlu", "mps")
 
@@ -41,8 +41,8 @@ def all_gather(tensor_list: list[Any], tensor: torch.Tensor) -> None:
     size = start().size
     if len(tensor_list) != size:
         raise ShapeError(
-            f"comm.all_gather: the list has {len(tensor_list)} entries for {size} ranks: give one "
-            f"for each"
+            f"comm.all_gather: the list has {len(tensor_list)} entries for {size} ranks: pass one "
+            f"entry for each"
         )
     fits = [
         isinstance(t, torch.Tensor)
@@ -141,11 +141,13 @@ def send(tensor: torch.Tensor, dst: int, send_meta: bool = True) -> None:
     """
     if send_meta:
         shape = list(tensor.shape)
-        if len(shape) > _MOST_DIMS:
-            raise ShapeError(f"comm.send: a tensor of {len(shape)} dims; at most {_MOST_DIMS}")
+        if len(shape) > _MAX_DIMS:
+            raise ShapeError(
+                f"comm.send: the tensor has {len(shape)} dims; at most {_MAX_DIMS} are possible"
+            )
         meta = [len(shape), _DTYPES.index(tensor.dtype), _DEVICES.index(tensor.device.type), *shape]
         dist.send(
-            torch.tensor(meta + [0] * (3 + _MOST_DIMS - len(meta)), device=_meta_device()),
+            torch.tensor(meta + [0] * (3 + _MAX_DIMS - len(meta)), device=_meta_device()),
             dst,
             tag=_TAG,
         )
@@ -168,12 +170,12 @@ def recv(
     given = [value is not None for value in (shape, dtype, device)]
     if any(given) and not all(given):
         raise WorldError(
-            "comm.recv: give all of shape, dtype and device (the sender's send_meta=False), or "
+            "comm.recv: pass all of shape, dtype and device (the sender's send_meta=False), or "
             "none of them"
         )
     here = start()
     if not any(given):
-        meta = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=_meta_device())
+        meta = torch.empty(3 + _MAX_DIMS, dtype=torch.int64, device=_meta_device())
         dist.recv(meta, src, tag=_TAG)
         dims, which, where, *sizes = meta.tolist()
         shape, dtype, device = sizes[:dims], _DTYPES[which], here.device(_DEVICES[where])

@@ -20,7 +20,7 @@ from ..errors import BoxingError
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec
 from .execute import run
-from .log import BoxingRecord, current_logs, record_boxing
+from .log import exchanges, record_boxing
 from .planner import BoxingPlan, plan_boxing
 
 __all__ = ["box"]
@@ -71,18 +71,15 @@ def _differentiable(
             f"{why or 'to_global'}: the gradient's sbp must be one on the placement of the "
             f"tensor, {src.placement}; got {grad.placement}"
         )
-    logs = current_logs()
-    local, src = _settle(local, src, dst, why, logs)
+    local, src = _reduce_odd_partials(local, src, dst, why)
     if src is dst and grad is None:
         return local
     route = plan_boxing(src, dst)
     record_boxing(route, why)
-    return _Box.apply(local, route, grad, why, alias, logs)  # type: ignore[no-any-return, no-untyped-call]
+    return _Box.apply(local, route, grad, why, alias)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _settle(
-    local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
-) -> tuple[Tensor, Spec]:
+def _reduce_odd_partials(local: Tensor, src: Spec, dst: Spec, why: str) -> tuple[Tensor, Spec]:
     """Reduce the partial maxima, minima and norms that the boxing changes.
 
     The last axes reduce first.
@@ -103,25 +100,21 @@ def _settle(
         route = plan_boxing(src, settled)
         record_boxing(route, why)
         if entry is partial_sum:
-            local = _Box.apply(local, route, None, why, True, logs)  # type: ignore[no-untyped-call]
+            local = _Box.apply(local, route, None, why, True)  # type: ignore[no-untyped-call]
         else:
-            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(
-                local, route, logs
-            )  # type: ignore[no-untyped-call]
+            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(local, route)  # type: ignore[no-untyped-call]
         src = settled
     return local, src
 
 
-def _back(
-    gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]
-) -> Tensor:
+def _back(gradient: Tensor, src: Spec, dst: Spec, why: str) -> Tensor:
     """Box a gradient, differentiably where the backward pass asks for it (create_graph)."""
     if src is dst:
         return gradient
     if gradient.requires_grad and torch.is_grad_enabled():
         return _differentiable(gradient, src, dst, None, why, True)
     route = plan_boxing(src, dst)
-    record_boxing(route, why, logs)
+    record_boxing(route, why)
     return run(route, gradient, why)
 
 
@@ -140,9 +133,10 @@ def _agree(gradient: Tensor, route: BoxingPlan, placeholder: tuple[Tensor, ...])
     members = tuple(sorted({*route.src.placement.flat, *route.dst.placement.flat}))
     if here.rank not in members:
         return gradient + placeholder[0]  # no other rank to ask: a yes costs nothing here
-    wanted = here.comm(members).all_reduce(
-        torch.tensor([gradient.requires_grad and not placeholder]), "max"
-    )
+    with exchanges("backward with create_graph: agreement of the ranks"):
+        wanted = here.comm(members).all_reduce(
+            torch.tensor([gradient.requires_grad and not placeholder]), "max"
+        )
     return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
 
 
@@ -164,9 +158,8 @@ class _Box(torch.autograd.Function):
         grad: Spec | None,
         why: str,
         alias: bool,
-        logs: tuple[list[BoxingRecord], ...],
     ) -> Tensor:
-        ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
+        ctx.route, ctx.grad, ctx.why = route, grad, why
         out = _run(route, local, alias, why)
         ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
         ctx.save_for_backward(out if ctx.away else NOTHING)
@@ -186,8 +179,8 @@ class _Box(torch.autograd.Function):
         if torch.is_grad_enabled() and _crosses(route):
             gradient = _agree(gradient, route, kept if ctx.away else ())
         if ctx.grad is not None:
-            gradient, here = _back(gradient, here, ctx.grad, why, ctx.logs), ctx.grad
-        return _back(gradient, here, there, why, ctx.logs), None, None, None, None, None
+            gradient, here = _back(gradient, here, ctx.grad, why), ctx.grad
+        return _back(gradient, here, there, why), None, None, None, None
 
 
 class _Extreme(torch.autograd.Function):
@@ -197,13 +190,11 @@ class _Extreme(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]
-    ) -> Tensor:
+    def forward(ctx: Any, local: Tensor, route: BoxingPlan) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
-        ctx.route, ctx.logs, ctx.away = route, logs, _outside(local, route)
+        ctx.route, ctx.away = route, _outside(local, route)
         if ctx.away:
             ctx.save_for_backward(NOTHING)
         else:
@@ -216,7 +207,9 @@ class _Extreme(torch.autograd.Function):
                     partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)
                 ]
             )
-            ctx.save_for_backward(mine / run(plan_boxing(ones, _plain(route.dst)), mine))
+            counting = plan_boxing(ones, _plain(route.dst))
+            record_boxing(counting, "backward of a partial max or min: ranks that share it")
+            ctx.save_for_backward(mine / run(counting, mine))
         return out
 
     @staticmethod
@@ -227,22 +220,19 @@ class _Extreme(torch.autograd.Function):
             ctx.route.dst.dual(),
             _reduced(ctx.route),
             "backward of a partial max or min",
-            ctx.logs,
         )
-        return whole if ctx.away else whole * share, None, None
+        return whole if ctx.away else whole * share, None
 
 
 class _Norm(torch.autograd.Function):
     """A partial p-norm to broadcast: d y / d n_r = (n_r / y)^(p-1), and 0 where y is 0."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]
-    ) -> Tensor:
+    def forward(ctx: Any, local: Tensor, route: BoxingPlan) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
-        ctx.route, ctx.logs = route, logs
+        ctx.route = route
         ctx.p = next(
             float(e.reduce.removeprefix("norm"))
             for a, e in enumerate(route.src.layout)
@@ -259,12 +249,11 @@ class _Norm(torch.autograd.Function):
             ctx.route.dst.dual(),
             _reduced(ctx.route),
             "backward of a partial norm",
-            ctx.logs,
         )
         if _outside(local, ctx.route):
-            return whole, None, None
+            return whole, None
         ratio = local / torch.where(out == 0, torch.ones_like(out), out)
-        return whole * (ratio.sign() * ratio.abs().pow(ctx.p - 1)), None, None
+        return whole * (ratio.sign() * ratio.abs().pow(ctx.p - 1)), None
 
 
 def _reduced(route: BoxingPlan) -> Spec:

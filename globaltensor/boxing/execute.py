@@ -15,8 +15,12 @@ from typing import Final, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from ..distributed.world import World, world
+from .._base.torch_private import profiling
+from ..distributed.world import world
+from ..distributed.world_base import World
+from .log import range_name
 from .moves import LOCAL, Box, Move, recv_slices, send_slices
 from .planner import BoxingPlan
 
@@ -60,10 +64,19 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
         )
     local = local.detach()
     try:
+        if route.bytes and profiling():
+            with record_function(range_name(route)):
+                return _stepped(cast("list[Step]", program), local, here)
         for step in cast("list[Step]", program):
             local = step(local, here)
     finally:
         here.purpose = ""
+    return local
+
+
+def _stepped(program: list[Step], local: Tensor, here: World) -> Tensor:
+    for step in program:
+        local = step(local, here)
     return local
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -122,7 +122,8 @@ def fetch_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
         f"halo along dim {dim}",
         sum(reach.taken().values()) * torch.Size(_sized(local, dim, 1)).numel() * local.itemsize,
     )
-    return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
+    with log.exchanges(f"halo along dim {dim}"):
+        return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _sized(like: Tensor, dim: int, n: int) -> list[int]:
@@ -195,7 +196,8 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Return.apply(grads[0], ctx.dim, ctx.reach, ctx.length), None, None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of halo along dim {ctx.dim}"):
+            return _Return.apply(grads[0], ctx.dim, ctx.reach, ctx.length), None, None  # type: ignore[no-untyped-call]
 
 
 class _Return(torch.autograd.Function):
@@ -208,10 +210,13 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of backward of halo along dim {ctx.dim}"):
+            return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------------------------ small gathers
+
+_TOTALS: Final = "totals of the parts of a split dim"
 
 
 def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
@@ -221,8 +226,9 @@ def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
     does something else with it. So the backward sums, for each rank's tensor, the gradients of all
     ranks' results.
     """
-    log.exchange("totals of the parts of a split dim", (len(ranks) - 1) * t.nbytes)
-    return _HaloShare.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
+    log.exchange(_TOTALS, (len(ranks) - 1) * t.nbytes)
+    with log.exchanges(_TOTALS):
+        return _HaloShare.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _HaloShare(torch.autograd.Function):
@@ -237,7 +243,8 @@ class _HaloShare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Collect.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of {_TOTALS}"):
+            return _Collect.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
 
 
 class _Collect(torch.autograd.Function):
@@ -250,4 +257,5 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _HaloShare.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of backward of {_TOTALS}"):
+            return _HaloShare.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]

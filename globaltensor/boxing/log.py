@@ -1,30 +1,41 @@
-"""`boxing_log()` records the boxings that happen, `no_boxing()` forbids them.
+"""`boxing_log()` records what this rank sends and why, `no_boxing()` forbids hidden traffic.
 
-Users open both. `box` and native ops over split dims report to them.
+Users open both. `box` reports boxings. All other traffic is seen where it is sent, in the
+communicators, and `exchanges` names the reason for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from torch.profiler import record_function
+
+from .._base.torch_private import profiling
+from ..distributed.communicator import Traffic
+from ..distributed.world import world
+from ..distributed.world_base import World
 from ..errors import BoxingError
 from ..sharding.spec import Spec
-from .moves import show_bytes, show_placement
+from .moves import show_bytes, show_placement, show_ranks
 from .planner import BoxingPlan
 
 __all__ = [
     "BoxingRecord",
     "ExchangeRecord",
     "boxing_log",
+    "boxing_sent_here",
     "check",
     "exchange",
+    "exchanges",
     "forbidden",
     "no_boxing",
     "record_boxing",
+    "watched",
 ]
 
 #: The name of an explicit call. Such a boxing is always allowed.
@@ -48,38 +59,80 @@ class BoxingRecord:
     def bytes(self) -> int:
         return self.plan.bytes
 
+    @property
+    def kind(self) -> str:
+        """The moves, joined by ``+``."""
+        return "+".join(m.kind for m in self.plan.moves) or "nothing"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both placements."""
+        return tuple(dict.fromkeys((*self.src.placement.flat, *self.dst.placement.flat)))
+
     def __str__(self) -> str:
         return (
-            f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  "
-            f"{'+'.join(m.kind for m in self.plan.moves) or 'nothing'}  "
+            f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  {self.kind}  "
             f"{show_bytes(self.bytes)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRecord:
-    """A record of an op's exchange with other ranks because a dim stayed split.
+    """A record of traffic that is no boxing of one tensor.
 
-    ``op``: the kind of exchange. ``bytes``: the bytes that this rank received.
+    It is an op's exchange with other ranks because a dim stayed split, or a collective for many
+    tensors: a bucket of gradients, or parameters that are gathered together.
+
+    ``op``: the reason. ``bytes``: the bytes that this rank sent. ``kind``: the collectives. A pass
+    of an op through several collectives is one record, with the sum of their bytes. ``ranks``: the
+    ranks that took part.
     """
 
     op: str
     bytes: int
+    kind: str = "exchange"
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.op}  exchange  {show_bytes(self.bytes)}"
+        ranks = f"  ranks {show_ranks(self.ranks)}" if self.ranks else ""
+        return f"{self.op}  {self.kind}  {show_bytes(self.bytes)}{ranks}"
 
 
-_logs: ContextVar[tuple[list[Any], ...]] = ContextVar("globaltensor_boxing_logs", default=())
+class _OpenLogs:
+    """The logs that are open on one rank, and the `exchanges` block that the rank is in."""
+
+    #: The number of logs that are open in this process. While it is 0, nothing else is looked at.
+    count = 0
+    changing = threading.Lock()
+
+    def __init__(self) -> None:
+        self.logs: tuple[list[Any], ...] = ()
+        self.block: _Exchanges | None = None
+
+    def observe(self, here: World, traffic: Traffic) -> None:
+        """Record a collective that is about to be sent, unless it is a part of a boxing."""
+        if isinstance(here.purpose, tuple):
+            return
+        if self.block is not None:
+            self.block.sent.append(traffic)
+        else:
+            self.add(ExchangeRecord(traffic.kind, traffic.bytes, traffic.kind, traffic.ranks))
+
+    def add(self, record: BoxingRecord | ExchangeRecord) -> None:
+        for log in self.logs:
+            log.append(record)
+
+
 _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=False)
 
 
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
-    """Collect every `BoxingRecord` and every `ExchangeRecord` of this rank in the block.
+    """Collect a record of all that this rank sends in the block, and why.
 
-    Explicit boxings and those of backward are included. An `ExchangeRecord` is of an exchange
-    inside an op.
+    A `BoxingRecord` is of one tensor that is boxed, explicitly, by an op, or by a backward pass. An
+    `ExchangeRecord` is of an exchange inside an op, or of a collective for many tensors, such as a
+    bucket of gradients.
 
     >>> with boxing_log() as log:
     ...     pass
@@ -87,11 +140,73 @@ def boxing_log() -> Iterator[list[Any]]:
     []
     """
     log: list[Any] = []
-    token = _logs.set((*_logs.get(), log))
+    here = world()
+    found = here.state(_OpenLogs)
+    before, observer = found.logs, here.observer
+    found.logs = (*before, log)
+    if not here.dry:  # there, nothing is sent, and ops predict their traffic
+        here.observer = lambda traffic: found.observe(here, traffic)
+    with _OpenLogs.changing:
+        _OpenLogs.count += 1
     try:
         yield log
     finally:
-        _logs.reset(token)
+        with _OpenLogs.changing:
+            _OpenLogs.count -= 1
+        found.logs, here.observer = before, observer
+
+
+def watched() -> bool:
+    """Return True if a log is open or a profiler runs, so that traffic needs a name."""
+    return _OpenLogs.count > 0 or profiling()
+
+
+def exchanges(why: str) -> AbstractContextManager[Any]:
+    """Return a block whose collectives are logged as one `ExchangeRecord` with the reason ``why``.
+
+    While a profiler of torch runs, the block is a named range of it.
+    """
+    return _Exchanges(why, f"exchange {why}") if watched() else _NOTHING
+
+
+def boxing_sent_here(route: BoxingPlan, why: str) -> AbstractContextManager[Any]:
+    """Check and log a boxing whose collective the caller sends in the block, without `run`."""
+    record_boxing(route, why)
+    return _Exchanges("", range_name(route)) if watched() else _NOTHING
+
+
+_NOTHING: Final = nullcontext()
+
+
+class _Exchanges:
+    """A block of collectives that are sent for one reason. Without a reason they are not logged."""
+
+    __slots__ = ("before", "label", "range", "sent", "state", "why")
+
+    def __init__(self, why: str, label: str) -> None:
+        self.why, self.label = why, label
+        self.sent: list[Traffic] = []
+
+    def __enter__(self) -> None:
+        self.state = world().state(_OpenLogs)
+        self.before, self.state.block = self.state.block, self
+        self.range = record_function(self.label) if profiling() else _NOTHING
+        self.range.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.range.__exit__(*error)  # type: ignore[arg-type]
+        self.state.block = self.before
+        if self.sent and self.why:
+            kinds = "+".join(dict.fromkeys(t.kind for t in self.sent))
+            ranks = tuple(dict.fromkeys(r for t in self.sent for r in t.ranks))
+            self.state.add(ExchangeRecord(self.why, sum(t.bytes for t in self.sent), kinds, ranks))
+
+
+def range_name(route: BoxingPlan) -> str:
+    """Return the name of a boxing in a profiler: ``box S(0)->B 4.2 MiB ranks 0-1``."""
+    before, after = (",".join(e.short for e in s.layout) for s in (route.src, route.dst))
+    ranks = dict.fromkeys((*route.src.placement.flat, *route.dst.placement.flat))
+    return f"box {before}->{after} {show_bytes(route.bytes)} ranks {show_ranks(tuple(ranks))}"
 
 
 @contextmanager
@@ -132,44 +247,36 @@ def check(route: BoxingPlan, why: str) -> None:
     raise BoxingError(
         f"{why}: {describe(route.src)} would be boxed to {describe(route.dst)} "
         f"({', '.join(m.kind for m in route.moves)}, {show_bytes(route.bytes)} a rank), "
-        f"but no_boxing() forbids hidden traffic. Write the move out with "
+        f"but no_boxing() forbids hidden traffic. Make the move explicit with "
         f"x.to_global({placement}sbp=[{target}]) before the op, or leave no_boxing()"
     )
 
 
 def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
-    """Check an exchange inside an op that is about to happen, and log it.
+    """Check an exchange inside an op that is about to happen.
 
-    ``explicit``: the user has asked for exactly this exchange. Raises BoxingError inside
-    `no_boxing` otherwise.
+    Where nothing is sent (in a dry run), log the prediction of ``nbytes``. Otherwise the traffic
+    itself is logged. ``explicit``: the user has asked for exactly this exchange. Raises BoxingError
+    inside `no_boxing` otherwise.
     """
     if _forbidden.get() and not explicit:
         raise BoxingError(
             f"{what}: the op would exchange {show_bytes(nbytes)} with other ranks, since it works "
             f"along a split dim, but no_boxing() forbids hidden traffic. "
-            "Make that dim whole with x.to_global(sbp=...) before the op, or leave no_boxing()"
+            "Gather that dim with x.to_global(sbp=...) before the op, or leave no_boxing()"
         )
-    for log in _logs.get():
-        log.append(ExchangeRecord(what, nbytes))
+    if _OpenLogs.count and (here := world()).dry:
+        here.state(_OpenLogs).add(ExchangeRecord(what, nbytes))
 
 
-def record_boxing(route: BoxingPlan, why: str, logs: tuple[list[Any], ...] | None = None) -> None:
+def record_boxing(route: BoxingPlan, why: str) -> None:
     """Check a boxing that is about to happen, and log it."""
     if _forbidden.get():
         check(route, why)
-    logs = _logs.get() if logs is None else logs
-    if logs:
-        record = BoxingRecord(why or EXPLICIT, route.src, route.dst, route)
-        for log in logs:
-            log.append(record)
-
-
-def current_logs() -> tuple[list[Any], ...]:
-    """Return the logs that are open now.
-
-    Backward runs in threads of autograd, which no context reaches. So a boxing remembers its logs.
-    """
-    return _logs.get()
+    if _OpenLogs.count:
+        found = world().state(_OpenLogs)
+        if found.logs:
+            found.add(BoxingRecord(why or EXPLICIT, route.src, route.dst, route))
 
 
 def describe(spec: Spec) -> str:

@@ -21,7 +21,7 @@ from .moves import LOCAL, Box, Layout, box_owners, source_rank
 
 __all__ = ["RELAID", "MoveCosts", "move_costs"]
 
-_MOST_TENSORS: Final = 256
+_MAX_TENSORS: Final = 256
 #: Moves of pieces along a dim. The pieces may have to be copied into another order, which counts
 #: where copies were measured.
 RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
@@ -147,7 +147,7 @@ class MoveCosts:
         return _exchange(self.spec(before), there.spec(after), self.cluster)
 
 
-@lru_cache(maxsize=_MOST_TENSORS)
+@lru_cache(maxsize=_MAX_TENSORS)
 def move_costs(
     shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster
 ) -> MoveCosts:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
+from .._base.byte_size import show_bytes
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast, split
 from ..sharding.spec import Spec
@@ -35,6 +36,7 @@ __all__ = [
     "send_slices",
     "show_bytes",
     "show_placement",
+    "show_ranks",
     "source_rank",
     "split_everywhere",
     "without_partials",
@@ -108,14 +110,19 @@ def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def show_bytes(n: int) -> str:
-    """Return a number of bytes as text: ``512 B``, ``16.0 MiB``."""
-    size, unit = float(n), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+def show_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, consecutive ones as a range.
+
+    >>> show_ranks((0, 1, 2, 6))
+    '0-2, 6'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
 
 def show_placement(placement: Placement) -> str:

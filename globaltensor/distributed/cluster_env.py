@@ -140,8 +140,8 @@ class Environment(ABC):
         if not found:
             told = f"{world} ranks on {nodes} nodes were started by {self.name}"
             raise WorldError(
-                f"{told}, but nothing says where rank 0 is: set MASTER_ADDR to its host on all "
-                f"ranks"
+                f"{told}, but no variable gives the address of rank 0: set MASTER_ADDR to the host "
+                f"of rank 0 on all ranks"
             )
         by_name = bool(job) and nodes == 1 and not self.text("MASTER_PORT")
         port = 0 if by_name else self.number("MASTER_PORT", _port_of(job) if job else None)
@@ -181,7 +181,7 @@ class Kubernetes(Environment):
         if each != "1":
             told = (
                 f"this job has {each} processes in each pod (PET_NPROC_PER_NODE), but the pod "
-                f"has started the script as one"
+                f"has started the script as a single process"
             )
             raise WorldError(
                 f"{told}: start it with `globaltensor launch script.py` (or torchrun), which "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
-from .world import World, world
+from .world import world
 
 __all__ = ["VARIABLE", "CallHeader", "check_collective", "enabled"]
 
 VARIABLE: Final = "GLOBALTENSOR_CHECK_COLLECTIVES"
-_MOST_WAITING: Final = 256
+_MAX_WAITING: Final = 256
 _NUMEL: Final = 3  # the index of ``numel`` in a header
 _NAMES: Final = (
     "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
@@ -103,9 +102,8 @@ class PeerHeaders:
     me: int
 
 
-_WAITING: weakref.WeakKeyDictionary[World, dict[str, list[PeerHeaders]]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Waiting(dict[str, list[PeerHeaders]]):
+    """A rank's headers that have not been compared yet, by the name of the group."""
 
 
 def enabled() -> bool:
@@ -133,11 +131,11 @@ def check_collective(
         said[:, _NUMEL], expected[:, _NUMEL] = torch.tensor(pairs).unbind(1)
     headers = torch.empty_like(said)
     work = dist.all_to_all_single(headers, said, group=group, async_op=True)
-    waiting = _WAITING.setdefault(world(), {}).setdefault(group.group_name, [])
+    waiting = world().state(_Waiting).setdefault(group.group_name, [])
     waiting.append(
         PeerHeaders(work, headers, expected, dist.get_process_group_ranks(group), group.rank())
     )
-    if block or len(waiting) > _MOST_WAITING:
+    if block or len(waiting) > _MAX_WAITING:
         heard, waiting[:] = waiting[:], []
         for one in heard:
             _compare(one)
@@ -157,7 +155,7 @@ def _compare(one: PeerHeaders) -> None:
         others = ", ".join(str(r) for r in one.ranks if r != me)
         who = f"rank {others}" if len(one.ranks) == 2 else f"one of ranks {others}"
         raise WorldError(
-            f"rank {me} calls {mine}, but {who} did not come: {error}; it has died, hangs, or "
+            f"rank {me} calls {mine}, but {who} did not join: {error}; it has died, hangs, or "
             f"does something else"
         ) from error
     if torch.equal(one.headers, one.expected):

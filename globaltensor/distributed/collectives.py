@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import GlobalTensorError
+from ..errors import GlobalTensorError, WorldError
 from .collective_check import CallHeader, check_collective, enabled
 from .process_groups import start
 from .replicated_values import ADDING, refuse_replicated
@@ -63,9 +63,9 @@ def refuse_global(name: str, values: Iterable[Any]) -> None:
         if isinstance(value, torch.Tensor) and value.is_global:  # type: ignore[attr-defined]
             spec = value.spec  # type: ignore[attr-defined]
             raise GlobalTensorError(
-                f"{name} got a global tensor, {spec!r}: collectives move local tensors. "
-                f"x.to_global(sbp=...) moves a global one between ranks, "
-                "with its gradient; x.to_local() gives this rank's part of it"
+                f"{name} got a global tensor, {spec!r}: collectives accept local tensors. Use "
+                "x.to_global(sbp=...) to move a global tensor between ranks, with its gradient, or "
+                "x.to_local() to get this rank's local tensor"
             )
         if isinstance(value, (list, tuple)):
             refuse_global(name, value)
@@ -150,6 +150,8 @@ class _Collective:
         self.function: Function = getattr(dist, _RENAMED.get(name, name), self.original)
         self.names = list(inspect.signature(self.original).parameters)
         self.position = self.names.index("group")
+        # The argument that names the other rank of a message.
+        self.peer = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}.get(name, "")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = start()
@@ -163,6 +165,8 @@ class _Collective:
             if len(args) > self.position
             else None
         )
+        if self.peer:
+            self._check_peer((dict(zip(self.names, args, strict=False)) | kwargs).get(self.peer))
         if self.name in ADDING:
             bound = dict(zip(self.names, args, strict=False)) | kwargs
             refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
@@ -187,6 +191,15 @@ class _Collective:
         ):
             return self.function(**given)
         return self._on_gloo(given, group)
+
+    def _check_peer(self, rank: Any) -> None:
+        """Raise WorldError if ``rank`` is no rank of this job: gloo would wait for it for ever."""
+        size = dist.get_world_size()
+        if isinstance(rank, int) and not 0 <= rank < size:
+            raise WorldError(
+                f"{self.name}: {self.peer}={rank} is not a rank of this job, whose ranks are 0 to "
+                f"{size - 1}"
+            )
 
     @staticmethod
     def _tensors(given: dict[str, Any], name: str) -> list[Any]:

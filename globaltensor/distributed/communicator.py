@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DivergenceError, GlobalTensorError
-from ..sharding.spec import balanced_split
+from ..sharding.balanced_split import balanced_split
 from ..sharding.tensor_kinds import TensorKind, refusal
 from .divergence import History, Report, describe
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world_base import World
 
 __all__ = [
     "Channel",
@@ -110,7 +110,7 @@ class ReduceScatterHandle:
     @property
     def value(self) -> Tensor:
         """The result of this rank. Call ``wait`` first."""
-        assert self._value is not None, "wait() comes first"
+        assert self._value is not None, "call wait() first"
         return self._value
 
 
@@ -293,9 +293,9 @@ class Communicator(ABC):
         self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = ""
     ) -> None:
         self._enter(kind, dtype, device, op)
-        trace = self.world.trace
-        if trace is not None:
-            trace.append(Traffic(kind, self.ranks, nbytes))
+        world = self.world
+        if world.trace is not None or world.observer is not None:
+            world.observe(Traffic(kind, self.ranks, nbytes))
 
     # Comparison of what ranks run
 
@@ -746,9 +746,9 @@ class Channel(ABC):
         The caller must not write to them until the message is over.
         """
         flat = flatten(t)
-        trace = self.world.trace
-        if trace is not None:
-            trace.append(Traffic("send", (self.source, self.target), flat.nbytes))
+        world = self.world
+        if world.trace is not None or world.observer is not None:
+            world.observe(Traffic("send", (self.source, self.target), flat.nbytes))
         return self._send(as_bytes(flat))
 
     def receive(self, flat: Tensor) -> Message:

@@ -43,12 +43,12 @@ READING: Final = "reading a value"
 READING_ADVICE: Final = (
     "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or "
     "box to broadcast first (x.to_global(sbp=broadcast) on every "
-    "rank), so that each rank has the whole value"
+    "rank), so that each rank has the full value"
 )
 _ADVICE: Final = (
-    "Find the branch, number or random seed that differs between ranks. What one rank is to do "
-    "alone needs plain tensors: take x.numpy() or "
-    "x.to_global(sbp=broadcast).to_local() on every rank first"
+    "Find the branch, number or random seed that differs between ranks. Code that only one rank "
+    "runs needs plain tensors: call x.numpy() or x.to_global(sbp=broadcast).to_local() on every "
+    "rank first"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
 _SHOWN: Final = 160  # characters of an operation that an error shows
@@ -303,11 +303,11 @@ def _plain_differs(reports: Sequence[Report]) -> str:
     )
     return (
         f"{_at(first)}a plain tensor that is used together with global tensors counts as the same "
-        f"value on every rank, but ranks hold different ones for "
+        f"value on every rank, but the ranks hold different values for "
         f"{first.purpose}:\n{held}"
-        "If each rank has its own rows, make it one global tensor first: x.to_global(placement, "
-        "sbp=flow.sbp.split(0)), or of a whole loader "
-        "flow.utils.data.GlobalBatches(loader, placement). If all ranks should hold the same, "
-        "make them so: x.to_global(placement, sbp=flow.sbp.broadcast) "
-        "takes the first rank's, and torch.manual_seed with one number on every rank draws alike"
+        "If each rank has its own rows, make them one global tensor first: x.to_global(placement, "
+        "sbp=flow.sbp.split(0)); for a data loader use "
+        "flow.utils.data.GlobalBatches(loader, placement). If all ranks should hold the same "
+        "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
+        "torch.manual_seed with one number on every rank makes all ranks draw the same"
     )

@@ -57,7 +57,7 @@ def _store(place: Detected, port: int, timeout: timedelta) -> TCPStore:
     except (DistStoreError, DistNetworkError) as error:
         told = (
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not "
-            f"join the others at {place.addr}:{port}: {error}"
+            f"join the other ranks at {place.addr}:{port}: {error}"
         )
         raise WorldError(
             f"{told}; are all ranks on this machine and in one network namespace? Else set "
@@ -87,10 +87,10 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
         while not _put(name, path):
             if time.monotonic() > deadline:
                 told = (
-                    f"another job that {place.source} calls {place.job!r} is starting on this "
-                    f"machine ({path} is held)"
+                    f"another {place.source} job of the same name, {place.job!r}, is starting on "
+                    f"this machine ({path} is locked)"
                 )
-                raise WorldError(f"{told}: set MASTER_PORT to a free port on all ranks of this one")
+                raise WorldError(f"{told}: set MASTER_PORT to a free port on all ranks of this job")
             time.sleep(_LOOK_SECONDS)
         try:
             yield
@@ -148,8 +148,8 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
                 os.close(file)
         time.sleep(_LOOK_SECONDS)
     told = (
-        f"rank {place.rank} of {place.world_size}: rank 0 has not said within "
-        f"{timeout.total_seconds():g} s where to meet ({path})"
+        f"rank {place.rank} of {place.world_size}: rank 0 has not written its port to {path} "
+        f"within {timeout.total_seconds():g} s"
     )
     raise WorldError(f"{told}; {_mend(path)}")
 
@@ -163,8 +163,8 @@ def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedel
             )
         except (DistStoreError, DistNetworkError) as error:
             told = (
-                f"rank {rank} of {place.world_size} has not come within "
-                f"{timeout.total_seconds():g} s to where {path} says"
+                f"rank {rank} of {place.world_size} has not connected within "
+                f"{timeout.total_seconds():g} s to the port in {path}"
             )
             raise WorldError(f"{told}; {_mend(path)}") from error
 

@@ -86,13 +86,13 @@ def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
     agent = NodeAgent(spec, *own, pump, keeper, signals)
     try:
         if agent.run() is None:
-            say("this node was not needed: the others have finished")
+            say("this node was not needed: the other nodes have finished")
         return agent.code
     except RendezvousGracefulExitError:
         return 0
     except (RendezvousError, DistError) as error:
         raise WorldError(
-            f"the meeting of the nodes at {job.rdzv_endpoint or job.addr} failed: "
+            f"the rendezvous of the nodes at {job.rdzv_endpoint or job.addr} failed: "
             f"{in_one_line(error)}"
         ) from error
     finally:

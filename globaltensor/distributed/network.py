@@ -21,6 +21,7 @@ from typing import Final
 __all__ = [
     "addresses_of",
     "choose_gloo_interface",
+    "gloo_address",
     "gloo_hint",
     "interface_of",
     "is_here",
@@ -107,6 +108,21 @@ def choose_gloo_interface(host: str, nodes: int) -> None:
         os.environ[VARIABLE] = found
 
 
+def gloo_address(nodes: int) -> tuple[str, str]:
+    """Return (interface, address) that Gloo publishes on this host in a job of ``nodes`` nodes.
+
+    Both are empty if no interface of this host has the address, or if there is none. A job of
+    several nodes is assumed to have rank 0 on another host, on the default route.
+    """
+    chosen = os.environ.get(VARIABLE, "").split(",")[0]
+    if chosen:
+        return chosen, next(iter(addresses_of().get(chosen, [])), "")
+    address = _meaning(socket.gethostname())
+    if _stays_here(address):
+        address = (own_address(_ELSEWHERE) if nodes > 1 else "") or address or "127.0.0.1"
+    return interface_of(address), address
+
+
 def gloo_hint(error: Exception, host: str) -> str:
     """Return a remedy for a Gloo error that the wrong interface causes.
 
@@ -123,8 +139,8 @@ def gloo_hint(error: Exception, host: str) -> str:
         )
     else:
         told = (
-            f"{VARIABLE} is not set, so the others were told {_meaning(here) or 'no address'}, "
-            f"which the name of this host, {here}, means"
+            f"{VARIABLE} is not set, so the other ranks were sent "
+            f"{_meaning(here) or 'no address'}, to which the name of this host, {here}, resolves"
         )
     better = interface_of(own_address(host))
     names = (

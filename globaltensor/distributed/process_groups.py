@@ -206,8 +206,8 @@ def _agree(
         raise WorldError(
             f"init_process_group asks for {', '.join(asked)}, but this process already is rank "
             f"{here.rank} of {here.size} with backend {here.backend!r}, "
-            "since it was first asked for its rank or for a placement: call init_process_group "
-            "before that, or destroy_process_group() first"
+            "since the first call that needed its rank or a placement: call init_process_group "
+            "before such a call, or call destroy_process_group() first"
         )
     if timeout is not None and "mpi" not in backend_names(here.backend):
         torch_private.set_timeout(dist.group.WORLD, timeout)

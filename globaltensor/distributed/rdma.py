@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..errors import WorldError
 from .backends.select import backend_names
 from .process_groups import start
-from .world import World, running
+from .world import running
+from .world_base import World
 
 __all__ = ["destroy_rdma", "devices", "init_rdma", "rdma_is_initialized"]
 
@@ -57,7 +58,7 @@ def _missing(backend: str, folder: Path) -> str:
             f"NCCL {nccl} available here, mpi needs an MPI built with UCX"
         )
     if "nccl" in backend_names(backend) and os.environ.get(_OFF, "0") != "0":
-        return f"NCCL's leave to use it: {_OFF} is set; unset it"
+        return f"permission for NCCL to use RDMA: {_OFF} is set; unset it"
     return ""
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..errors import WorldError, noted
 from .communicator import Channel, Communicator, Message
-from .world import World, set_world
+from .world import set_world
+from .world_base import World
 
 __all__ = ["SimulatedWorld", "simulate"]
 
@@ -163,7 +164,7 @@ class _SimulatedComm(Communicator):
             gone = {r: how for r, how in self.world.hall.gone.items() if r in self.ranks}
             why = (
                 ", ".join(f"rank {r} has {how}" for r, how in gone.items())
-                or f"one of them did not come within {self.world.hall.timeout:g} s"
+                or f"one of them did not join within {self.world.hall.timeout:g} s"
             )
             raise WorldError(
                 f"rank {self.world.rank} waited in a collective among ranks {list(self.ranks)}, "
@@ -217,7 +218,7 @@ class _Asked(Message):
             why = (
                 f"it has {hall.gone[source]}"
                 if source in hall.gone
-                else f"nothing came within {hall.timeout:g} s"
+                else f"no message arrived within {hall.timeout:g} s"
             )
             raise WorldError(
                 f"rank {self._channel.target} waited for a message from rank {source}, but {why}"

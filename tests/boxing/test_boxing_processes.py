@@ -1,5 +1,5 @@
-"""Boxing between real processes over gloo: every dtype, tensors with gaps, gradients on two of
-them; groups in any order of ranks on all four."""
+"""Tests of boxing between real processes over gloo. Two of the processes test every dtype, tensors
+with gaps, and gradients. All four test groups in any order of ranks."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.sweep(2)
 def test_processes(shared: str, tmp_path: pathlib.Path) -> None:
-    """All processes run `work`, below; the first to fail ends the others. Through memory that they
-    share, and by gloo alone."""
+    """All processes run `work`, below, and the first failure ends the others. They communicate
+    through shared memory, and through gloo alone."""
     env = {
         **os.environ,
         VARIABLE: shared,
@@ -206,7 +207,7 @@ def collectives() -> None:
 
 
 def under_way() -> None:
-    """All-reduces that go beside the computation, of few and of many elements, of every dtype,
+    """Run all-reduces that overlap with computation: of few and many elements, of every dtype, with
     dropped ones between them."""
     from globaltensor.distributed.world import world
 
@@ -234,7 +235,7 @@ def under_way() -> None:
                     mine = parts[comm.index].clone()
                     handle = comm.all_reduce_async(mine, op)
                     if n == 7:
-                        comm.all_reduce_async(parts[comm.index].clone(), op)  # nobody waits for it
+                        comm.all_reduce_async(parts[comm.index].clone(), op)  # never awaited
                     handle.wait()
                     handle.wait()
                     wide = torch.stack(
@@ -298,7 +299,8 @@ def groups() -> None:
             for p in draw.choices(placements, k=2)
         )
         check(shape, src, dst)
-    # Longer than an all-to-all of copies carries, and than one can count.
+    # Tensors larger than the limit of an all-to-all with copies, and larger than torch's all-to-all
+    # can count.
     line, turned, (short, long) = placements[0], placements[-1], ((64, 4099), (300, 700))
     for a, b in (
         (split(0), broadcast),
@@ -313,7 +315,7 @@ def groups() -> None:
                 Spec.make(short, torch.float64, place, a),
                 Spec.make(short, torch.float64, place, b),
             )
-    process_group_comm._LONGEST = 1 << 16  # type: ignore[misc]
+    process_group_comm._MAX_GLOO_BYTES = 1 << 16  # type: ignore[misc]
     check(
         long,
         Spec.make(long, torch.float64, line, split(0)),

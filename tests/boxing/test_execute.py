@@ -1,4 +1,4 @@
-"""Values, gradients and traffic of boxing, on simulated ranks, against an oracle that only slices
+"""Tests of the values, gradients and traffic of boxing on simulated ranks. The oracle only slices
 and adds."""
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ GRID = Placement("cpu", [[0, 1], [2, 3]])
 
 
 def share(full: torch.Tensor, spec: Spec, rank: int) -> torch.Tensor:
-    """What ``rank`` holds of ``full``; the parts of a partial differ from rank to rank."""
+    """Return the local tensor of ``full`` on ``rank``. Partial local tensors differ from rank to
+    rank."""
     if spec.placement.coordinate(rank) is None:
         return torch.empty(0, dtype=full.dtype)
     offsets, lengths = spec.box(rank)
@@ -55,7 +56,8 @@ def share(full: torch.Tensor, spec: Spec, rank: int) -> torch.Tensor:
 
 
 def assemble(parts: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """The whole tensor from what each rank holds; broadcast ranks must agree to the last bit."""
+    """Assemble the global tensor from the local ones. Broadcast ranks must agree to the last
+    bit."""
     coordinates = {r: spec.placement.coordinate(r) or () for r in spec.placement.flat}
     full = torch.zeros(spec.shape, dtype=spec.dtype)
     seen: dict[Any, torch.Tensor] = {}
@@ -181,7 +183,7 @@ def test_other_partials(reduce: Sbp) -> None:
     ]
     agree(3, full, from_partial)
     two = [(reduce, P), (S(0), reduce), (reduce, B), (reduce, reduce)]
-    if "norm" not in reduce.reduce:  # the parts of a sum may be negative, those of a norm not
+    if "norm" not in reduce.reduce:  # partial sums may be negative, local norms may not
         two.append((P, reduce))
     mixed = [
         (Spec.make(full.shape, full.dtype, GRID, x), Spec.make(full.shape, full.dtype, GRID, y))
@@ -201,8 +203,8 @@ def test_other_partials(reduce: Sbp) -> None:
 def gradients(
     full: torch.Tensor, weight: torch.Tensor, src: Spec, dst: Spec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second gradient of sum(w * x^3) computed where ``dst`` lives, as they lie on
-    ``src`` (dual)."""
+    """Return the first and second gradient of sum(w * x^3), computed on the placement of ``dst``.
+    The gradients have the dual layout of ``src``."""
     here = world().rank
     x = share(full, src, here).requires_grad_()
     y = box(box(x, src, dst), dst, dst.replicated())
@@ -211,7 +213,7 @@ def gradients(
         (y**3 * (weight if y.shape == weight.shape else 1)).sum(), x, one(dst), create_graph=True
     )
     whole = box(g, src.dual(), src.replicated())
-    if not whole.requires_grad:  # a rank that stands outside both
+    if not whole.requires_grad:  # a rank outside both placements
         return g, g
     (h,) = torch.autograd.grad((whole * whole).sum(), x, one(src))
     return g.detach(), h

@@ -1,4 +1,4 @@
-"""Laws of plans, on specs alone: nothing here communicates."""
+"""Tests of the laws of plans, on specs alone, without communication."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_no_detour_is_cheaper(data: st.DataObject, shape: tuple[int, int]) -> No
 
 
 def test_a_small_tensor_is_padded_and_summed_over_both_axes_at_once() -> None:
-    """One all-reduce of four ranks starts once; a gather and an all-reduce start twice."""
+    """A small tensor is padded and summed over both axes at once. One all-reduce of four ranks
+    starts once, but a gather and an all-reduce start twice."""
     src, dst = make((1, 1), GRID, partial_sum, split(0)), make((1, 1), GRID, broadcast, broadcast)
     assert [m.kind for m in plan_boxing(src, dst).moves] == ["pad", "all_reduce"]
     large = [
@@ -178,7 +179,7 @@ def test_between_placements() -> None:
     assert kinds(
         make(shape, here, broadcast), make(shape, Placement("cuda", [0, 1]), broadcast)
     ) == ["copy"]
-    # one holder: pieces go over once and are gathered there
+    # one source rank: shards are sent once and gathered on the destination
     assert kinds(make(shape, Placement("cpu", [0]), broadcast), make(shape, there, broadcast)) == [
         "exchange",
         "all_gather",
@@ -187,7 +188,7 @@ def test_between_placements() -> None:
         kinds(make(shape, here, partial_sum), make(shape, there, partial_sum))[0]
         == "reduce_scatter"
     )
-    # the same boxes on the same ranks, written otherwise
+    # the same boxes on the same ranks, in another notation
     assert (
         plan_boxing(make(shape, LINE, split(0)), make(shape, GRID, split(0), split(0))).bytes == 0
     )
@@ -243,8 +244,9 @@ def test_costs_are_sane() -> None:
 
 
 def test_a_move_that_others_must_come_to_waits_for_them() -> None:
-    """Of the moves in the middle of a step each costs the ranks' rank_skew besides; what stays on a
-    rank does not, nor the sum of gradients at its end."""
+    """A move that needs other ranks waits for them. Each such move in the middle of a step also
+    costs the ranks' rank_skew. A move within a rank does not wait, and neither does the sum of
+    gradients at the end of the step."""
     line, (together, apart) = Placement("cpu", [0, 1]), (Cluster(), Cluster(rank_skew=1.0))
 
     def seconds(before: Sbp, after: Sbp, cluster: Cluster) -> float:
@@ -281,7 +283,8 @@ def overlap(
 @settings(max_examples=300, deadline=None)
 @given(st.data(), SHAPES)
 def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int, int]) -> None:
-    """It is summed up without looking at pairs of ranks."""
+    """The traffic of an exchange is counted without enumerating pairs of ranks. It equals a count
+    box by box."""
     whole = [broadcast, *[e for e in ENTRIES if e.is_split]]
     places = [*PLACEMENTS, Placement("cpu", [[7, 2, 0], [1, 8, 4]])]
     ends = [
@@ -311,7 +314,7 @@ def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int
         taker, other = pair
         assert taker // 3 != other // 3
         assert (src.box(other), taker) in met
-    elif len(boxes) == len(src.placement.flat):  # each from the only one that has it
+    elif len(boxes) == len(src.placement.flat):  # every box is sent by the only rank that has it
         assert all(
             q // 3 == r // 3 for (box, q) in met for r in src.placement.flat if src.box(r) == box
         )

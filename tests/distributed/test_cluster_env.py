@@ -1,5 +1,5 @@
-"""The variables that each way to start ranks sets, as recorded from it, and what they are read
-as."""
+"""Tests of the environment variables that each way to start ranks sets, as recorded from it, and of
+the values detected from them."""
 
 from __future__ import annotations
 

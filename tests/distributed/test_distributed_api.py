@@ -1,5 +1,5 @@
-"""flow.distributed, flow.comm, flow.env: every collective in every way; the world that starts by
-itself beside init_process_group; what is told of mistakes."""
+"""Tests of flow.distributed, flow.comm and flow.env: every collective in every variant, a world
+that starts automatically together with init_process_group, and the errors for mistakes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def in_oneflows_spelling() -> None:
         (4, 3),
         (2, 3, 2),
         (12,),
-    ):  # what torch takes, and what says only how many there are
+    ):  # shapes that torch accepts, and one that only has the right number of elements
         comm.reduce_scatter_tensor(parts.zero_(), torch.arange(12.0).reshape(shape))
         assert parts.flatten().tolist() == [2.0 * (6 * rank + i) for i in range(6)]
     comm.reduce_scatter_tensor(gaps[0], mine.repeat(2))
@@ -94,7 +95,7 @@ def in_oneflows_spelling() -> None:
     with pytest.raises(ShapeError, match="1 entries for 2 ranks"):
         comm.all_gather([mine], mine)
     gathered = [torch.empty(2), torch.empty(2)]
-    comm.gather(mine, gathered, dst=1)  # the list is looked at on the receiver alone
+    comm.gather(mine, gathered, dst=1)  # only the receiver reads the list
     assert rank == 0 or [t.tolist() for t in gathered] == [[0, 0], [1, 1]]
 
 
@@ -141,7 +142,7 @@ def sparse_sum() -> list[Any]:
     rank = flow.env.get_rank()
     with (
         torch.sparse.check_sparse_tensor_invariants()
-    ):  # torch 2.11 warns where only the call asks for it
+    ):  # torch 2.11 warns if only the call asks for the check
         x = torch.sparse_coo_tensor([[0, 2 + rank]], torch.tensor([1.0, 2.0]) * (rank + 1), (4,))
     y = x.clone()
     dist.all_reduce(x)
@@ -158,10 +159,39 @@ def test_flow_comm_refuses_what_does_not_fit() -> None:
     run_on(2, a_result_that_does_not_fit)
 
 
+def _messages_to_nobody() -> list[str]:
+    here, x, found = flow.env.get_rank(), torch.ones(1), []
+    calls: list[Callable[[], Any]] = [
+        lambda: flow.comm.send(x, 99),
+        lambda: flow.comm.recv(-1),
+        lambda: flow.distributed.send(x, dst=2),
+        lambda: flow.distributed.recv(x, 99),
+        lambda: flow.distributed.isend(x, 99),
+        lambda: flow.distributed.irecv(x, src=99),
+    ]
+    for call in calls:
+        with pytest.raises(WorldError) as info:
+            call()
+        found.append(str(info.value))
+    # messages go on afterwards
+    if here == 0:
+        flow.comm.send(x, 1)
+    else:
+        assert flow.comm.recv(0).item() == 1.0
+    return found
+
+
+def test_a_message_to_a_rank_that_does_not_exist_is_refused() -> None:
+    for found in run_on(2, _messages_to_nobody):
+        assert found[0] == "send: dst=99 is not a rank of this job, whose ranks are 0 to 1"
+        assert "src=-1" in found[1]
+        assert all("is not a rank of this job" in text for text in found)
+
+
 def test_signatures_are_torchs() -> None:
     for name in set(torch.distributed.distributed_c10d.__all__) - {
         "reduce_op"
-    }:  # (which warns when looked at)
+    }:  # (reading reduce_op warns)
         theirs, ours = getattr(torch.distributed.distributed_c10d, name), getattr(dist, name)
         if inspect.isfunction(theirs) and name != "init_process_group":
             missing = [
@@ -179,7 +209,7 @@ def test_signatures_are_torchs() -> None:
 
 
 def differ(kind: str) -> str:
-    """What this rank is told where the ranks call different things; the group it happened in is
+    """Return the error on this rank where the ranks make different calls. The group of the call is
     lost."""
     rank = flow.env.get_rank()
     group = dist.new_group(timeout=datetime.timedelta(seconds=10))
@@ -192,14 +222,14 @@ def differ(kind: str) -> str:
         "size": lambda: dist.all_reduce(torch.zeros(10 if rank else 1000), group=group),
         "dtype": lambda: dist.all_reduce(
             torch.zeros(4, dtype=torch.int32 if rank else torch.float32), group=group
-        ),  # as many bytes: gloo would add them up
+        ),  # the byte counts agree, so gloo would sum them
         "op": lambda: dist.all_reduce(
             torch.zeros(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group
         ),
         "root": lambda: dist.broadcast(torch.zeros(4), src=rank, group=group),
         "longer than sent": lambda: dist.broadcast(
             torch.zeros(10 if rank else 3), src=0, group=group
-        ),  # gloo would leave the rest as it was
+        ),  # gloo would leave the remaining elements unchanged
         "collective": lambda: (
             dist.barrier(group=group)
             if rank
@@ -248,7 +278,7 @@ def test_an_all_to_all_whose_pairs_differ_is_told() -> None:
 
 
 def mixed_blocking() -> list[float]:
-    """Some ranks may block where others do not; many calls without one that blocks."""
+    """Mix blocking and non-blocking ranks, and start many calls before the first wait."""
     rank = flow.env.get_rank()
     x = torch.full((4,), float(rank))
     work = dist.broadcast(x, src=1, async_op=rank == 0)
@@ -285,7 +315,7 @@ def a_rank_does_not_come() -> float:
     began = time.monotonic()
     if flow.env.get_rank() == 0:
         with pytest.raises(
-            WorldError, match=r"rank 0 calls all_reduce of 3 float32.*but rank 1 did not come"
+            WorldError, match=r"rank 0 calls all_reduce of 3 float32.*but rank 1 did not join"
         ):
             dist.all_reduce(torch.zeros(3), group=group)
     took = time.monotonic() - began
@@ -327,11 +357,12 @@ def test_simulated_ranks_have_no_group(simulated: Any) -> None:
     assert simulated(2, ask) == [(0, 2), (1, 2)]
 
 
-# ------------------------------------------------------------------------------ beginnings and ends
+# -------------------------------------------------------------------- starting and ending the world
 
 
 def beginnings(store: str) -> list[Any]:
-    """The world by itself, then init_process_group, and the other way round; again and again."""
+    """Start the world automatically and then call init_process_group, and the other way round,
+    several times."""
     rank, told = flow.env.get_rank(), list[Any]()
 
     def works() -> None:
@@ -342,7 +373,7 @@ def beginnings(store: str) -> list[Any]:
             (x.tolist(), dist.get_backend(), flow.env.get_rank() == rank, ones.sum().item())
         )
 
-    dist.init_process_group("gloo")  # begun already: agrees
+    dist.init_process_group("gloo")  # the world has begun already, and this call agrees with it
     dist.init_process_group(world_size=2, rank=rank, timeout=datetime.timedelta(seconds=50))
     works()
     with pytest.raises(
@@ -365,7 +396,7 @@ def beginnings(store: str) -> list[Any]:
     dist.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}.3", rank=rank, world_size=2
-    )  # torch's own, behind our back
+    )  # torch's own function, which bypasses this library
     works()
     torch.distributed.destroy_process_group()
     dist.destroy_process_group()
@@ -426,6 +457,7 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.extended
 def test_ranks_that_no_launcher_started_find_out_who_shares_a_machine(tmp_path: Path) -> None:
     (tmp_path / "nodes.py").write_text(NODES)
     assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (
@@ -443,6 +475,7 @@ assert x.tolist() == [2, 2]
 """  # noqa: E501
 
 
+@pytest.mark.extended
 def test_ranks_of_a_launcher_may_meet_at_an_address_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     with reserved_port() as port:
@@ -546,7 +579,7 @@ print("good")
 
 
 def test_a_failing_rank_in_the_pool_is_seen() -> None:
-    """That the checks above can fail."""
+    """A failing rank in the pool raises an error, so the checks above can fail."""
     with pytest.raises(RanksFailed, match="rank 1 of 2"):
         run_on(2, fail_on_one)
 

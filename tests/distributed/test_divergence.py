@@ -1,5 +1,5 @@
-"""Ranks that diverge, plain tensors that differ, replicas that were changed: told on every rank, by
-default, with the user's line first."""
+"""Tests of ranks that diverge, plain tensors that differ and replicas that were changed. By default
+every rank raises an error, which starts with the user's line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows(sbp: Any = None) -> Any:
 
 
 def refused(body: Any, *patterns: str) -> str:
-    """The error of ranks that have diverged; the world goes on afterwards."""
+    """Return the text of the divergence error, then reset the world so that it can go on."""
     with pytest.raises(DivergenceError) as found:
         body()
     world().forget()
@@ -73,7 +73,7 @@ def plain_inputs() -> list[str]:
     )
     model = flow.parallelize(nn.Linear(3, 2), where, "data")
     said.append(refused(lambda: model(mine).sum().backward(), "operand 0 of linear", *held, *mends))
-    for _ in range(3):  # the same batch on all ranks is right
+    for _ in range(3):  # the same batch on all ranks is allowed
         model(torch.ones(4, 3)).sum().backward()
     said.append(refused(lambda: rows() + mine, "operand 1 of add", *held, *mends))
     said.append(refused(lambda: torch.add(mine, rows()), "operand 0 of add", *held))
@@ -94,7 +94,7 @@ def plain_inputs() -> list[str]:
             lambda: flow.local_map(torch.add, S(0), (S(0), S(0)))(rows(), mine), "local_map", *held
         )
     )
-    # Other shapes, such as the rest of an epoch, are other values.
+    # Different shapes, such as the last batch of an epoch, count as different values.
     said.append(
         refused(
             lambda: model(torch.ones(4 - rank, 3)),
@@ -103,16 +103,16 @@ def plain_inputs() -> list[str]:
             *mends,
         )
     )
-    # Masks that each rank draws from a seed of its own.
+    # Each rank draws a mask from its own seed.
     torch.manual_seed(rank)
     said.append(refused(lambda: rows() * torch.rand(4, 3), "torch.manual_seed with one number"))
     torch.manual_seed(0)
-    # What is overwritten may hold anything.
+    # A target that is overwritten may hold any values.
     target = torch.full((4, 3), float(rank))
     target.copy_(rows())
     target[1:] = rows()[1:]
     assert torch.equal(target, torch.arange(12.0).view(4, 3))
-    # NaN is itself, on all ranks.
+    # NaN on all ranks counts as equal.
     assert torch.isnan(rows() + torch.tensor(float("nan"))).all()
     return said
 
@@ -123,11 +123,12 @@ def test_plain_tensors_that_differ_are_refused_at_the_first_meeting() -> None:
 
 
 def later_and_elsewhere() -> None:
-    """A place is looked at again and again, less and less often; every place has its own count."""
+    """Check that a source line is compared repeatedly, less and less often, and that every line has
+    its own count."""
     rank, x = flow.env.get_rank(), rows()
 
     def place(i: int) -> None:
-        x + torch.full((3,), float(rank * (i >= 200)))  # differs from some time on
+        x + torch.full((3,), float(rank * (i >= 200)))  # differs from the 200th call on
 
     def many() -> int:
         for i in range(400):
@@ -178,9 +179,7 @@ def graph_inputs() -> str:
         r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]",
     )
     graph(torch.ones(4, 3))
-    alone = flow.nn.Graph.trace(
-        lambda x: x * 2
-    )  # of plain tensors alone, which are each rank's own
+    alone = flow.nn.Graph.trace(lambda x: x * 2)  # plain inputs alone may differ by rank
     assert alone(torch.full((2,), float(flow.env.get_rank())))[0] == 2 * flow.env.get_rank()
     return text
 
@@ -190,17 +189,18 @@ def test_plain_inputs_of_graphs() -> None:
 
 
 def ranks_outside() -> None:
-    """A rank outside the placement may hold anything; ranks of other placements need not agree."""
+    """Check that a rank outside the placement may hold any values, and that ranks of different
+    placements need not agree."""
     rank = flow.env.get_rank()
     pair = flow.placement("cpu", [1, 3])
     x = torch.ones(4).to_global(pair, S(0), check_meta=False)  # type: ignore[attr-defined]
     y = x + torch.full((8,), float(rank in (1, 3)))
     assert y.to_global(placement=line(), sbp=B).to_local().tolist() == [2.0] * 8
     mine = flow.placement("cpu", [0, 1] if rank < 2 else [2, 3])
-    # replicas of their own
+    # each pair has its own replicas
     z = torch.ones(4).to_global(mine, B, check_meta=False) * (2 if rank < 2 else 3)  # type: ignore[attr-defined]
     assert (z + torch.full((4,), float(rank // 2))).to_local()[0] == (2 if rank < 2 else 4)
-    # A place that ranks come to with tensors of several placements, not all of them equally often.
+    # Ranks run this line with tensors of several placements, not all of them equally often.
     for place in (pair, line(), pair, pair, line(), line()):
         torch.ones(4, 2).to_global(place, B, check_meta=False) + torch.full(
             (2,), float(place is pair)
@@ -215,11 +215,12 @@ def _raise() -> None:
     raise DivergenceError("ranks 3: only those of the placement compare")
 
 
+@pytest.mark.extended
 def test_placements_compare_their_own_ranks() -> None:
     run_on(4, ranks_outside)
 
 
-# ------------------------------------------------------------------------------------ whole loaders
+# ------------------------------------------------------------------------------------- data loaders
 
 
 def loaders() -> None:
@@ -237,7 +238,7 @@ def loaders() -> None:
             assert x.shape == (2 * size, 2)
             seen += label.tolist()
         assert sorted(seen) == list(range(12))
-    # Structures, tensors without dims, values that are no tensors.
+    # Batches may be dicts and contain 0-dim tensors and values that are not tensors.
     one = [
         {"x": torch.full((2, 3), float(rank)), "scale": torch.tensor(2.0), "name": f"rank {rank}"}
     ]
@@ -277,7 +278,7 @@ def loaders_on_four() -> None:
     pair = flow.placement("cpu", [0, 2])
     found = list(
         GlobalBatches([torch.full((2,), float(rank))] if rank in (0, 2) else (), pair)
-    )  # others iterate, too
+    )  # ranks outside the placement iterate, too
     assert [x.shape for x in found] == [(4,)]
 
 
@@ -398,7 +399,8 @@ def test_divergence_is_told_over_gloo(fresh_pool: Any, monkeypatch: pytest.Monke
 
 
 def late() -> int:
-    """Over gloo later collectives are compared at intervals: a divergence is told within one."""
+    """Over gloo, check that later collectives are compared at intervals: a divergence raises an
+    error within one interval."""
     comm = world().comm((0, 1))
     while comm._collectives < ALWAYS_COMPARED + 3:
         rows().sum().item()
@@ -426,7 +428,8 @@ def test_later_collectives_are_compared_at_intervals(
 
 
 def alone() -> None:
-    """What one rank may do alone: look at what is whole, at plain tensors, at its own part."""
+    """Run what one rank may do alone: read replicated tensors, plain tensors and its own local
+    tensor."""
     x = rows()
     whole, loss = x.to_global(sbp=B), x.sum().to_global(sbp=B)
     value = x.numpy()
@@ -484,7 +487,7 @@ def replicas() -> list[str]:
     split = flow.parallelize(nn.Linear(4, 4), where, "fsdp")
     with torch.no_grad():
         split.weight.to_local().mul_(1.0 + rank)  # type: ignore[union-attr,operator]
-    flow.check_replicas(split)  # parts are each rank's own
+    flow.check_replicas(split)  # local tensors of a split parameter may differ by rank
     return said
 
 
@@ -514,7 +517,7 @@ def test_the_guard_compares_replicas() -> None:
     same_on_all(run_on(2, replicas_in_guard_mode))
 
 
-# ----------------------------------------------------------------------------------- whole programs
+# -------------------------------------------------------------------------------- complete programs
 
 PROGRAM = """
 import torch
@@ -543,11 +546,12 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.sweep(2)
 def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: str) -> None:
     code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared)
     assert code == 1
     own, _, summary = said.partition("globaltensor.launch:")
-    for text in (own, summary):  # the error of the rank, and the launcher's summary, alike
+    for text in (own, summary):  # the rank's error and the launcher's summary say the same
         assert re.search(
             r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: "
             r"print\(x\)\n",
@@ -568,6 +572,7 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: s
 
 @pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])
 @pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.sweep(4)
 def test_a_divergence_after_the_last_collective_is_told_at_the_end(
     tmp_path: Path, shared: str, program: str
 ) -> None:
@@ -595,7 +600,7 @@ def test_errors_show_the_lines_of_the_user_alone() -> None:
 
 
 def unseeded() -> tuple[list[float], float, list[float]]:
-    """Draws of a program that has not seeded: torch seeds each process otherwise."""
+    """Draw in a program without a seed: torch gives each process a different seed."""
     where = line()
     own = torch.initial_seed()
     x = flow.randn(3, placement=where, sbp=B)

@@ -1,4 +1,5 @@
-"""Who is this process? Pure detection from variables, and what flow.env answers."""
+"""Tests of how a process finds its rank: pure detection from environment variables, and the answers
+of flow.env."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""How ranks end: a process group that outlives its world would keep threads that want Python's lock
-when the interpreter is already gone."""
+"""Tests of how ranks end. A process group that outlives its world would keep threads that need
+Python's lock after the interpreter has gone."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import atexit, sys, weakref
@@ -57,6 +59,7 @@ def launched(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.extended
 def test_no_process_group_outlives_the_world(tmp_path: Path) -> None:
     done = launched(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""Several hosts: the launcher on each, a training step across them, the network interface, and
-hosts that go away.
+"""Tests on several hosts: the launcher on each, a training step across them, the network interface,
+and hosts that fail.
 
 The hosts are network namespaces where this machine allows them, else loopback addresses
 (support/hosts.py): the test's name says which.
@@ -33,7 +33,7 @@ def network() -> Iterator[Network]:
 
 
 class Job:
-    """The launcher on every host, in one folder."""
+    """A job of one launcher per host, all in one folder."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Job:
             self.processes.append(host.start(command, folder / f"output.{i}", variables))
 
     def wait(self, *of: int, seconds: float = LIMIT) -> None:
-        """Until the launchers of these hosts (all) have ended, and all that they had started."""
+        """Wait until the launchers of these hosts (default: all) and all their processes have
+        ended."""
         numbers = of or range(len(self.processes))
         assert within(
             seconds, lambda: all(self.processes[i].poll() is not None for i in numbers)
@@ -80,7 +81,7 @@ class Job:
             )
 
     def wait_for(self, name: str, n: int) -> None:
-        """Until ``n`` ranks have written this file."""
+        """Wait until ``n`` ranks have written this file."""
 
         def there() -> bool:
             return len(list(self.folder.glob(f"{name}.*"))) >= n or any(
@@ -152,7 +153,7 @@ torch.save(told, f"told.{flow.env.get_rank()}")
 
 
 def plain() -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and weights of the same steps by torch on one device."""
+    """Compute losses and weights of the same steps by torch on one device."""
     names: dict[str, object] = {}
     exec(MODEL, names)
     weights = [w.requires_grad_() for w in names["weights"]()]  # type: ignore[operator]
@@ -174,16 +175,19 @@ def check_step(job: Job, nproc: int) -> list[dict[str, object]]:
 
 
 def test_a_training_step_across_hosts(network: Network, tmp_path: Path) -> None:
-    """Two hosts with two ranks each: data parallel from host to host, tensor parallel on each."""
+    """Two hosts with two ranks each train data-parallel across the hosts and tensor-parallel within
+    each."""
     check_step(Job(network, tmp_path, STEP, nproc=2), 2)
 
 
 @needs_namespaces
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "c10d"])
+@pytest.mark.extended
 def test_host_names_that_mean_the_host_itself(
     dynamic: bool, network: Network, tmp_path: Path
 ) -> None:
-    """As Debian has it: the host's own name is 127.0.1.1, and the others' names are unknown."""
+    """The host's own name resolves to 127.0.1.1, as on Debian, and the other hosts' names are
+    unknown."""
     for host in network.hosts:
         network.name_resolves_to(host, "127.0.1.1")
     told = check_step(Job(network, tmp_path, STEP, dynamic=dynamic), 1)
@@ -222,6 +226,7 @@ def test_the_interface_that_is_named(network: Network, tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.extended
 def test_an_interface_that_leads_nowhere(
     name: str, says: Sequence[str], network: Network, tmp_path: Path
 ) -> None:
@@ -246,6 +251,7 @@ while True:
 """
 
 
+@pytest.mark.extended
 def test_a_host_whose_processes_are_killed(network: Network, tmp_path: Path) -> None:
     job = Job(network, tmp_path, FOR_EVER)
     job.wait_for("here", 2)
@@ -259,9 +265,10 @@ def test_a_host_whose_processes_are_killed(network: Network, tmp_path: Path) -> 
 
 
 @needs_namespaces
+@pytest.mark.extended
 def test_a_host_whose_cable_is_pulled(network: Network, tmp_path: Path) -> None:
-    """Nobody is told: only time tells. The rank's own wait is long here, so it is the launchers who
-    miss each other."""
+    """No process receives a message about the lost host, so only timeouts can detect it. The ranks'
+    own timeout is long here, so the launchers detect it."""
     job = Job(
         network, tmp_path, FOR_EVER, "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=5"
     )
@@ -272,7 +279,7 @@ def test_a_host_whose_cable_is_pulled(network: Network, tmp_path: Path) -> None:
     for i in range(2):
         assert f"node {1 - i} has been silent for" in job.output(i), job.said()
         assert "its launcher is dead, or its network" in job.output(i), job.said()
-        assert "this node's 1 rank had to end with it" in job.output(i), job.said()
+        assert "this node's 1 rank had to be stopped too" in job.output(i), job.said()
 
 
 @pytest.mark.slow
@@ -345,7 +352,7 @@ time.sleep(300)
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TMPDIR": str(tmp_path),
-    }  # who is killed leaves files behind
+    }  # a killed process leaves files behind
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -369,7 +376,7 @@ def in_namespaces(spaces: Sequence[str]) -> list[str]:
     return found
 
 
-# ------------------------------------------------------------------- the interface that leads there
+# ---------------------------------------------------------------------------- the network interface
 
 
 def test_ways_that_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:

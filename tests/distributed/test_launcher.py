@@ -1,5 +1,5 @@
-"""The launcher: what it tells the ranks, what it says when one fails, and that nothing stays
-behind. Linux's /proc shows who is alive."""
+"""Tests of the launcher: the values it sends to the ranks, its report when a rank fails, and that
+no process stays behind. Linux's /proc shows which processes are alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
 
-from globaltensor.__main__ import doctor
 from globaltensor.distributed.launch import main, reserved_port
 from globaltensor.errors import WorldError
 
@@ -29,7 +28,7 @@ sleep()
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """Writes a script, whose processes are gone afterwards."""
+    """Yield a function that writes a script, and end the script's processes afterwards."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     yield lambda body: write_script(tmp_path, body)
     end(tmp_path)
@@ -126,8 +125,8 @@ def test_what_ranks_write_is_passed_on_in_whole_lines(
     )
     assert main(["--nproc_per_node", "2", path]) == 0
     lines = capfd.readouterr().err.splitlines()
-    # A line is passed on unfinished only where a rank falls silent in its middle: with the machine
-    # busy that may happen.
+    # A line is passed on unfinished only if a rank pauses in the middle of the line. On a busy
+    # machine that may happen.
     assert (
         sum(line in {f"{rank} line {i}" for rank in range(2) for i in range(200)} for line in lines)
         >= 390
@@ -168,7 +167,7 @@ def test_one_failure_ends_all(
     assert time.monotonic() - began < 10
     assert not alive(tmp_path)
     said = capfd.readouterr().err
-    for text in [*says, "the other 2 ranks of this node had to end with it"]:
+    for text in [*says, "the other 2 ranks of this node had to be stopped too"]:
         assert text in said
 
 
@@ -231,7 +230,7 @@ def test_the_launchers_end_is_the_ranks_end(
 def test_a_reserved_port_is_nobody_elses() -> None:
     with reserved_port() as one, reserved_port() as two:
         assert one != two
-        with socket.socket() as rank0:  # as torch's store does
+        with socket.socket() as rank0:  # torch's store binds in the same way
             rank0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             rank0.bind(("127.0.0.1", one))
             rank0.listen()
@@ -285,7 +284,7 @@ def test_a_program_that_cannot_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert "cannot run no-such-program: No such file or directory" in capfd.readouterr().err
 
 
-def test_the_command_line_shows_its_options_and_the_doctor_looks() -> None:
+def test_the_command_line_shows_its_options() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "globaltensor", "launch", "-h"],
         capture_output=True,
@@ -305,4 +304,3 @@ def test_the_command_line_shows_its_options_and_the_doctor_looks() -> None:
         "logdir",
     ):
         assert f"--{option}" in done.stdout
-    assert {"python", "torch", "cores", "backends", "world"} <= doctor().keys()

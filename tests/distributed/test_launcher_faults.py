@@ -1,5 +1,5 @@
-"""Ranks that die, hang, disagree or come again under the real launcher: each ends in bounded time,
-says who and why, and leaves no process."""
+"""Tests of ranks that die, hang, disagree or restart under the real launcher. Each run ends in
+bounded time, names the rank and the reason, and leaves no process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(folder: Path, body: str, *options: object, n: int = 2) -> int:
-    """The launcher in this process, on n ranks -> its exit code."""
+    """Run the launcher in this process, on n ranks, and return its exit code."""
     return main(["--nproc_per_node", str(n), *map(str, options), write_script(folder, body)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.sweep(2)
 def test_a_rank_killed_in_the_middle(
     backend: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,10 +56,11 @@ def test_a_rank_killed_in_the_middle(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.sweep(2)
 def test_a_rank_that_hangs(
     backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The others' collective times out; the rank that hangs does not even heed SIGTERM."""
+    """The other ranks' collective times out. The hanging rank ignores even SIGTERM."""
     monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "3")
     body = (
         f"{COLLECTIVE}\nif rank == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    "
@@ -76,6 +78,7 @@ def test_a_rank_that_hangs(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.sweep(2)
 def test_ranks_with_other_shapes(
     backend: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +95,8 @@ def test_ranks_with_other_shapes(
 def test_the_rank_that_failed_is_told_before_those_who_noticed(
     late: float, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Who waits for a rank that has raised ends too, and may be gone before it."""
+    """A rank that waits for the failed rank ends too, possibly before it. The failed rank is
+    reported all the same."""
     body = f"""
 import atexit
 here()
@@ -112,7 +116,8 @@ raise RuntimeError("Read error [127.0.0.1]:31649: Connection reset by peer")
 
 
 def test_why_a_rank_was_aborted_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """C++ says why, Python says where, and which modules it had loaded."""
+    """The report contains the reason from C++ and the location from Python, without the list of
+    loaded extension modules."""
     body = """
 if rank == 0:
     sys.stderr.write("terminate called after throwing an instance of 'gloo::EnforceNotMet'\\n  what():  64 vs 32. Is there a collective mismatch?\\n")
@@ -138,10 +143,12 @@ sleep()
     ],
     ids=["exit", "raise"],
 )
+@pytest.mark.sweep(2)
 def test_a_failure_in_an_mpi_world(
     does: str, code: int, says: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """mpirun is there, but the launcher decides and reports: the others get the time they need."""
+    """mpirun runs the ranks, but the launcher decides and reports. The other ranks get the time to
+    end cleanly."""
     body = f"""
 import mpi4py
 mpi4py.rc.finalize = False  # it would wait for the others
@@ -164,6 +171,7 @@ time.sleep(100)
 
 @needs_mpi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.sweep(2)
 def test_the_launcher_of_an_mpi_world_dies(number: signal.Signals, folder: Path) -> None:
     path = write_script(folder, "import subprocess\nsubprocess.Popen(['sleep', '100'])\nsleep()")
     with Launched(folder, "--nproc_per_node", 2, "--backend", "mpi", path) as launcher:
@@ -188,15 +196,15 @@ def test_mpirun_dies(folder: Path) -> None:
         assert launcher.code(20) != 0
         launcher.says(
             r"mpirun was ended by SIGKILL \(signal 9\)\n.*the 2 ranks that it connected had to "
-            r"end with it"
+            r"be stopped too"
         )
         assert nobody_left(folder)
 
 
 @needs_mpi
 def test_output_and_logs_of_an_mpi_world(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # Each line in one write: Python's print makes several where it does not buffer, and those of
-    # two ranks may fall between one another.
+    # Each line is one write. Python's unbuffered print makes several writes, and those of two ranks
+    # may interleave.
     body = (
         "sys.stdout.write(f\"out {rank} {os.environ['GLOBALTENSOR_BACKEND']}\\n\"); "
         'sys.stderr.write(f"err {rank}\\n")'
@@ -226,8 +234,8 @@ def test_output_and_logs_of_an_mpi_world(folder: Path, capfd: pytest.CaptureFixt
 
 @needs_mpi
 def test_mpirun_keeps_its_files_apart(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Open MPI's own place is named by mpirun's pid: what a killed one left there keeps the next of
-    that pid from starting."""
+    """mpirun's pid names Open MPI's own folder. Files left there by a killed mpirun prevent the
+    next one with that pid from starting."""
     assert (
         run(folder, 'print(os.environ["PMIX_SERVER_TMPDIR"], flush=True)', "--backend", "mpi") == 0
     )
@@ -291,8 +299,8 @@ def test_restarts_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_collectives_work_again_after_a_restart(folder: Path) -> None:
-    """What the first attempt left in the store would send the second to addresses where nobody
-    is."""
+    """Entries that the first attempt left in the store must not be used: their addresses are no
+    longer valid."""
     body = COLLECTIVE + (
         "if attempt == 0 and rank == 0: sys.exit(3)\n(folder / "
         "f'sum.{attempt}.{rank}').write_text(str(x[0].item()))\n"
@@ -357,8 +365,8 @@ def test_a_rank_that_is_not_shown_is_still_reported(
 
 
 def test_a_terminal_stays_one(folder: Path) -> None:
-    """Progress bars look whether stderr is a terminal; output through it arrives as it was
-    written."""
+    """Progress bars check whether stderr is a terminal. Output through the launcher's terminal
+    arrives unchanged."""
     import pty
 
     path = write_script(folder, "sys.stderr.write(f'tty {sys.stderr.isatty()}\\rdone {rank}\\n')")
@@ -381,10 +389,10 @@ def test_a_terminal_stays_one(folder: Path) -> None:
     ("arguments", "says"),
     [
         (["--nnodes", "1:2", __file__], "--rdzv_backend c10d needs --rdzv_endpoint HOST:PORT"),
-        (["--nnodes", "two", __file__], "--nnodes two: a number of nodes"),
+        (["--nnodes", "two", __file__], "--nnodes two: must be a number of nodes"),
         (
             ["--nproc_per_node", "many", __file__],
-            "--nproc_per_node many: a number, auto, cpu or gpu",
+            "--nproc_per_node many: must be a number, auto, cpu or gpu",
         ),
         (
             ["--rdzv_backend", "nowhere", "--rdzv_endpoint", "localhost:1", __file__],
@@ -393,7 +401,7 @@ def test_a_terminal_stays_one(folder: Path) -> None:
         (["--rdzv_conf", "timeout", __file__], "it must be KEY=VALUE"),
         (["--rdzv_conf", "timeout=soon", __file__], "timeout=soon: a number is needed"),
         (["--standalone", "--nnodes", "2", __file__], "--standalone is for one node"),
-        (["--tee", "7", __file__], "--tee 7: 0 nothing, 1 stdout"),
+        (["--tee", "7", __file__], "--tee 7: must be 0 nothing, 1 stdout"),
         (["--local_ranks_filter", "a", __file__], "--local_ranks_filter a"),
         (["--max_restarts", "-1", __file__], "--max_restarts"),
     ],

@@ -1,5 +1,5 @@
-"""Several nodes, each a launcher of its own on this machine: they meet, agree, and none outlives
-another's failure."""
+"""Tests of several nodes, each with its own launcher on this machine. They meet, agree, and none
+outlives the failure of another."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def told(folder: Path, attempt: int = 0) -> list[dict[str, str]]:
     return sorted(found, key=lambda variables: int(variables["RANK"]))
 
 
+@pytest.mark.extended
 def test_ranks_go_on_from_node_to_node(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
     with Launched(folder, *nodes(port, 1, path, nproc=2)) as other:
@@ -90,7 +91,7 @@ def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
         two.says(r"rank 1 \(local rank 0, .*ended with exit code 7")
         one.says(
             rf"node 1 \({socket.gethostname()}\) has failed: rank 1 .*ended with exit code "
-            rf"7\n.*this node's 1 rank had to end with it"
+            rf"7\n.*this node's 1 rank had to be stopped too"
         )
     assert nobody_left(folder)
 
@@ -105,6 +106,7 @@ def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sweep(2)
 def test_a_launcher_that_dies_ends_all(
     number: signal.Signals, victim: int, folder: Path, port: int
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_launcher_that_dies_ends_all(
     ],
     ids=["nproc_per_node", "nnodes"],
 )
+@pytest.mark.sweep(2)
 def test_nodes_started_otherwise(
     first: dict[str, int], second: dict[str, int], says: str, folder: Path, port: int
 ) -> None:
@@ -208,7 +211,7 @@ def test_a_node_that_does_not_come(
         main([*map(str, nodes(port, 0, "--rdzv_conf", "timeout=1", write_script(folder, TELL)))])
         == 2
     )
-    assert f"node 1 of 2 has not come to 127.0.0.1:{port} within 1 s" in capfd.readouterr().err
+    assert f"node 1 of 2 has not connected to 127.0.0.1:{port} within 1 s" in capfd.readouterr().err
 
 
 def test_a_master_that_is_elsewhere(
@@ -227,7 +230,7 @@ def test_a_master_that_is_elsewhere(
         )
         == 2
     )
-    assert f"node 0 does not reach itself at no-such-host.invalid:{port}" in capfd.readouterr().err
+    assert f"node 0 cannot reach itself at no-such-host.invalid:{port}" in capfd.readouterr().err
 
 
 def test_a_signal_ends_the_wait_for_other_nodes(folder: Path, port: int) -> None:
@@ -238,6 +241,7 @@ def test_a_signal_ends_the_wait_for_other_nodes(folder: Path, port: int) -> None
         assert nobody_left(folder)
 
 
+@pytest.mark.extended
 def test_all_nodes_start_again(folder: Path, port: int) -> None:
     path = write_script(
         folder, TELL + "here()\nif attempt == 0:\n    if rank == 1: sys.exit(3)\n    sleep()"
@@ -275,8 +279,8 @@ def elastic(port: int, *more: object, nnodes: str = "1:2") -> list[object]:
 
 @pytest.mark.slow
 def test_an_elastic_job_grows_and_shrinks(folder: Path, port: int) -> None:
-    """One node begins alone; a second joins, and all start again as two; the second dies, and the
-    first goes on alone."""
+    """One node begins alone. A second node joins, and all ranks restart as two. The second node
+    dies, and the first goes on alone."""
     body = """
 (folder / f"world.{os.environ['WORLD_SIZE']}.{rank}.{os.getpid()}").touch()
 wait_for("end", 1)
@@ -294,6 +298,7 @@ wait_for("end", 1)
     assert nobody_left(folder)
 
 
+@pytest.mark.extended
 def test_a_dynamic_rendezvous_of_two_nodes(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
     with (

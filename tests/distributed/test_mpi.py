@@ -1,5 +1,5 @@
-"""The backend "mpi": what torch.distributed offers, on ranks that mpirun starts, against values
-worked out here."""
+"""Tests of the backend "mpi": the functions of torch.distributed, on ranks started by mpirun,
+against values computed here."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ _KINDS = {
 
 @functools.cache
 def _group(ranks: tuple[int, ...]) -> Any:
-    """A group made by its members alone."""
+    """Return a group that its members alone create."""
     flow.env.get_rank()
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else _made_by_members(ranks)
 
 
 def _made_by_members(ranks: Sequence[int], **options: Any) -> Any:
-    """Since 2.14 torch counts such groups on the members alone, and by that count names groups that
-    all make later: later tests would wait for each other."""
+    """Create a group on its members alone, and restore torch's group count. Since 2.14 torch counts
+    such groups on the members alone. That count names the groups that all ranks create later, so
+    later tests would wait for each other."""
     world: Any = dist.distributed_c10d._world
     count = world.group_count
     try:
@@ -81,7 +82,7 @@ def _made_by_members(ranks: Sequence[int], **options: Any) -> Any:
 
 
 def _term(rank: int, dtype: torch.dtype, n: int) -> list[Any]:
-    """Small numbers, exact in every dtype and under every reduction."""
+    """Return small numbers, exact in every dtype and under every reduction."""
     numbers = [(i * (rank + 1) + rank) % 3 for i in range(n)]
     if dtype is torch.bool:
         return [bool(x % 2) for x in numbers]
@@ -115,7 +116,8 @@ def _same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def _reduce_all(ranks: tuple[int, ...], sizes: list[int]) -> int:
-    """all_reduce, reduce and reduce_scatter in every reduction and dtype -> how many."""
+    """Check all_reduce, reduce and reduce_scatter in every reduction and dtype. Return the number
+    of checks."""
     me, count = flow.env.get_rank(), 0
     if me not in ranks:
         return 0
@@ -152,13 +154,14 @@ def test_reductions_of_every_dtype(ranks: tuple[int, ...]) -> None:
     assert max(run_by_mpi(2, _reduce_all, ranks, [0, 1, 5])) > 100
 
 
+@pytest.mark.extended
 def test_reductions_among_three_of_four_ranks() -> None:
     assert max(run_by_mpi(4, _reduce_all, (0, 1, 3), [5])) > 50
 
 
 def _large(ranks: tuple[int, ...]) -> None:
-    """Enough elements for the rounds that large tensors take; the chunks of the ranks are uneven.
-    Every rank has the same bits."""
+    """Check tensors large enough for the rounds of the large algorithm. The chunks of the ranks are
+    uneven, and every rank must get the same bits."""
     me = flow.env.get_rank()
     if me not in ranks:
         return
@@ -185,13 +188,14 @@ def test_large_reductions() -> None:
     run_by_mpi(2, _large, (0, 1))
 
 
+@pytest.mark.extended
 def test_large_reductions_among_four() -> None:
     run_by_mpi(4, _large, (0, 1, 2, 3))
 
 
 def _in_pieces(ranks: tuple[int, ...]) -> None:
-    """Chunks of a few pieces of 60 elements or so, and of many; some that most ranks have nothing
-    of."""
+    """Check chunks of few and of many pieces of about 60 elements. Some chunks are empty on most
+    ranks."""
     me = flow.env.get_rank()
     if me not in ranks:
         return
@@ -235,6 +239,7 @@ def _in_pieces(ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 3)])
+@pytest.mark.extended
 def test_reductions_in_many_pieces(ranks: tuple[int, ...]) -> None:
     run_by_mpi(ranks[-1] + 1, _in_pieces, ranks)
 
@@ -296,12 +301,12 @@ def test_calls_that_make_no_sense() -> None:
 
 
 def _moved(ranks: tuple[int, ...]) -> None:
-    """Every dtype torch has moves as it is, out of and into memory of any layout."""
+    """Check that every torch dtype is moved unchanged, out of and into memory of any layout."""
     me = flow.env.get_rank()
     if me not in ranks:
         return
     group, size = _group(ranks), len(ranks)
-    # Quantized dtypes, and those of less than a byte, torch itself can hardly hold.
+    # torch itself barely supports quantized dtypes and dtypes smaller than a byte.
     odd = re.compile(r"qu?int|bits|u?int[1-7]$|complex")
     for dtype in sorted(
         {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not odd.search(str(d))},
@@ -342,7 +347,7 @@ def test_every_dtype_and_layout_moves() -> None:
 
 
 def _passed_on() -> None:
-    """Among more ranks than send to each other directly."""
+    """Run collectives among more ranks than send to each other directly."""
     me, n = flow.env.get_rank(), flow.env.get_world_size()
     for root in range(n):
         x = torch.full((3,), float(me))
@@ -354,6 +359,7 @@ def _passed_on() -> None:
     dist.barrier()
 
 
+@pytest.mark.extended
 def test_more_ranks_pass_messages_on() -> None:
     run_by_mpi(5, _passed_on)
 
@@ -403,7 +409,7 @@ def _sparse() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # torch 2.11 says of every sparse tensor that nobody checks it
+        )  # torch 2.11 warns of every sparse tensor that its invariants are unchecked
         x = torch.sparse_coo_tensor(
             [[0, 2 + me]],
             torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (me + 1),
@@ -420,7 +426,7 @@ def test_sparse_sum() -> None:
 
 
 def _futures() -> list[float]:
-    """A hook that waits for another operation of the same group, as PowerSGD's do."""
+    """Run a hook that waits for another operation of the same group, as PowerSGD's hooks do."""
     x, y, z = torch.ones(1 << 20), torch.full((3,), 2.0), torch.full((2,), 3.0)
 
     def hook(future: Any) -> float:
@@ -428,8 +434,8 @@ def _futures() -> list[float]:
         return float(future.value()[0][0] + inner.wait()[0][0])
 
     one = dist.all_reduce(x, async_op=True).get_future().then(hook).wait()
-    # Only then: the hook may run in this thread or in another, so what is started beside it may
-    # come before or after its operation, otherwise on each rank.
+    # Start this operation only afterwards. The hook may run in this thread or in another, so
+    # a concurrent operation could come before or after the hook's, in another order on each rank.
     other = dist.all_reduce(z, async_op=True).get_future()
     return [one, other.wait()[0][0].item()]
 
@@ -439,8 +445,8 @@ def test_futures_wait_for_each_other() -> None:
 
 
 def _started_early(full: bool) -> list[float]:
-    """Rank 1 starts the sum only once rank 0 has gone on: whoever starts one stays with it for a
-    while at most. Then one that both start together."""
+    """Start the sum on rank 1 only after rank 0 has gone on: a rank that starts an operation waits
+    in it only for a short time. Then run a sum that both ranks start together."""
     flow.env.get_rank()
     library = dist.group.WORLD.library  # type: ignore[union-attr]
     was, library.full = library.full, full
@@ -468,7 +474,7 @@ def test_who_starts_early_goes_on(full: bool) -> None:
 
 
 class _Coming:
-    """An operation whose messages are on their way for ever."""
+    """An operation whose messages never arrive."""
 
     over, moves, moving, started = False, 0, True, 0.0
 
@@ -491,7 +497,8 @@ def test_a_message_on_its_way_is_looked_at_again(
 
 
 def _on_its_way() -> list[bool]:
-    """Of a sum that rank 1 starts later: whether rank 0's is on its way before, and at the end."""
+    """Report the progress of a sum that rank 1 starts later: is rank 0's operation moving before
+    that, and is the operation moving at the end?"""
     later, big, first = dist.new_group(backend="gloo"), torch.ones(1 << 22), dist.get_rank() == 0
     early = dist.all_reduce(big, async_op=True) if first else None
     told = [early.moving] if early is not None else [False]
@@ -555,7 +562,7 @@ def _other_sizes(n: int, more: int) -> str:
     ("n", "more"), [(3, 1), (300_000, 1), (1 << 21, 1 << 21), (1 << 22, 1 << 22), (5 << 20, 1)]
 )
 def test_ranks_that_give_other_sizes_are_told(n: int, more: int) -> None:
-    """Sizes that are made of whole pieces too."""
+    """Different sizes raise an error, including sizes that consist of full pieces."""
     one, other = run_by_mpi(2, _other_sizes, n, more)
     assert f"all_reduce of float32 [{n}]: rank 1 sent" in one or "gave up" in one
     assert f"all_reduce of float32 [{n + more}]: rank 0 sent" in other or "gave up" in other
@@ -592,5 +599,5 @@ def _no_partner() -> None:
 
 
 def test_a_group_that_not_all_members_make() -> None:
-    with pytest.raises(RanksFailed, match=r"after 1 s ranks \[1\] have not come to make it"):
+    with pytest.raises(RanksFailed, match=r"after 1 s ranks \[1\] have not joined"):
         run_by_mpi(2, _no_partner)

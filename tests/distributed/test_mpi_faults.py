@@ -1,5 +1,5 @@
-"""Programs that mpirun runs, and what can go wrong with them: each ends in bounded time, says what
-happened, and leaves no process."""
+"""Tests of programs that mpirun runs and of their failures. Each program ends in bounded time,
+reports the failure, and leaves no process."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ dist.all_reduce(x)
 
 @dataclass
 class Ended:
-    """How a program ended."""
+    """The outcome of a program."""
 
     code: int
     said: str
     seconds: float
-    ranks: list[int] = field(default_factory=list)  # their process numbers
+    ranks: list[int] = field(default_factory=list)  # the ranks' process ids
 
 
 @contextlib.contextmanager
 def group(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Nothing of this process's group outlives the block."""
+    """Kill the process group of `process` when the block ends."""
     try:
         yield
     finally:
@@ -55,8 +55,8 @@ def group(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run(folder: Path, body: str, n: int = 2, first: str = "", **variables: str) -> Ended:
-    """Run the program on ``n`` ranks, in a world over MPI that has begun; ``first``: lines that
-    come before it begins."""
+    """Run the program on ``n`` ranks, in an MPI world that has begun. ``first`` holds lines that
+    run before it begins."""
     script = folder / "script.py"
     script.write_text(first + START + textwrap.dedent(body))
     started = time.monotonic()
@@ -122,6 +122,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     nobody_left(ended)
 
 
+@pytest.mark.extended
 def test_a_hung_rank_ends_with_the_time_limit(tmp_path: Path) -> None:
     ended = run(
         tmp_path, "if rank == 1: time.sleep(300)\ndist.all_reduce(x)", GLOBALTENSOR_TIMEOUT="3"
@@ -137,11 +138,12 @@ def test_a_hung_rank_ends_with_the_time_limit(tmp_path: Path) -> None:
 def test_other_sizes_end_with_an_error(tmp_path: Path) -> None:
     ended = run(tmp_path, "dist.all_reduce(torch.ones(300_000 + rank))")
     assert ended.code == 1
-    assert "the ranks give tensors of different sizes" in ended.said
+    assert "the ranks pass tensors of different sizes" in ended.said
     assert ended.seconds < 60
     nobody_left(ended)
 
 
+@pytest.mark.extended
 def test_ranks_may_end_at_different_times_with_work_under_way(tmp_path: Path) -> None:
     body = """
     works = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(4)]
@@ -157,6 +159,7 @@ def test_ranks_may_end_at_different_times_with_work_under_way(tmp_path: Path) ->
     nobody_left(ended)
 
 
+@pytest.mark.extended
 def test_an_exception_after_the_group_was_destroyed(tmp_path: Path) -> None:
     ended = run(
         tmp_path,
@@ -168,8 +171,9 @@ def test_an_exception_after_the_group_was_destroyed(tmp_path: Path) -> None:
     nobody_left(ended)
 
 
+@pytest.mark.extended
 def test_mpi4py_may_be_the_programs_own(tmp_path: Path) -> None:
-    """Started before ours, by the program, which also ends it."""
+    """The program may import mpi4py before this library does; mpi4py then also ends MPI."""
     ended = run(
         tmp_path,
         "if rank == 1: raise ValueError('the sky fell')\ndist.all_reduce(x)",
@@ -182,6 +186,7 @@ def test_mpi4py_may_be_the_programs_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.sweep(2)
 def test_mpirun_starts_ranks_of_any_backend(tmp_path: Path, backend: str) -> None:
     ended = run(
         tmp_path,

@@ -1,5 +1,5 @@
-"""torch's DDP, FSDP2 and DTensor, and global tensors, take a training step over MPI with the
-numbers of gloo and of one device."""
+"""Tests of torch's DDP, FSDP2 and DTensor, and of global tensors, over MPI. A training step gives
+the numbers of gloo and of one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _rows() -> Tensor:
 
 
 def _train(model: nn.Module, rows: Tensor) -> list[Tensor]:
-    """Three steps of Adam -> the parameters, whole."""
+    """Run three steps of Adam and return the full parameters."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(3):
         optimizer.zero_grad()
@@ -120,7 +120,7 @@ def test_the_numbers_of_gloo_and_of_one_device(train: Callable[[], list[Tensor]]
 
 
 def _redistributed() -> None:
-    """Uneven shards, and sub-groups of a mesh."""
+    """Check uneven shards, and sub-groups of a mesh."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     whole = torch.arange(35.0).reshape(5, 7)
     for source in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Shard(1)]):
@@ -137,5 +137,6 @@ def _redistributed() -> None:
     assert torch.equal(grads[0], grads[1])
 
 
+@pytest.mark.extended
 def test_meshes_of_four_ranks() -> None:
     run_by_mpi(4, _redistributed)

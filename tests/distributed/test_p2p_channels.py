@@ -1,5 +1,5 @@
-"""Single messages between two ranks, beside the computation: simulated, over gloo, over MPI, and
-through groups of two as NCCL has them."""
+"""Tests of single messages between two ranks that run concurrently with the computation: simulated,
+over gloo, over MPI, and through groups of two as for NCCL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def run_connected(ranks: int, program: Callable[[], Any]) -> list[Any]:
-    """On processes that have found out that they share memory."""
+    """Run on processes that have detected their shared memory."""
     return run_on(ranks, connected, program)
 
 
@@ -52,15 +52,15 @@ def soon(message: Message) -> bool:
 
 
 def both_ways() -> list[float]:
-    """Both send before they receive, long messages and short ones; receives wait in another order
-    than they were posted."""
+    """Send on both ranks before either receives, with long and short messages. Receives are waited
+    for in another order than they were posted."""
     here, other = world().rank, 1 - world().rank
     out, into = world().channel(here, other, CPU), world().channel(other, here, CPU)
     sizes = [1, 1 << 18, 3]
     sent = [out.send(torch.full((n,), 10.0 * here + i)) for i, n in enumerate(sizes)]
     buffers = [torch.empty(n) for n in sizes]
     messages = [into.receive(b) for b in buffers]
-    messages[1].arrive()  # what is left is this rank's own
+    messages[1].arrive()  # only this rank's own work is left
     for message in reversed(messages):
         message.wait()
     for message in sent:
@@ -77,7 +77,7 @@ def test_messages_keep_their_order(run: Callable[..., list[Any]]) -> None:
 
 
 def any_layout() -> list[Any]:
-    """A send takes elements in row-major order, of any stride and dtype."""
+    """Check that a send transfers elements in row-major order, for any stride and dtype."""
     there = [
         torch.arange(6).reshape(2, 3).t(),
         torch.tensor(7, dtype=torch.bfloat16),
@@ -100,7 +100,7 @@ def test_any_layout_and_dtype(run: Callable[..., list[Any]]) -> None:
 
 
 def let_go() -> bool:
-    """A message that is over holds no memory, whoever waited for it."""
+    """Check that a finished message holds no memory, whichever rank waited for it."""
     if world().rank == 1:
         world().channel(0, 1, CPU).receive(torch.empty(1 << 18)).wait()
         return True
@@ -121,7 +121,7 @@ def test_memory_is_let_go(run: Callable[..., list[Any]]) -> None:
 
 
 def through_pairs() -> list[float]:
-    """Groups of two, one for each direction; gloo stands in for NCCL."""
+    """Use groups of two, one for each direction; gloo stands in for NCCL."""
     here = world()
     assert isinstance(here, ProcessWorld)
     before, here.backends = here.backends, {"cpu": "gloo"}
@@ -179,7 +179,7 @@ def test_messages_that_never_come_and_wrong_ones() -> None:
         else:
             time.sleep(1.0)
 
-    with pytest.raises(WorldError, match=r"rank 1, but nothing came within 0\.1 s"):
+    with pytest.raises(WorldError, match=r"rank 1, but no message arrived within 0\.1 s"):
         simulate(2, late, timeout=0.1)
 
     def other() -> None:

@@ -1,4 +1,4 @@
-"""Which backend is chosen, and how torch comes to know ours."""
+"""Tests of the choice of a backend, and of the registration of this library's backend in torch."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_the_variable_says_which_and_what_is_asked_for_wins(
 
 def test_an_unknown_backend_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        WorldError, match=r"there is no backend 'glue': auto chooses, or name one of .*gloo.*mpi"
+        WorldError, match=r"there is no backend 'glue': use auto, or one of .*gloo.*mpi"
     ):
         select_backend("cpu:gloo,cuda:glue")
     with pytest.raises(WorldError, match="'glue'"):
         flow.run(pow, 2, 3, backend="glue")
     monkeypatch.setenv(VARIABLE, "glue")
-    with pytest.raises(WorldError, match=f"'glue' .the environment variable {VARIABLE} says so"):
+    with pytest.raises(WorldError, match=f"'glue' .set by the environment variable {VARIABLE}"):
         select_backend()
 
 
@@ -220,6 +220,7 @@ dist.init_process_group("mpi", init_method="file://" + sys.argv[1], rank=int(sys
 
 
 @needs_mpi
+@pytest.mark.extended
 def test_ranks_that_mpi_does_not_know_of_are_told(tmp_path: Any) -> None:
     command = [sys.executable, "-c", NO_MPIRUN, str(tmp_path / "store")]
     ranks = [

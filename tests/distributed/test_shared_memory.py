@@ -1,4 +1,5 @@
-"""Memory that ranks of one host share: two ranks of it in one process, each at its own end."""
+"""Tests of memory shared by the ranks of one host. Two ranks run in one process, each with its own
+end."""
 
 import os
 import socket
@@ -57,7 +58,7 @@ def test_parts_are_found_by_topic_and_number(two: list[SharedMemoryPeers]) -> No
     for number in reversed(range(len(sizes))):
         part = b.find(3, 5, number, sizes[number], soon)
         assert torch.equal(part.data, some(sizes[number], number)), sizes[number]
-        assert part.data.data_ptr() % 64 == 0  # any dtype may read it
+        assert part.data.data_ptr() % 64 == 0  # the alignment fits every dtype
         part.done()
     assert torch.equal(a.find(7, 6, 0, 9, soon).data, some(9, 1))
 
@@ -84,7 +85,7 @@ def test_memory_serves_again_once_all_have_read_it(two: list[SharedMemoryPeers])
     assert a._arena.bytes == 16384
     a.leave(1, 100, [(some(10_000, 100), (7,))])
     kept = b.find(3, 1, 100, 10_000, soon)
-    for number in range(101, 120):  # nothing is written over what is still being read
+    for number in range(101, 120):  # data that is still being read is not overwritten
         a.leave(1, number, [(some(10_000, number), (7,))])
     assert torch.equal(kept.data, some(10_000, 100))
 
@@ -94,7 +95,7 @@ def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]
     for number in range(0, 40, 2):
         a.leave(1, number, [(some(10_000), (7,))])
         assert number % 4 or b.there(3, 1, number)
-        b.forget(3, 1, number)  # known already, or not yet
+        b.forget(3, 1, number)  # the block is already known, or not yet
         b.forget(3, 1, number + 1)
         a.leave(1, number + 1, [(some(10_000), (7,))])
         b.leave(2, number, [(some(1), (3,))])
@@ -107,7 +108,7 @@ def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]
 
 def test_many_notes_that_nobody_reads_yet(two: list[SharedMemoryPeers]) -> None:
     def run(me: SharedMemoryPeers, other: int) -> int:
-        for number in range(3000):  # more than a socket holds: each hears while it tells
+        for number in range(3000):  # more than a socket holds: each peer receives while it sends
             me.leave(1, number, [(some(8, number), (other,))])
         return sum(int(me.find(other, 1, number, 8, soon).data.sum()) for number in range(3000))
 
@@ -152,7 +153,7 @@ def test_errors(two: list[SharedMemoryPeers]) -> None:
     a.leave(1, 1, [(some(5), (7,))])
     with pytest.raises(
         PeerLost,
-        match="rank 3 has sent 5 bytes where 6 were expected: the ranks do different things",
+        match="rank 3 has sent 5 bytes where 6 were expected: the ranks run different operations",
     ):
         b.find(3, 1, 1, 6, soon)
     with pytest.raises(PeerLost, match=r"nothing has come from rank 3 for 0 s: timed out"):
@@ -161,8 +162,8 @@ def test_errors(two: list[SharedMemoryPeers]) -> None:
     a.close()
     assert torch.equal(
         b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000)
-    )  # it was there before
-    assert b.there(3, 1, 4)  # waiting for it ends at once
+    )  # the block arrived before the peer closed
+    assert b.there(3, 1, 4)  # waiting for this block ends immediately
     with pytest.raises(PeerLost, match="rank 3 has gone"):
         b.find(3, 1, 4, 5, soon)
     with pytest.raises(PeerLost, match="rank 3 has gone"):
@@ -209,7 +210,7 @@ def test_a_child_of_a_fork_does_not_hold_its_parents_ends(two: list[SharedMemory
     a, b = two
     out, into = os.pipe()
     child = os.fork()
-    if not child:  # it lives until the parent has closed the pipe
+    if not child:  # the child lives until the parent closes the pipe
         os.close(into)
         os.read(out, 1)
         os._exit(0)

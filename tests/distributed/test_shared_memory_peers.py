@@ -1,5 +1,5 @@
-"""Ranks of one node find each other by their job's name, whatever else runs there or has been left
-behind."""
+"""Tests that ranks of one node find each other by their job's name, whatever other jobs run there
+or left files behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(room, "_TAKE_SECONDS", 0.3)
     monkeypatch.setattr(
         room, "_met", _Never()
-    )  # threads share the count of meetings, which processes do not: one number for all
+    )  # threads share the count of meetings and processes do not: use one number for all
     yield
     assert not list(tmp_path.iterdir()), "whoever makes the file removes it"
 
@@ -39,10 +39,10 @@ def place(rank: int, size: int = 2, job: str = "job") -> Detected:
 
 
 def together(jobs: dict[str, int], timeout: timedelta = LONG) -> list[tuple[str, str]]:
-    """All ranks of these jobs at once, each a thread -> what each has read of what rank 0 of its
-    job wrote."""
+    """Run all ranks of these jobs at once, each in a thread. Return what each rank read of the
+    value that rank 0 of its job wrote."""
 
-    kept = []  # rank 0's store is the server: it stays until all have read
+    kept = []  # rank 0's store is the server: keep it until all ranks have read
 
     def rank(place: Detected) -> tuple[str, str]:
         store = room.rendezvous(place, timeout)
@@ -72,7 +72,7 @@ def test_a_job_of_the_same_name_is_told() -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(
             WorldError,
-            match=r"another job that Open MPI calls 'job' is starting .* set MASTER_PORT",
+            match=r"another Open MPI job of the same name, 'job', is starting .* set MASTER_PORT",
         ):
             together({"job": 1})
     path.unlink()
@@ -80,14 +80,14 @@ def test_a_job_of_the_same_name_is_told() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(
-        WorldError, match=r"rank 1 of 2 has not come within 0.2 s .* set MASTER_PORT"
+        WorldError, match=r"rank 1 of 2 has not connected within 0.2 s .* set MASTER_PORT"
     ):
         room.rendezvous(place(0), timedelta(seconds=0.2))
 
 
 def test_rank_0_that_does_not_come_is_told() -> None:
     with pytest.raises(
-        WorldError, match=r"rank 1 of 2: rank 0 has not said within 0.2 s where to meet"
+        WorldError, match=r"rank 1 of 2: rank 0 has not written its port to .* within 0.2 s"
     ):
         room.rendezvous(place(1), timedelta(seconds=0.2))
 

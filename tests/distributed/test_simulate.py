@@ -1,4 +1,4 @@
-"""The simulated world: collectives, failures and waits."""
+"""Tests of the simulated world: collectives, failures and waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from globaltensor.distributed.communicator import Traffic, combine, record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import ProcessWorld, World, world
+from globaltensor.distributed.world import ProcessWorld, world
+from globaltensor.distributed.world_base import World
 from globaltensor.errors import WorldError
 
 
@@ -125,7 +126,7 @@ def test_reductions_of_every_dtype() -> None:
         2**63 + 5,
         4,
     ]
-    # bf16: added in float32, rounded once
+    # bf16 values are added in float32 and rounded once
     assert combine(
         [torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)], "sum"
     ).tolist() == [258.0]
@@ -152,7 +153,7 @@ def test_a_rank_that_ends_early_is_named() -> None:
 
 def test_a_rank_that_never_comes_is_waited_for_a_bounded_time() -> None:
     done = threading.Event()
-    with pytest.raises(WorldError, match=r"did not come within 0\.2 s"):
+    with pytest.raises(WorldError, match=r"did not join within 0\.2 s"):
         simulate(
             2,
             lambda: world().comm((0, 1)).barrier() if world().rank == 0 else done.wait(0.5),

@@ -1,5 +1,5 @@
-"""Ranks started from Python: ``flow.run`` as a notebook uses it, ``flow.spawn`` as torch has it.
-Linux's /proc shows who is alive."""
+"""Tests of ranks started from Python: ``flow.run`` as a notebook uses it, and ``flow.spawn`` with
+torch's interface. Linux's /proc shows which processes are alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = 20.0  # seconds for processes to be gone, on a busy machine
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that the environment of every process of the test names; none of them is alive
+    """Yield a folder that the environment of every process of the test names. Kill those processes
     afterwards."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     yield tmp_path
@@ -38,7 +38,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def alive(folder: Path) -> list[int]:
-    """The processes whose environment names the folder, this one aside."""
+    """Return the processes whose environment names the folder, except this one."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -57,15 +57,15 @@ def ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def cell(source: str, name: str = "<cell 1>") -> dict[str, Any]:
-    """What a notebook's cell defines: in no file, in ``__main__``, its text known to linecache
-    alone."""
+    """Return the names that a notebook's cell defines: in no file, in ``__main__``, with a source
+    known to linecache alone."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, name, "exec"), names)
     return names
 
 
-# ------------------------------------------------------------------------- what goes and what comes
+# ---------------------------------------------------------------------------- arguments and results
 
 
 TOLD = """
@@ -95,7 +95,7 @@ def test_each_rank_knows_who_it_is_and_what_a_cell_defines_travels(
 ) -> None:
     monkeypatch.setenv(
         "TORCHELASTIC_USE_AGENT_STORE", "True"
-    )  # this process may itself be alone under torchrun
+    )  # this process may itself be the only rank of a torchrun job
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     names = cell(TOLD)
@@ -159,7 +159,7 @@ def test_global_tensors_come_back_whole(mark: Path) -> None:
         weight = result["module"].weight
         assert isinstance(weight, torch.nn.Parameter)
         assert (weight.shape, weight.requires_grad) == ((2, 3), True)
-        result["module"](x).sum().backward()  # an ordinary module
+        result["module"](x).sum().backward()  # the returned module is an ordinary one
 
 
 def test_global_tensors_that_are_not_the_same_on_all_ranks_are_told(mark: Path) -> None:
@@ -170,13 +170,14 @@ def test_global_tensors_that_are_not_the_same_on_all_ranks_are_told(mark: Path) 
     with pytest.raises(
         WorldError,
         match=(
-            r"rank 1, which holds a part of it, returned only 0 global tensor.*return the same "
+            r"rank 1, which holds a shard of it, returned only 0 global tensor.*return the same "
             r"global tensors on all ranks"
         ),
     ):
         flow.run(on_one_rank)
 
 
+@pytest.mark.extended
 def test_runs_side_by_side_do_not_meet(mark: Path) -> None:
     results: dict[int, Any] = {}
 
@@ -198,6 +199,7 @@ def test_runs_side_by_side_do_not_meet(mark: Path) -> None:
 
 
 @needs_mpi
+@pytest.mark.extended
 def test_ranks_of_an_mpi_world(mark: Path) -> None:
     def summed() -> Any:
         x = flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).sum()
@@ -207,7 +209,7 @@ def test_ranks_of_an_mpi_world(mark: Path) -> None:
     assert within(PROMPT, lambda: not alive(mark)), "mpirun has ended too"
 
 
-# ---------------------------------------------------------------------------------- what goes wrong
+# ----------------------------------------------------------------------------------------- failures
 
 
 FAILS = """
@@ -252,7 +254,7 @@ def unpicklable_error() -> None:
 
 
 class Demanding(Exception):
-    """Comes out of its pickle as nothing: made with two arguments, it passes one on."""
+    """An exception that cannot be unpickled: it is made with two arguments and passes one on."""
 
     def __init__(self, what: str, how: str) -> None:
         super().__init__(what + how)
@@ -271,7 +273,7 @@ def die() -> None:
         print("last words", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
     flow.placement.all("cpu")
-    torch.distributed.barrier()  # fails because of the other's death, which is what must be told
+    torch.distributed.barrier()  # fails because the other rank died; that death must be reported
 
 
 def vanish() -> None:
@@ -295,6 +297,7 @@ def vanish() -> None:
         (vanish, 1, r"rank 0 \(.*\) ended with exit code 5; the function had not returned"),
     ],
 )
+@pytest.mark.sweep(3)
 def test_what_else_may_happen_to_a_rank_is_told(
     fn: Callable[[], None], nprocs: int, says: str, mark: Path
 ) -> None:
@@ -307,11 +310,12 @@ def hang() -> None:
     if flow.env.get_rank() == 1:
         flow.zeros(
             2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)
-        ).sum().item()  # rank 0 never comes
+        ).sum().item()  # rank 0 never joins this collective
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     time.sleep(300)
 
 
+@pytest.mark.extended
 def test_time_runs_out(mark: Path) -> None:
     began = time.monotonic()
     with pytest.raises(
@@ -327,7 +331,7 @@ def test_time_runs_out(mark: Path) -> None:
 
 
 class SlowToArrive:
-    """Takes for ever to be unpickled, as a module may to be imported."""
+    """An argument that takes forever to unpickle, as a module may take to import."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return time.sleep, (300,)
@@ -393,7 +397,7 @@ def test_numbers_that_make_no_sense_are_told(options: dict[str, Any], says: str)
         flow.run(print, **options)
 
 
-# -------------------------------------------------------------------------------------- interrupted
+# --------------------------------------------------------------------------------------- interrupts
 
 
 SLEEPS = """
@@ -415,13 +419,14 @@ flow.run(work)
 @pytest.mark.parametrize(
     ("number", "deaf"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)]
 )
+@pytest.mark.sweep(3)
 def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, mark: Path) -> None:
     command = [
         sys.executable,
         "-",
         *(["deaf"] if deaf else []),
-    ]  # read from stdin there is no file that could be imported again
-    around = {**os.environ, "TMPDIR": str(mark)}  # who is killed leaves files behind
+    ]  # a program from stdin has no file that could be imported again
+    around = {**os.environ, "TMPDIR": str(mark)}  # a killed process leaves files behind
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=mark, env=around
     ) as process:
@@ -479,6 +484,7 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.extended
 def test_spawn_is_torch_s(mark: Path) -> None:
     assert flow.spawn is torch.multiprocessing.spawn
     assert (
@@ -490,5 +496,5 @@ def test_spawn_is_torch_s(mark: Path) -> None:
         [sys.executable, "document.py"], cwd=mark, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    for rank in range(2):  # which may write between the other's line and its end
+    for rank in range(2):  # a rank may write between the other rank's line and its newline
         assert f"Rank {rank}: [[2.0, 2.0], [2.0, 2.0]]" in done.stdout

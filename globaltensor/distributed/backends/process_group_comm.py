@@ -45,7 +45,7 @@ _SWAPPED: Final = 3 << 20
 _TO_ALL: Final = 4
 # The line of gloo's source where an error came up.
 _GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-_LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
+_MAX_GLOO_BYTES: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {
     torch.float16,
@@ -275,7 +275,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             some.is_cpu
             and not self._mpi
             and longest is not None
-            and longest * some.itemsize <= _LONGEST
+            and longest * some.itemsize <= _MAX_GLOO_BYTES
         )
 
     def _all_to_all_parts(

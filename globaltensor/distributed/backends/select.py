@@ -44,10 +44,10 @@ def select_backend(requested: str | None = None, place: Detected | None = None) 
     if wanted != _AUTO:
         known = {"mpi", *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
         if unknown := sorted(backend_names(wanted) - known):
-            source = "" if requested else f" (the environment variable {VARIABLE} says so)"
+            source = "" if requested else f" (set by the environment variable {VARIABLE})"
             raise WorldError(
-                f"there is no backend {', '.join(map(repr, unknown))}{source}: auto chooses, or "
-                f"name one of {', '.join(sorted(known))}"
+                f"there is no backend {', '.join(map(repr, unknown))}{source}: use auto, or "
+                f"one of {', '.join(sorted(known))}"
             )
         return wanted
     if torch.cuda.is_available() and dist.is_nccl_available():

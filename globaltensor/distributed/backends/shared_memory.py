@@ -33,7 +33,7 @@ __all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 
 VARIABLE: Final = "GLOBALTENSOR_SHARED_MEMORY"
 _FILE: Final = 64 << 20  # bytes of a memory file; only those written take memory
-_LEAST: Final = 4 << 10  # smallest size of a block in bytes; all sizes are powers of two
+_MIN_BLOCK_BYTES: Final = 4 << 10  # smallest size of a block in bytes; all sizes are powers of two
 # Bytes at the start of a block. Each reader has one, which is 1 once it has read its part. Parts
 # are aligned to this size too.
 _HEAD: Final = 64
@@ -132,7 +132,7 @@ class _Arena:
 
     def take(self, nbytes: int) -> _Block:
         """Return an unused block for ``nbytes`` bytes."""
-        size = max(_LEAST, 1 << (nbytes + _HEAD - 1).bit_length())
+        size = max(_MIN_BLOCK_BYTES, 1 << (nbytes + _HEAD - 1).bit_length())
         lent = self._lent.setdefault(size, deque())
         # Try the oldest blocks, and several of them: one that is read late must not hide the
         # others.
@@ -376,8 +376,8 @@ class SharedMemoryPeers:
         digest, file, mark, start, size = found
         if nbytes is not None and size != nbytes:
             raise PeerLost(
-                f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do "
-                f"different things"
+                f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks run "
+                f"different operations"
             )
         return SharedBlock(self._file(rank, file), mark, start, size, digest)
 

@@ -26,14 +26,14 @@ from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
 
 __all__ = ["SharedMemoryCommunicator", "stable_hash"]
 
-_MANY: Final = 16  # at most so many ranks, as each reads the data of every other
+_MAX_RANKS: Final = 16  # at most so many ranks, as each reads the data of every other
 _PIECE: Final = (1 << 24) - (1 << 12)  # bytes that fit into a block of 16 MB
 # Largest number of bytes of a collective in progress. All of them occupy memory until its wait().
 _AHEAD: Final = 1 << 27
 _READ: Final = 1 << 23  # bytes from others up to which each rank adds all of an all-reduce
 # A rank waits so long for another rank's report after they have diverged.
 _REPORT_SECONDS: Final = 5.0
-_PLACE: Final = 512  # bytes of the message in which a rank sends its host and name
+_HOST_BYTES: Final = 512  # bytes of the message in which a rank sends its host and name
 
 #: Flat bytes, and the indexes of the ranks that get them.
 _Left = tuple[Tensor, Sequence[int]]
@@ -61,7 +61,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         if device not in self._near:  # a dict by device: reading device.type takes 0.2 us
             self._near[device] = (
                 None
-                if device.type != "cpu" or self._native(device) or self.size > _MANY
+                if device.type != "cpu" or self._native(device) or self.size > _MAX_RANKS
                 else self._meet()
             )
         return self._near[device]
@@ -69,9 +69,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     def _meet(self) -> SharedMemoryPeers | None:
         mine = neighbours(self.world)
         told = pickle.dumps((host(), mine.name) if mine else ("", ""))
-        there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
+        there = torch.frombuffer(bytearray(told.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8)
         places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(
-            there, [_PLACE] * self.size
+            there, [_HOST_BYTES] * self.size
         )
         found = [pickle.loads(place.numpy().tobytes()) for place in places]
         if mine is None or {where for where, _ in found} != {host()}:
@@ -109,7 +109,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             raise self._diverged(lambda data: self._reports(near, data))
         if part.nbytes != nbytes:
             sent = f"rank {self.ranks[i]} has sent {part.nbytes} bytes where {nbytes} were expected"
-            raise self.broken("a collective", PeerLost(f"{sent}: the ranks do different things"))
+            raise self.broken(
+                "a collective", PeerLost(f"{sent}: the ranks run different operations")
+            )
         return part
 
     def _reports(self, near: SharedMemoryPeers, data: bytes) -> list[bytes]:

@@ -163,7 +163,7 @@ class NodeAgent(SimpleElasticAgent):
             self._end(team)
             say(
                 f"{watch.news}\nthis node's {len(team.ranks)} "
-                f"rank{'s' if len(team.ranks) > 1 else ''} had to end with it"
+                f"rank{'s' if len(team.ranks) > 1 else ''} had to be stopped too"
             )
             self._announce_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
@@ -240,7 +240,7 @@ class NodeAgent(SimpleElasticAgent):
         self._end(team)
         say(
             f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
-            f"connected had to end with it"
+            f"connected had to be stopped too"
         )
         self._announce_restart()
         return RunResult(state=WorkerState.UNHEALTHY)

@@ -141,7 +141,7 @@ class Job:
             )
         if not 1 <= least <= most:
             raise WorldError(
-                f"--nnodes {told}: a number of nodes (machines), at least 1, or MIN:MAX"
+                f"--nnodes {told}: must be a number of nodes (machines), at least 1, or MIN:MAX"
             )
         if not 0 <= self.port < 1 << 16:
             raise WorldError(f"--master_port {self.port}: a port is from 1 to 65535")
@@ -163,8 +163,8 @@ class Job:
                 )
             if most > 1 and not self.port:
                 which = (
-                    "the same port, free on node 0, in the launch of every node (and "
-                    "--master_addr, node 0's address)"
+                    "pass the same port, free on node 0, to the launcher of every node (and "
+                    "--master_addr, the address of node 0)"
                 )
                 raise WorldError(f"--nnodes {most} needs --master_port: {which}")
         if self.backend == "mpi" and most > 1:
@@ -198,8 +198,8 @@ class Job:
             )
         if not self.rdzv_endpoint:
             raise WorldError(
-                f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one "
-                f"of the nodes, or a server, is to be met"
+                f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: the "
+                f"address of one of the nodes, or of a server"
             )
         conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}
         endpoint, local = self.rdzv_endpoint, self.local_addr

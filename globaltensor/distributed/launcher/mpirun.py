@@ -46,8 +46,8 @@ def find_mpirun() -> str:
     )
     if found is None:
         raise WorldError(
-            "--backend mpi needs mpirun, neither beside this Python nor on the PATH: pip install "
-            "'globaltensor[mpi]', or load an MPI module"
+            "--backend mpi needs mpirun, but it is neither in the folder of this Python nor on the "
+            "PATH: pip install 'globaltensor[mpi]', or load an MPI module"
         )
     return found
 
@@ -202,12 +202,12 @@ class Mpirun:
         how = (
             f"ended with code {self._process.returncode}"
             if self._process and self.died
-            else f"had not started them after {_START_SECONDS:g} s"
+            else f"had not started all ranks after {_START_SECONDS:g} s"
         )
         self._pump.settle()
         words = self._said.tail().decode(errors="replace").strip()
         return f"{self._program} {how}, with {missing} of {n} ranks missing" + (
-            f". It said:\n{words}" if words else ""
+            f". Its output:\n{words}" if words else ""
         )
 
     def close(self) -> None:

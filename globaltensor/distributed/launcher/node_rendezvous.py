@@ -59,7 +59,7 @@ def bound(port: int = 0, listen: bool = False) -> socket.socket:
         held.close()
         why = f"is in use or not allowed on this machine ({error.strerror})"
         raise WorldError(
-            f"--master_port {port} {why}: name another, or none to get a free one"
+            f"--master_port {port} {why}: name another, or omit it to get a free one"
         ) from error
     return held
 
@@ -149,10 +149,10 @@ class StaticRendezvous(RendezvousHandler):
             try:
                 socket.create_connection((self.addr, self.port), _TRY_SECONDS).close()
             except OSError as error:
-                why = f"node 0 does not reach itself at {self.addr}:{self.port} ({_reason(error)})"
+                why = f"node 0 cannot reach itself at {self.addr}:{self.port} ({_reason(error)})"
                 raise WorldError(
-                    f"{why}: --master_addr must be an address of this machine, as other nodes "
-                    f"know it"
+                    f"{why}: --master_addr must be an address of this machine at which other "
+                    f"nodes can reach it"
                 ) from error
         return self.server
 
@@ -171,8 +171,8 @@ class StaticRendezvous(RendezvousHandler):
                     f"{self._connect:g} s"
                 )
                 mend = (
-                    "is its launcher running, are --master_addr and --master_port its own, and "
-                    "does a firewall stand between?"
+                    "is the launcher of node 0 running, are --master_addr and --master_port those "
+                    "of node 0, and does a firewall block the connection?"
                 )
                 raise WorldError(
                     f"{told_why}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)"
@@ -187,8 +187,8 @@ class StaticRendezvous(RendezvousHandler):
             )
         except RuntimeError as error:
             raise WorldError(
-                f"what listens at {where} is no launcher: --master_port must be one that only "
-                f"node 0's launcher uses ({error})"
+                f"the program that listens at {where} is not a launcher: --master_port must be a "
+                f"port that only node 0's launcher uses ({error})"
             ) from error
 
     def _agree(self, store: Store) -> None:
@@ -208,7 +208,7 @@ class StaticRendezvous(RendezvousHandler):
             first = self._card_of_who_came_first(store)
             raise WorldError(
                 f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid "
-                f"{first['pid']}) has it; each node has a number of its own"
+                f"{first['pid']}) has it; each node needs a different number"
             )
         store.set(f"card/{self.rank}", json.dumps(mine))
         until, told = time.monotonic() + self._timeout, time.monotonic()
@@ -218,8 +218,8 @@ class StaticRendezvous(RendezvousHandler):
                 if time.monotonic() > until:
                     self._give_up(
                         store,
-                        f"node {other} of {self.nodes} has not come to {self.addr}:{self.port} "
-                        f"within {self._timeout:g} s",
+                        f"node {other} of {self.nodes} has not connected to "
+                        f"{self.addr}:{self.port} within {self._timeout:g} s",
                     )
                 if time.monotonic() - told > _TELL_SECONDS:
                     told = time.monotonic()
@@ -236,7 +236,7 @@ class StaticRendezvous(RendezvousHandler):
             if time.monotonic() > until:
                 self._give_up(
                     store,
-                    f"node 0 at {self.addr}:{self.port} still waits for others after "
+                    f"node 0 at {self.addr}:{self.port} still waits for other nodes after "
                     f"{self._timeout:g} s",
                 )
             time.sleep(_TICK_SECONDS)

@@ -16,30 +16,28 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import determine_local_world_size
 
+from ..._base.command_line import CommandParser
 from ...errors import WorldError
 from .job import ROLE, Job, Output
 
 __all__ = ["job_of", "parser"]
 
 BACKENDS: Final = ("auto", "gloo", "nccl", "mpi")
+_EXAMPLES: Final = (
+    "%(prog)s -n 2 train.py --lr 0.1",
+    "%(prog)s --nnodes 2 --node_rank 0 -n 8 --master_addr 10.0.0.1 --master_port 29500 train.py      (on 10.0.0.1; --node_rank 1 on the other)",  # noqa: E501
+    "%(prog)s --nnodes 1:4 --max_restarts 3 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29400 --rdzv_id job7 train.py     (the same on each)",  # noqa: E501
+)
 _EPILOG: Final = """\
-examples:
-  %(prog)s --nproc_per_node 2 train.py --lr 0.1
-  %(prog)s --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr 10.0.0.1 --master_port 29500 train.py      (on 10.0.0.1; --node_rank 1 on the other)
-  %(prog)s --nnodes 1:4 --max_restarts 3 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29400 --rdzv_id job7 train.py     (the same on each)
-
-Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_node, as Kubernetes' PyTorch jobs do. More: docs/environment.md"""  # noqa: E501
+Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_node, as Kubernetes'
+PyTorch jobs do. More: docs/environment.md"""
 
 
-def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.ArgumentParser:
+def parser(prog: str = "python -m globaltensor.distributed.launch") -> CommandParser:
     """Return the parser of the launcher's options, each with its explanation."""
-    what = "Start a script on several processes, on this machine and others, and watch over them."
-    out = argparse.ArgumentParser(
-        prog=prog,
-        description=what,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    what = "Start a script as several processes, on one machine or more, and monitor them."
+    out = CommandParser(
+        prog=prog, description=what, examples=_EXAMPLES, epilog=_EPILOG, allow_abbrev=False
     )
 
     def group(title: str) -> Any:
@@ -64,9 +62,10 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--node_rank",
         type=int,
         default=0,
-        help="this node's number, from 0; not with a dynamic rendezvous (default 0)",
+        help="number of this node, from 0; not used with a dynamic rendezvous (default 0)",
     )
     add(
+        "-n",
         "--nproc_per_node",
         default="1",
         help=(
@@ -89,8 +88,8 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--local_addr",
         default="",
         help=(
-            "address of this node, as the others know it; with a dynamic rendezvous (default: "
-            "the one towards --rdzv_endpoint)"
+            "address at which the other nodes reach this node; used with a dynamic rendezvous "
+            "(default: the address of the route to --rdzv_endpoint)"
         ),
     )
     add(
@@ -98,8 +97,8 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         choices=BACKENDS,
         default="",
         help=(
-            "sets GLOBALTENSOR_BACKEND, what carries the collectives; mpi: through mpirun "
-            "(default auto)"
+            "sets GLOBALTENSOR_BACKEND, the backend of the collectives; mpi: start the ranks "
+            "through mpirun (default auto)"
         ),
     )
 
@@ -108,13 +107,13 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--max_restarts",
         type=int,
         default=0,
-        help="how often all ranks are started again after a failure (default 0)",
+        help="how many times all ranks are restarted after a failure (default 0)",
     )
     add(
         "--rdzv_backend",
         default="",
         help=(
-            "static: nodes known by --node_rank; c10d: found at --rdzv_endpoint; ... (default "
+            "static: nodes have a --node_rank; c10d: nodes meet at --rdzv_endpoint; ... (default "
             "static; MIN:MAX: c10d)"
         ),
     )
@@ -134,35 +133,36 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
     add(
         "--rdzv_conf",
         default="",
-        help="KEY=VALUE,...: timeout (seconds for all nodes to come), connect_timeout (for node 0 to answer), keep_alive_interval (seconds between signs of "  # noqa: E501
-        "life of a launcher), keep_alive_max_attempt (how many it may miss), last_call_timeout "
-        "(for more nodes than MIN), and what the backend knows",
+        help=(
+            "KEY=VALUE,...: timeout (seconds until all nodes must have joined), connect_timeout "
+            "(seconds until node 0 must answer), keep_alive_interval (seconds between heartbeats "
+            "of a launcher), keep_alive_max_attempt (how many heartbeats it may miss), "
+            "last_call_timeout (seconds in which more nodes than MIN may join), and the options of "
+            "the backend"
+        ),
     )
     add(
         "--standalone",
         action=check_env,
-        help="one node that meets nobody, on a free port; --rdzv_* are ignored",
+        help="a single node without other nodes, on a free port; --rdzv_* are ignored",
     )
     add(
         "--monitor_interval",
         type=float,
         default=0.1,
-        help="seconds between looks at the ranks (default 0.1)",
+        help="seconds between checks of the ranks (default 0.1)",
     )
     add(
         "--shutdown_timeout",
         type=float,
         default=10.0,
-        help=(
-            "seconds between the request to end (SIGTERM) and the end (SIGKILL) of ranks "
-            "(default 10)"
-        ),
+        help="seconds between SIGTERM and SIGKILL when ranks are stopped (default 10)",
     )
     add(
         "--start_method",
         choices=("spawn", "fork", "forkserver"),
         default="spawn",
-        help="for torchrun's sake: a script is always a program of its own",
+        help="accepted as by torchrun, without effect: a script always runs as its own process",
     )
     add(
         "--role",
@@ -175,9 +175,13 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "-m",
         "--module",
         action=check_env,
-        help="it is the name of a module, run as `python -m` does",
+        help="the script is the name of a module, which runs as with `python -m`",
     )
-    add("--no_python", action=check_env, help="it is a program of its own: run it without python")
+    add(
+        "--no_python",
+        action=check_env,
+        help="the script is an executable program: run it without python",
+    )
 
     add = group("output")
     add(
@@ -192,7 +196,7 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--logdir",
         default="log",
         help=(
-            "where to, with --redirect_stdout_and_stderr; earlier logs there are overwritten "
+            "folder for --redirect_stdout_and_stderr; earlier logs there are overwritten "
             "(default log)"
         ),
     )
@@ -200,8 +204,8 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--log_dir",
         default="",
         help=(
-            "torchrun's: LOG_DIR/<rdzv_id>_<random>/attempt_<n>/<local rank>/stdout.log and "
-            "stderr.log, for -r and -t"
+            "folder for -r and -t, as in torchrun: the files are "
+            "LOG_DIR/<rdzv_id>_<random>/attempt_<n>/<local rank>/stdout.log and stderr.log"
         ),
     )
     add(
@@ -209,7 +213,7 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "--redirects",
         default="0",
         help=(
-            "what goes to --log_dir only: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local "
+            "output for --log_dir only: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local "
             "rank 0:3,1:1"
         ),
     )
@@ -217,12 +221,12 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
         "-t",
         "--tee",
         default="0",
-        help="what goes to files and to the console, with the rank before each line (same values)",
+        help="output for --log_dir and the console, with the rank before each line (as for -r)",
     )
     add(
         "--local_ranks_filter",
         default="",
-        help="local ranks whose output is shown on the console, 0,2; files get all",
+        help="local ranks whose output the console shows, such as 0,2; the files get all output",
     )
 
     out.add_argument(
@@ -231,7 +235,7 @@ def parser(prog: str = "python -m globaltensor.distributed.launch") -> argparse.
     out.add_argument(
         "training_script_args",
         nargs=argparse.REMAINDER,
-        help="all that follows is given to the script",
+        help="arguments of the script",
     )
     return out
 
@@ -297,7 +301,9 @@ def _nodes(text: str) -> tuple[int, int]:
         numbers = [int(part) for part in text.split(":")]
         return numbers[0], numbers[-1] if len(numbers) <= 2 else int("")
     except ValueError:
-        raise WorldError(f"--nnodes {text}: a number of nodes (machines), or MIN:MAX") from None
+        raise WorldError(
+            f"--nnodes {text}: must be a number of nodes (machines), or MIN:MAX"
+        ) from None
 
 
 def _processes(text: str) -> int:
@@ -305,7 +311,7 @@ def _processes(text: str) -> int:
         return int(determine_local_world_size(text))
     except ValueError as error:
         raise WorldError(
-            f"--nproc_per_node {text}: a number, auto, cpu or gpu ({error})"
+            f"--nproc_per_node {text}: must be a number, auto, cpu or gpu ({error})"
         ) from error
 
 
@@ -333,8 +339,8 @@ def _output(options: argparse.Namespace) -> Output:
             streams[name] = Std.from_str(value)
         except ValueError:
             raise WorldError(
-                f"--{name} {value}: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank, like "
-                f"0:3,1:1"
+                f"--{name} {value}: must be 0 nothing, 1 stdout, 2 stderr, 3 both, or by local "
+                f"rank, like 0:3,1:1"
             ) from None
     try:
         shown = (
@@ -344,8 +350,8 @@ def _output(options: argparse.Namespace) -> Output:
         )
     except ValueError:
         raise WorldError(
-            f"--local_ranks_filter {options.local_ranks_filter}: local ranks with commas between, "
-            f"like 0,2"
+            f"--local_ranks_filter {options.local_ranks_filter}: must be local ranks, separated by "
+            f"commas, like 0,2"
         ) from None
     folder = Path(options.logdir) if options.redirect_stdout_and_stderr else None
     return Output(folder, streams["redirects"], streams["tee"], options.log_dir or None, shown)

@@ -273,14 +273,14 @@ class LocalWorkers:
         lines = [
             first.epitaph(),
             *(f"| {line}" for line in first.last_words()),
-            *(f"so did: {other.epitaph()}" for other in others),
+            *(f"another rank failed too: {other.epitaph()}" for other in others),
         ]
         if first.err.path is not None:
             lines.append(f"its output is in {first.err.path.parent}")
         left = len(self.ranks) - len(failed)
         if left:
             lines.append(
-                f"the other {left} rank{'s' if left > 1 else ''} of this node had to end with it"
+                f"the other {left} rank{'s' if left > 1 else ''} of this node had to be stopped too"
             )
         return "\n".join(lines)
 

@@ -185,14 +185,14 @@ def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tenso
         theirs = sent[rank][k].spec if k < len(sent[rank]) else None
         if theirs is not spec:
             told = (
-                f"as number {k} of its global tensors {theirs}"
+                f"{theirs} as number {k} of its global tensors"
                 if theirs
                 else f"only {len(sent[rank])} global tensor(s)"
             )
             raise WorldError(
-                f"some rank returned as number {k} of its global tensors {spec}, but rank {rank}, "
-                f"which holds a part of it, returned {told}: "
-                "return the same global tensors on all ranks, or x.to_local() for a rank's own part"
+                f"one rank returned {spec} as number {k} of its global tensors, but rank {rank}, "
+                f"which holds a shard of it, returned {told}: return the same global tensors on "
+                "all ranks, or return x.to_local() for a rank's local tensor"
             )
     here = spec.replace(placement=Placement("cpu", spec.placement.ranks))
     parts = {rank: sent[rank][k].part for rank in spec.placement.flat}

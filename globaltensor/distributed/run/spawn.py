@@ -119,7 +119,7 @@ def _check(nprocs: int, timeout: float | None, start_timeout: float) -> None:
         raise WorldError(f"nprocs={nprocs}: at least 1 process must be started")
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if seconds is not None and not seconds > 0:
-            raise WorldError(f"{name}={seconds}: a positive number of seconds")
+            raise WorldError(f"{name}={seconds}: must be a positive number of seconds")
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     else:
@@ -150,7 +150,7 @@ def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
             f"the ranks: {type(error).__name__}: {error}"
         )
         mend = (
-            "make what cannot be pickled (locks, open files, process groups, generators) "
+            "create objects that cannot be pickled (locks, open files, process groups, generators) "
             "inside the function"
         )
         if importlib.util.find_spec("cloudpickle") is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....errors import WorldError
-from ....sharding.spec import balanced_split
+from ....sharding.balanced_split import balanced_split
 from .progress import Steps
 from .reduction import Reduction
 from .requests import Round, Team, receive

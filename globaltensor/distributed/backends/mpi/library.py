@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from ...._base.patches import patch
 from ....errors import WorldError
 from ...cluster_env import detect
 
@@ -45,9 +46,8 @@ class Library:
         api, level = self.api, self.api.Query_thread()
         if level < api.THREAD_SERIALIZED:
             raise WorldError(
-                "MPI was started without support for threads, of which torch has several: let "
-                "globaltensor start it, "
-                'or set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+                "MPI was started without thread support, which torch needs: let globaltensor start "
+                'MPI, or set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
             )
         #: A lock held during every call of MPI, if MPI does not support two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
@@ -80,15 +80,17 @@ class Library:
 
         Then the process must not wait for the other ranks.
         """
-        show = sys.excepthook
 
-        def hook(
-            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-        ) -> None:
-            self._failed = True
-            show(kind, error, trace)
+        def watching(show: Any) -> Any:
+            def hook(
+                kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+            ) -> None:
+                self._failed = True
+                show(kind, error, trace)
 
-        sys.excepthook = hook
+            return hook
+
+        patch("sys:excepthook", watching)
 
     def listen(self) -> None:
         """Prepare for the farewells that ranks send when they leave.

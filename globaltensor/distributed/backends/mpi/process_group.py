@@ -88,7 +88,7 @@ class MpiGroup(dist.ProcessGroup):
             missing = [self._names[i] for i in range(size) if not store.check([keys[i]])]
             raise WorldError(
                 f"{self._who()}: after {self._timeout.total_seconds():g} s ranks {missing} have "
-                f"not come to make it"
+                f"not joined"
             ) from error
         told = [tuple(map(int, store.get(key).split())) for key in keys]
         places = [place for place, _ in told]
@@ -199,7 +199,7 @@ class MpiGroup(dist.ProcessGroup):
         self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False
     ) -> Work:
         if not self._alive:
-            raise WorldError(f"{self._who()} was destroyed: there is no {title} any more")
+            raise WorldError(f"{self._who()} was destroyed: {title} is no longer possible")
         if self._awaited(options):
             return Operation.at_once(self, steps, outputs, title, options)
         operation = Operation(self, steps, outputs, title, options)
@@ -517,7 +517,7 @@ class MpiGroup(dist.ProcessGroup):
             if length % size:
                 raise WorldError(
                     f"{self._who()}: all_to_all_single: the {what}'s {length} rows are not a "
-                    f"multiple of {size} ranks; give {what}_split_sizes"
+                    f"multiple of {size} ranks; pass {what}_split_sizes"
                 )
             rows = [length // size] * size
         if len(rows) != size or sum(rows) != length:

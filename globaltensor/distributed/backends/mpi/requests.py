@@ -89,11 +89,11 @@ def receive(
     if got == 0:
         raise WorldError(
             f"rank {team.names[source]} sent nothing where {want} bytes are expected: it gave up "
-            f"(its own error says why), or gives no elements"
+            f"(its own error says why), or sends no elements"
         )
     raise WorldError(
-        f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give "
-        f"tensors of different sizes, or do different things"
+        f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks pass "
+        f"tensors of different sizes, or run different operations"
     )
 
 

@@ -1,0 +1,159 @@
+"""A clock for the time that a rank spends in collectives, for a block of code.
+
+`flow.utils.Progress` measures single steps with it. Outside such a block nothing is timed and
+nothing is slower: in the block, a world hands out communicators that are wrapped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+
+from .communicator import Communicator
+from .world import world
+from .world_base import World
+
+__all__ = ["CommunicationClock"]
+
+#: The methods of a communicator that send. Those that return a handle are timed in its `wait` too.
+_TIMED: Final = frozenset(
+    (
+        "all_gather",
+        "all_gather_into",
+        "all_gather_into_async",
+        "all_gather_object",
+        "all_reduce",
+        "all_reduce_async",
+        "all_to_all",
+        "all_to_all_into",
+        "barrier",
+        "broadcast",
+        "compare_plain",
+        "exchange",
+        "exchange_async",
+        "exchange_into",
+        "reduce_scatter",
+        "reduce_scatter_async",
+    )
+)
+
+
+class CommunicationClock:
+    """A clock of the collectives of this rank, from `start` to `stop`.
+
+    Waiting for other ranks counts. A collective that runs during the computation counts as long as
+    the computation waits for it. On a GPU the stream's time counts. Messages between the stages of
+    a pipeline do not.
+
+    >>> clock = CommunicationClock()
+    >>> clock.start()
+    >>> share = clock.stop()
+    >>> share
+    0.0
+    """
+
+    def __init__(self) -> None:
+        self._here: World | None = None
+        self._intervals: list[tuple[Any, Any]] = []
+        self._within = False
+        self._began: Any = None
+
+    @property
+    def running(self) -> bool:
+        """True between `start` and `stop`."""
+        return self._here is not None
+
+    def start(self) -> None:
+        """Start the clock. It must not be running."""
+        here = world()
+        self._here, self._intervals, self._within = here, [], False
+        self._comms = here._comms
+        here._comms = _TimedComms(self._comms, self)
+        self._began = self._stamp()
+
+    def stop(self) -> float:
+        """Stop the clock, and return the share of the time in collectives, from 0 to 1."""
+        ended, here = self._stamp(), self._here
+        assert here is not None, "call start() first"
+        here._comms, self._here = self._comms, None
+        if isinstance(ended, float):
+            inside = sum(end - start for start, end in self._intervals)
+            total = ended - self._began
+        else:
+            ended.synchronize()
+            inside = sum(start.elapsed_time(end) for start, end in self._intervals)
+            total = self._began.elapsed_time(ended)
+        self._intervals = []
+        return min(1.0, max(0.0, inside / total)) if total else 0.0
+
+    def _stamp(self) -> Any:
+        """Return the time now, or an event of the current stream if this process uses a GPU."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time added to the clock."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._within or not self.running:
+                return function(*args, **kwargs)
+            self._within = True
+            start = self._stamp()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._within = False
+                self._intervals.append((start, self._stamp()))
+
+        return run
+
+
+class _TimedHandle:
+    """A handle of a collective in progress, whose waiting is timed."""
+
+    def __init__(self, handle: Any, clock: CommunicationClock) -> None:
+        self._handle = handle
+        self.wait = clock.timed(handle.wait)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+class _TimedComm:
+    """A communicator whose collectives are timed."""
+
+    def __init__(self, comm: Communicator, clock: CommunicationClock) -> None:
+        self._comm, self._clock = comm, clock
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name not in _TIMED:
+            return found
+        run = self._clock.timed(found)
+        if name.endswith("_async"):
+            clock = self._clock
+            return lambda *args, **kwargs: _TimedHandle(run(*args, **kwargs), clock)
+        return run
+
+
+class _TimedComms(dict[tuple[int, ...], Communicator]):
+    """The communicators of a world while a clock runs. New ones are also put where they belong."""
+
+    def __init__(
+        self, comms: dict[tuple[int, ...], Communicator], clock: CommunicationClock
+    ) -> None:
+        self._comms, self._clock = comms, clock
+        super().__init__({ranks: self._wrapped(comm) for ranks, comm in comms.items()})
+
+    def _wrapped(self, comm: Communicator) -> Communicator:
+        return cast(Communicator, _TimedComm(comm, self._clock))
+
+    def __setitem__(self, ranks: tuple[int, ...], comm: Communicator) -> None:
+        self._comms[ranks] = comm
+        super().__setitem__(ranks, self._wrapped(comm))

@@ -1,0 +1,236 @@
+"""The base of all worlds: the ranks of a job seen by one of them, their communicators and state.
+
+Worlds of processes (`world`), of threads (`simulate`), and of a capture that sends nothing
+(graph/capture/dry_world.py) build on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import WorldError
+from ..sharding.placement import Placement
+from ..sharding.tensor_kinds import TensorKind
+from .communicator import Channel, Communicator, Traffic
+from .divergence import History, Purpose
+
+__all__ = ["World", "forget_derived", "on_forget"]
+
+
+T = TypeVar("T")
+
+
+class World(ABC):
+    """The ranks of a job, seen by one of them.
+
+    ``node_size`` is the number of machines. ``trace`` is the list to which collectives are
+    recorded, or None. ``observer`` is called with each collective before it is sent, or None.
+    """
+
+    # True if nothing is sent and only the shapes of results are needed. Algorithms of many rounds
+    # may then skip these.
+    dry = False
+    # True if each collective compares what the ranks have run before it (divergence.py).
+    compares = False
+    # The collective that this rank is in, and the plain tensor that is compared there. Both are for
+    # errors.
+    kind = plain = ""
+    purpose: Purpose = ""  # the purpose of that collective, for errors
+    # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
+    odd: TensorKind | None = None
+    # The object that compares this rank's ops with those of other ranks
+    # (globaltensor._ops.rank_guard), or None.
+    pace: Any = None
+
+    def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
+        self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
+        self.trace: list[Traffic] | None = None
+        self.observer: Callable[[Traffic], None] | None = None
+        self._comms: dict[tuple[int, ...], Communicator] = {}
+        self._outside: dict[str, torch.device] = {}
+        self._channels: dict[tuple[int, int, str], Channel] = {}
+        self.histories: dict[tuple[int, ...], History] = {}  # by their ranks, sorted
+        self._histories_of: dict[Any, History] = {}
+        self._states: dict[Hashable, Any] = {}
+
+    def state(self, key: Callable[[], T]) -> T:
+        """Return this rank's state of the kind ``key``, which ``key()`` makes at first use.
+
+        ``key`` is a class, or a function that returns an empty state. All that a module of this
+        library saves for one rank stands here, so that it ends with its world.
+        """
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = key()
+        return found
+
+    def existing_state(self, key: Callable[[], T]) -> T | None:
+        """Return the state of the kind ``key``, or None if nothing has needed it yet."""
+        return self._states.get(key)
+
+    def observe(self, traffic: Traffic) -> None:
+        """Report a collective of this rank to the list and the observer that wait for it."""
+        if self.trace is not None:
+            self.trace.append(traffic)
+        if self.observer is not None:
+            self.observer(traffic)
+
+    def history(self, placements: tuple[Placement, ...]) -> History:
+        """Return the history of what this rank has run on tensors of these placements together."""
+        found = self._histories_of.get(placements)
+        if found is None:
+            ranks = tuple(sorted({r for p in placements for r in p.flat}))
+            if not self.compares:
+                return _IGNORED
+            found = self._histories_of[placements] = self.histories.setdefault(
+                ranks, History(ranks)
+            )
+        return found
+
+    def history_of_all(self) -> History:
+        """Return the history of what this rank has run among the operations that all ranks run."""
+        if not self.compares:
+            return _IGNORED
+        ranks = tuple(range(self.size))
+        return self.histories.setdefault(ranks, History(ranks))
+
+    def forget(self) -> None:
+        """Restart the digests of what was run.
+
+        All ranks call it at the same point, so that the program may go on after they have diverged.
+        """
+        self.histories.clear()
+        self._histories_of.clear()
+        self.kind = self.plain = self.purpose = ""
+        self.odd = None
+        for comm in self._comms.values():
+            comm.begin_digests()
+        forget_derived(self)
+
+    def comm(self, ranks: tuple[int, ...]) -> Communicator:
+        """Return the communicator of these ranks, in this order.
+
+        Raise WorldError unless the ranks are ranks of this job and include this one.
+        """
+        found = self._comms.get(ranks)
+        if found is None:
+            if self.rank not in ranks or min(ranks) < 0 or max(ranks) >= self.size:
+                asked = (
+                    f"rank {self.rank} of {self.size} asked for a communicator of ranks "
+                    f"{list(ranks)}"
+                )
+                raise WorldError(f"{asked}: they must be ranks of this job, this one included")
+            found = self._comms[ranks] = self._connect(ranks)
+        return found
+
+    @abstractmethod
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator: ...
+
+    def channel(self, source: int, target: int, device: torch.device) -> Channel:
+        """Return the channel for this device type from rank ``source`` to rank ``target``.
+
+        Raise WorldError unless they are two ranks of this job and one of them is this rank.
+        """
+        key = (source, target, device.type)
+        found = self._channels.get(key)
+        if found is None:
+            if (
+                self.rank not in (source, target)
+                or source == target
+                or not 0 <= min(source, target) <= max(source, target) < self.size
+            ):
+                asked = (
+                    f"rank {self.rank} of {self.size} asked for a channel from rank {source} "
+                    f"to rank {target}"
+                )
+                raise WorldError(
+                    f"{asked}: they must be two ranks of this job, this one among them"
+                )
+            found = self._channels[key] = self._open(source, target, device)
+        return found
+
+    def _open(self, source: int, target: int, device: torch.device) -> Channel:
+        raise WorldError(
+            f"rank {self.rank} of {self.size}: a {type(self).__name__} does not support messages"
+        )
+
+    def device(self, type: str) -> torch.device:
+        """Return this rank's device of this type, which its local rank selects.
+
+        Raise WorldError if the machine has no such device. If a machine has fewer GPUs than ranks
+        and the backend allows it (``shares``), the ranks share the GPUs in turn. That is slower
+        than one GPU for each rank, but enough to try things out.
+        """
+        if type in ("cpu", "meta"):
+            return torch.device(type)
+        index = self.index(type)
+        if type == "cuda" and index >= (count := torch.cuda.device_count()):
+            raise WorldError(
+                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this "
+                f"machine shows {count}; "
+                'use placement("cpu", ...), start at most one process per device'
+                + (", or let them share it with the backend gloo" if count else "")
+            )
+        return torch.device(type, index)
+
+    def outside(self, type: str) -> torch.device:
+        """Return the device of this rank's empty placeholders for tensors placed on other ranks.
+
+        It is this rank's own device of that type if there is one, else the CPU. So the tensors of
+        one placement are on one device type on every rank. Code that sorts tensors by device, such
+        as fused optimizers, needs that.
+        """
+        found = self._outside.get(type)
+        if found is None:
+            try:
+                found = torch.empty(0, device=self.device(type)).device
+            # WorldError is ours. torch raises the others for a device type that its build does not
+            # support.
+            except (
+                WorldError,
+                RuntimeError,
+                AssertionError,
+            ):
+                found = torch.device("cpu")
+            self._outside[type] = found
+        return found
+
+    def index(self, type: str) -> int:
+        """Return the index of this rank's device of this type, even if no such device exists."""
+        count = torch.cuda.device_count() if type == "cuda" else 0
+        return self.local_rank % count if count and self.shares else self.local_rank
+
+    @property
+    def shares(self) -> bool:
+        """True if several ranks may compute on one device."""
+        return True
+
+    def close(self) -> None:
+        """Drop the communicators and close the channels."""
+        self._comms.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+
+_IGNORED = History.ignored()
+
+_on_forget: list[Callable[[World], None]] = []
+
+
+def on_forget(callback: Callable[[World], None]) -> Callable[[World], None]:
+    """Register ``callback(world)`` for when a world forgets its histories; return it.
+
+    Code that caches a function which records into a history must then ask for a new one.
+    """
+    _on_forget.append(callback)
+    return callback
+
+
+def forget_derived(of: World) -> None:
+    for callback in _on_forget:
+        callback(of)
