@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .._base.overridable import shown
+from .._base.patches import patch
 from .._base.python_bodies import apply_plainly
 from .._base.pytree import replaced, tensors_in
 from .._base.refusals import refuse_transforms
@@ -68,7 +69,7 @@ class Context:
         node = self._node()
         if node is None:
             raise RuntimeError(
-                "the graph that a custom Function has saved these tensors for is gone"
+                "the autograd graph that a custom Function saved these tensors for has been freed"
             )
         kept = zip(self._saved, node.saved_tensors, strict=True)
         return tuple(
@@ -301,7 +302,7 @@ def install() -> None:
             return _applied(cls, _positions(cls, args, kwargs))
         return apply_plainly(original, cls, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    patch("torch.autograd:Function.apply", lambda before: classmethod(apply))
 
 
 def _positions(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

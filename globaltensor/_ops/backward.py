@@ -21,7 +21,7 @@ from .._tensor.promote import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import KernelError
-from .dispatch import HANDLERS
+from .dispatch import register_handlers
 from .rules.deferred_mean import DeferredMean, PendingCount
 
 __all__ = ["backward", "grad", "run_with_pending_scale"]
@@ -200,8 +200,8 @@ def _batched(
     sizes = {g.shape[0] for g in grads if g is not None}
     if len(sizes) != 1 or 0 in sizes:
         raise RuntimeError(
-            f"is_grads_batched: the first dim of every grad_outputs is the batch, of one size, "
-            f"not 0; got {sorted(sizes)}"
+            f"is_grads_batched: the first dim of every grad_outputs is the batch; it must have the "
+            f"same size in all of them, not 0; got {sorted(sizes)}"
         )
     n = sizes.pop()
     rows = [
@@ -287,25 +287,28 @@ def run_with_pending_scale(
 def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
         "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a "
-        "dual tensor: torch.autograd.functional.jvp gets the same from "
+        "dual tensor: torch.autograd.functional.jvp computes the same with "
         "two backward passes; globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs "
-        "forward mode on the local parts of a function that moves no data"
+        "forward mode on the local tensors of a function that moves no data"
     )
 
 
 def _no_vmap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
-        "vmap does not see how the parts of a global tensor belong together: write the batch as a "
-        "dim (torch's functions take leading dims), loop over it, or "
-        "run vmap on the local parts: globaltensor.local_map(torch.vmap(function), out_sbp=..., "
+        "vmap does not see how the local tensors form a global tensor: write the batch as a "
+        "dim (torch's functions accept leading dims), loop over it, or "
+        "run vmap on the local tensors: globaltensor.local_map(torch.vmap(function), out_sbp=..., "
         "in_sbp=...)"
     )
 
 
-for _function in torch_private.dual_functions():
-    HANDLERS[_function] = _no_forward_mode
-for _function in torch_private.vmap_functions():
-    HANDLERS[_function] = _no_vmap
-HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: backward(*args, **kwargs)
-HANDLERS[torch.autograd.grad] = lambda func, args, kwargs: grad(*args, **kwargs)
-HANDLERS[torch.Tensor.backward] = lambda func, args, kwargs: tensor_backward(*args, **kwargs)
+register_handlers(dict.fromkeys(torch_private.dual_functions(), _no_forward_mode), "refused")
+register_handlers(dict.fromkeys(torch_private.vmap_functions(), _no_vmap), "refused")
+register_handlers(
+    {
+        torch.autograd.backward: lambda func, args, kwargs: backward(*args, **kwargs),
+        torch.autograd.grad: lambda func, args, kwargs: grad(*args, **kwargs),
+        torch.Tensor.backward: lambda func, args, kwargs: tensor_backward(*args, **kwargs),
+    },
+    "backward",
+)

@@ -77,11 +77,12 @@ def check_replicas(
     if wrong:
         more = f"  and {len(wrong) - _SHOWN} more\n" if len(wrong) > _SHOWN else ""
         raise DivergenceError(
-            f"replicas differ between ranks, of {len(wrong)} "
-            f"tensor{'s' if len(wrong) > 1 else ''}:\n{''.join(wrong[:_SHOWN])}{more}"
-            "Something has changed them on some ranks only: a write into to_local(), another "
-            "file, another random seed. To make them equal again, send the "
-            "first rank's to all: x.copy_(x.to_local().to_global(x.placement, sbp=broadcast))"
+            f"the replicas of {len(wrong)} "
+            f"tensor{'s' if len(wrong) > 1 else ''} differ between ranks:\n"
+            f"{''.join(wrong[:_SHOWN])}{more}"
+            "Something has changed them on some ranks only: a write into to_local(), a different "
+            "file, a different random seed. To make them equal again, send the first rank's "
+            "values to all ranks: x.copy_(x.to_local().to_global(x.placement, sbp=broadcast))"
         )
 
 

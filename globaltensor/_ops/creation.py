@@ -1,7 +1,7 @@
 """Creation of global tensors: torch's functions with ``placement=`` and ``sbp=``.
 
 Their ``_like`` forms and the ``new_`` methods of global tensors are here too. Users call them as
-`flow.ones`, `flow.rand` and so on, and the dispatcher calls `HANDLERS`.
+`flow.ones`, `flow.rand` and so on, and the dispatcher calls their handlers.
 
 Sizes are global. A rank makes only its own local tensor, where the values allow this (constants,
 eye, integer ranges). Short tensors that are computed (linspace, windows) are computed in full on
@@ -31,9 +31,9 @@ from ..errors import PlacementError, SbpError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
-from . import dispatch
 from . import random as draws
-from .call_plan import unpartial_norm_target
+from .dispatch import Handler, register_handlers
+from .local_plan import unpartial_norm_target
 from .random import RandomFill, draw_global, fill_local, part
 
 #: Default (placement, sbp) of tensors that are created without them (utils/global_view.py).
@@ -230,12 +230,12 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
         )
     if kwargs.get("device") is not None:
         raise PlacementError(
-            f"{name} got device={kwargs['device']!r} and a placement: the placement says where "
-            f"the tensor lies; leave out device"
+            f"{name} got device={kwargs['device']!r} and a placement: the placement already sets "
+            f"the devices; leave out device"
         )
     if kwargs.get("out") is not None:
         raise PlacementError(
-            f"{name} got out= and a placement: the tensor given as out lies otherwise already; "
+            f"{name} got out= and a placement: the tensor passed as out already has a layout; "
             f"leave out one of the two"
         )
 
@@ -382,10 +382,10 @@ def _creator(name: str) -> Callable[..., Any]:
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = (
-        f"``torch.{name}``, as a global tensor where ``placement`` and ``sbp`` are given (both or "
-        f"neither).\n\n"
-        "    Sizes are global; the values are those of one device, random ones too. On a "
-        "partial_sum axis coordinate 0 holds them, the others zeros.\n"
+        f"Run ``torch.{name}``; return a global tensor if ``placement`` and ``sbp`` are passed "
+        f"(both or neither).\n\n"
+        "    Sizes are global. The values are those of one device, random ones too. On a "
+        "partial_sum axis coordinate 0 holds the values, and the others hold zeros.\n"
         "    Raises PlacementError, SbpError.\n    "
     )
     return create
@@ -504,8 +504,8 @@ def _placed(
         )
     if not _same_type(device, placement):
         raise PlacementError(
-            f"{name} got device={device!r} and {placement!r}: the placement says where the tensor "
-            f"lies; leave out device"
+            f"{name} got device={device!r} and {placement!r}: the placement already sets the "
+            f"devices; leave out device"
         )
     return placement, {k: v for k, v in kwargs.items() if k != "device"}
 
@@ -530,8 +530,8 @@ def _like_creator(name: str) -> Callable[..., Any]:
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = (
-        f"``torch.{name}``; of a global tensor, or with ``placement`` and ``sbp``, a "
-        f"global tensor. Raises PlacementError, SbpError."
+        f"Run ``torch.{name}``; return a global tensor for a global input, or if ``placement`` "
+        f"and ``sbp`` are passed. Raises PlacementError, SbpError."
     )
     return create
 
@@ -574,8 +574,8 @@ def _method(name: str) -> Callable[..., Any]:
 
     new = visible(new, name)
     new.__doc__ = (
-        f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless "
-        f"``placement`` and ``sbp`` are given."
+        f"Run ``torch.Tensor.{name}``; the result is broadcast on the placement of this tensor, "
+        f"unless ``placement`` and ``sbp`` are passed."
     )
     return new
 
@@ -620,24 +620,22 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return finish_inplace(x)
 
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
 def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
     return lambda func, args, kwargs: make(name, args[0], args[1:], kwargs)
 
 
-#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of
-#: tensors is handled in random.py. ``linspace`` between tensors has a rule.
-HANDLERS: dict[Any, Handler] = {
-    **{
-        getattr(torch, n): _out
-        for n in MAKE
-        if n not in (*_OF_DATA, "normal", "linspace", "logspace")
+# ``torch.normal`` of tensors is handled in random.py. ``linspace`` between tensors has a rule.
+register_handlers(
+    {
+        **{
+            getattr(torch, n): _out
+            for n in MAKE
+            if n not in (*_OF_DATA, "normal", "linspace", "logspace")
+        },
+        **{getattr(torch, n): _handler(_like, n) for n in LIKES},
+        **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
+        **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),
     },
-    **{getattr(torch, n): _handler(_like, n) for n in LIKES},
-    **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
-    **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),
-}
-dispatch.HANDLERS.update(HANDLERS)
-__all__ = ["HANDLERS", *sorted(n for n in MAKE), *LIKES]
+    "creation",
+)
+__all__ = [*sorted(n for n in MAKE), *LIKES]

@@ -23,7 +23,9 @@ from ..distributed.replicated_values import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec
-from .call_plan import LocalPlan, nonmember_outputs, shared, wrapped_whole
+from .local_plan import LocalPlan
+from .nonmember import nonmember_outputs
+from .replicated_plan import shared, wrapped_whole
 from .rules import OpDescription
 
 __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
@@ -66,10 +68,10 @@ def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
 def needs_fake(func: Any) -> GlobalTensorError:
     """Return the error for an operator whose rule lacks a function for fake tensors."""
     return GlobalTensorError(
-        f"the rule of {func} can't be used: nobody knows the shape of its result without running "
-        f"it. Add a function for fake tensors, which torch.compile "
-        "wants too: @torch.library.register_fake(...), or register_fake of what "
-        "torch.library.custom_op made; or run it on local parts with "
+        f"the rule of {func} can't be used: the shape of the operator's result is unknown without "
+        f"running it. Add a function for fake tensors, which torch.compile "
+        "needs too: @torch.library.register_fake(...), or register_fake of the operator that "
+        "torch.library.custom_op made; or run the operator on local tensors with "
         "globaltensor.local_map"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from .._base.python_bodies import DROPPED_ARGS, apply_plainly
 from .._base.refusals import kernel_message
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .._tensor.view_tracking import RemoteView
-from ..distributed.world import ON_FORGET, world
+from ..distributed.world import world
+from ..distributed.world_base import World, on_forget
 from ..errors import KernelError
 from ..sharding.spec import Spec
 from . import call_plan
@@ -27,19 +28,38 @@ from .plan_call import autocast_state, plan_call
 from .rules import RULES, Derived
 from .rules.deferred_mean import materialize
 
-__all__ = ["HANDLERS", "dispatch", "fresh_plans"]
+__all__ = ["Handler", "dispatch", "fresh_plans", "handler_kind", "register_handlers"]
 
-#: Functions that need no plan: torch function -> handler(func, args, kwargs). Modules above this
-#: one add theirs.
-HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-_MOST = 1 << 13  # if the cache has so many plans, it is cleared
+#: A function that answers a call without a plan: ``handler(func, args, kwargs)``.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_handlers: dict[Any, Handler] = {}
+_handler_kinds: dict[Any, str] = {}
+
+
+def register_handlers(handlers: Mapping[Any, Handler], kind: str, *, replace: bool = True) -> None:
+    """Let calls of each torch function be answered by its handler, without a plan.
+
+    ``kind``: what the table of functions (`op_table`) calls them: "method", "creation" and so on.
+    ``replace``: if False, a function that has a handler already keeps it.
+    """
+    for function, handler in handlers.items():
+        if replace or function not in _handlers:
+            _handlers[function], _handler_kinds[function] = handler, kind
+
+
+def handler_kind(function: Any) -> str | None:
+    """Return the kind under which a torch function's handler was registered, or None."""
+    return _handler_kinds.get(function)
+
+
+_MAX_PLANS = 1 << 13  # if the cache has so many plans, it is cleared
 _make = torch_private.make_wrapper
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch_private.any_autocast
 _Size = torch.Size
 _NUMBERS = frozenset((int, float, bool))
 _APPLY = apply_plainly.__code__
-_DEEPEST = 16  # maximum number of frames searched for the apply of a custom Function
+_MAX_FRAMES = 16  # maximum number of frames searched for the apply of a custom Function
 
 
 class _Plans(threading.local):
@@ -72,11 +92,11 @@ def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
         _cache.use(before)
 
 
-def _forget_plans() -> None:
+@on_forget
+def _forget_plans(of: World) -> None:
     _cache.plans.clear()
 
 
-ON_FORGET.append(_forget_plans)
 _SCALARS = RULES.scalars
 
 
@@ -92,7 +112,7 @@ def dispatch(
     Every op pays for each line here: measure (benchmarks/eager_overhead.py) before changing one."""
     if not _grad_enabled():
         _refuse_in_function(args)
-    handler = HANDLERS.get(func)
+    handler = _handlers.get(func)
     if handler is not None:
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, autocast_state()]
@@ -198,7 +218,7 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
     else:
         return
     frame = sys._getframe(2)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return
         if frame.f_code is _APPLY:
@@ -223,7 +243,7 @@ def _plan_and_cache(
         history = world().history((first._spec.shown.placement,))
         found.record, found.digest = history.record, history.learn(_text(func, key))
     if hashable:
-        _cache.derived.keep(tuple(key), found, version, _MOST)
+        _cache.derived.keep(tuple(key), found, version, _MAX_PLANS)
     return found
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from .._base import torch_private
 from .._base.overridable import SEEN, apply
 from .._base.python_bodies import python_body
+from .._base.user_code import warn_user
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import operand_spec, promote_plain_tensor
 from ..distributed.replicated_values import note_replicated
@@ -28,13 +28,13 @@ from .call_plan import (
     CallPlan,
     ConstantPlan,
     DelegatePlan,
-    ReplicatedPlan,
     ReturnOperandPlan,
     name_of,
     replaced,
     tensors_in,
 )
 from .custom_ops import Writing
+from .replicated_plan import ReplicatedPlan
 from .rules import rule as declare_rule
 from .rules import spellings_of
 from .shape_inference import infer_outputs, operands_among
@@ -102,13 +102,12 @@ def warn_without_rule(func: Any) -> None:
     if name not in _WARNED:
         _WARNED.add(name)
         target = f"torch.ops.{func}" if torch_private.is_kernel(func) else repr(name)
-        warnings.warn(
-            f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say "
-            f"how it splits with "
-            f"globaltensor.rule({target}, notation), or run it on local parts with "
+        warn_user(
+            f"no rule for {name}: it runs on full tensors (every input is boxed to broadcast). "
+            f"Declare how it splits with "
+            f"globaltensor.rule({target}, notation), or run it on local tensors with "
             f"globaltensor.local_map",
             FallbackWarning,
-            stacklevel=5,
         )
 
 
@@ -179,13 +178,13 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if target.numel() and target.shape != result.shape:
                 raise InplaceError(
                     f"out= has shape {list(target.shape)}, but the result has shape "
-                    f"{list(result.shape)}: give a global tensor of that shape"
+                    f"{list(result.shape)}: pass a global tensor of that shape"
                 )
             if not torch.can_cast(result.dtype, target.dtype):
                 name = name_of(func)
                 raise InplaceError(
                     f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which "
-                    f"can't be cast to it: give a wider one"
+                    f"can't be cast to it: pass a tensor of a wider dtype"
                 )
     # the meta device replaces it for inference
     given = {name: a for name, a in kwargs.items() if name != "device"}
@@ -215,13 +214,12 @@ def _put(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a result into a tensor passed as ``out``, resized to the result as in PyTorch."""
     if target.shape != value.shape:
         if target.numel():
-            warnings.warn(
+            warn_user(
                 f"An output with one or more elements was resized since it had shape "
                 f"{list(target.shape)}, which does not match the required output shape "
-                f"{list(value.shape)}. This behavior is deprecated: give a tensor of that shape, "
+                f"{list(value.shape)}. This behavior is deprecated: pass a tensor of that shape, "
                 f"or one of 0 elements",
                 UserWarning,
-                stacklevel=4,
             )
         if isinstance(target, GlobalTensor):
             target.data = target.new_empty(
@@ -248,17 +246,17 @@ def check_target(target: Any) -> None:
     if isinstance(target, str):
         if not spellings_of(target):
             raise GlobalTensorError(
-                f"rule: neither a function of torch nor an operator has the name {target!r}; name "
-                f"an operator of your own 'space::name'"
+                f"rule: neither a function of torch nor an operator has the name {target!r}; write "
+                f"the name of an operator of your own as 'space::name'"
             )
     elif isinstance(target, type) or (
         isinstance(target, types.FunctionType) and not _asks_classes(target)
     ):
         raise GlobalTensorError(
             f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on "
-            f"global tensors as it stands: a rule for it would never be "
+            f"global tensors without a rule: a rule for it would never be "
             "found. Rules are for torch's functions and for operators (torch.library.custom_op); "
-            "globaltensor.local_map runs a function of your own on parts"
+            "globaltensor.local_map runs a function of your own on local tensors"
         )
 
 

@@ -1,6 +1,6 @@
 """Torch's foreach and fused optimizer kernels over lists of global tensors.
 
-The dispatcher calls them through `HANDLERS`. They run on lists of local tensors, at the speed of
+The dispatcher calls them through its handlers. They run on lists of local tensors, at the speed of
 local kernels."""
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import kind_of
-from .call_plan import box_partial_target, name_of
-from .dispatch import HANDLERS
+from .call_plan import name_of
+from .dispatch import register_handlers
 from .fallback import copy_back, global_copy
+from .local_plan import box_partial_target
 from .shape_inference import infer_outputs
 
 __all__ = ["foreach", "foreach_norm"]
@@ -466,11 +467,14 @@ def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[to
     )
 
 
-for _function in KERNELS:
-    HANDLERS[_function] = (
-        foreach_norm
-        if _function is torch_private.foreach_norm
+register_handlers(
+    {
+        function: foreach_norm
+        if function is torch_private.foreach_norm
         else singly
-        if name_of(_function) in SINGLY
+        if name_of(function) in SINGLY
         else foreach
-    )
+        for function in KERNELS
+    },
+    "list of tensors",
+)

@@ -18,7 +18,7 @@ from ..errors import LocalTensorError
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .creation import as_tensor, check_whole, empty, tensor
-from .dispatch import HANDLERS
+from .dispatch import register_handlers
 from .rules.notation import OpDescription
 from .rules.registry import RULES
 
@@ -99,8 +99,8 @@ def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs
     if placement is None and sbp is None:
         if args and isinstance(args[0], GlobalTensor):
             raise LocalTensorError(
-                f"{name} of a global tensor: x.to_local() is this rank's part, x.detach() all of "
-                f"it; or give placement= and sbp= as well"
+                f"{name} of a global tensor: use x.to_local() for this rank's local tensor or "
+                f"x.detach() for the global tensor, or pass placement= and sbp= as well"
             )
         return cls._of(*args, **kwargs)
     check_whole(name, placement, sbp, kwargs)
@@ -134,7 +134,9 @@ def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
 
 # NumPy passes more arguments than torch's own method accepts.
 GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]
-HANDLERS[torch.Tensor.__array_wrap__] = lambda func, args, kwargs: _wrapped(*args, **kwargs)
+register_handlers(
+    {torch.Tensor.__array_wrap__: lambda func, args, kwargs: _wrapped(*args, **kwargs)}, "method"
+)
 
 
 def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:

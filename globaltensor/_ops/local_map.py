@@ -168,7 +168,7 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     wrapped = []
     for i, layout in enumerate(layouts):
         if layout is None:
-            raise SbpError("local_map: out_sbp must say how each result lies")
+            raise SbpError("local_map: out_sbp must have an sbp for each result")
         held = {r: told[r][0][i] for r in placement.flat}
         refuse(f"result {i} of local_map", held)
         spec = spec_of(held, placement, layout)

@@ -15,6 +15,7 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import apply, visible
+from .._base.patches import patch
 from .._base.refusals import refuse_transforms
 from .._tensor import autograd_hooks, storage
 from .._tensor.convert import (
@@ -25,7 +26,7 @@ from .._tensor.convert import (
     gather_specs,
     global_id,
 )
-from .._tensor.global_tensor import SEEN_AS, GlobalTensor
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
@@ -51,7 +52,7 @@ from .._tensor.strides import (
     stride,
 )
 from .._tensor.view_tracking import RemoteView, alias_of, finish_inplace
-from ..boxing import box
+from ..boxing import box, log
 from ..distributed.run.serialize import register_wrapper
 from ..distributed.world import placeholder, world
 from ..errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
@@ -60,9 +61,9 @@ from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
 from .backward import tensor_backward
-from .call_plan import unpartial_norm_target
-from .dispatch import HANDLERS
+from .dispatch import Handler, register_handlers
 from .fallback import write_into_plain
+from .local_plan import unpartial_norm_target
 
 __all__ = ["GlobalTensor", "gather_global_value", "install"]
 
@@ -93,11 +94,10 @@ def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
     Meta tensors have no data and are returned as they are."""
     axes = [] if local.is_meta else _held_alike(spec)
-    return (
-        world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0)
-        if axes
-        else local
-    )
+    if not axes:
+        return local
+    with log.exchanges("to_global: the value of the first rank"):
+        return world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0)
 
 
 def _held_alike(spec: Spec) -> list[int]:
@@ -193,8 +193,8 @@ def global_to_global(
     if sbp is None:
         if where.axes != shown.placement.axes:
             raise SbpError(
-                f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} "
-                f"entries: give sbp= with one entry for each axis"
+                f"the new placement has {where.axes} axes, but the tensor's sbp has "
+                f"{len(shown.layout)} entries: give sbp= with one entry for each axis"
             )
         layout: Sequence[Sbp] = shown.layout
     else:
@@ -256,8 +256,8 @@ def tensor_to_local(
 
 def plain_to_local(self: torch.Tensor, **options: Any) -> torch.Tensor:
     raise GlobalTensorError(
-        "to_local() of a tensor that is local already: it is for tensors made by to_global or "
-        "with placement=, sbp="
+        "to_local() of a tensor that is local already: to_local() is for tensors made by "
+        "to_global or with placement=, sbp="
     )
 
 
@@ -364,11 +364,19 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     return GlobalTensor.wrap(x._local.to(dtype), x._spec.replace(dtype=dtype))
 
 
+_view_classes: set[type] = set()
+
+
+def register_view_class(cls: type) -> None:
+    """Let ``x.to(cls)`` be ``cls(x)``, as for ``nn.graph.GraphTensor``."""
+    _view_classes.add(cls)
+
+
 def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
     """Convert as torch does: to a dtype, a device type, that of another tensor, or both.
 
     A device type is "cpu" or "cuda": the placement's ranks stay the same."""
-    if args and isinstance(args[0], type) and args[0] in SEEN_AS:
+    if args and isinstance(args[0], type) and args[0] in _view_classes:
         return args[0](self)
     switches = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
     copy, order = (
@@ -630,13 +638,11 @@ PLAIN: dict[str, Any] = {
 
 
 def install() -> None:
-    """Add the methods to GlobalTensor and to torch.Tensor.
-
-    Only this function adds to torch's classes."""
+    """Add the methods to GlobalTensor and to torch.Tensor."""
     for name, value in METHODS.items():
         setattr(GlobalTensor, name, visible(value, name) if name in RECORDED else value)
     for name, value in PLAIN.items():
-        setattr(torch.Tensor, name, value)
+        patch(f"torch:Tensor.{name}", lambda before, value=value: value, missing=True)
     autograd_hooks.install()
     storage.install()
     register_wrapper(GlobalTensor.wrap)
@@ -688,44 +694,51 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
 
-for _name in (
-    "detach",
-    "detach_",
-    "clone",
-    "is_inference",
-    "is_shared",
-    "storage_type",
-    "is_conj",
-    "is_neg",
+def _of(name: str) -> Any:
+    """Return torch's function of that name, or its method where it has no function."""
+    return getattr(torch, name, None) or getattr(torch.Tensor, name)
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+
+
+def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+_AS_FUNCTIONS = (
+    "detach", "detach_", "clone", "is_inference", "is_shared", "storage_type", "is_conj", "is_neg",
     "is_signed",
-):
-    HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
-HANDLERS.update(storage.HANDLERS)
-for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
-    HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
-for _name in ("is_contiguous", "stride"):  # torch calls the method of the tensor's own class
-    HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[METHODS[_name]] = _method(_name)
-HANDLERS[torch.Tensor.copy_] = plain_copy_
-HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(
-    args[1].shape, **kwargs
+)  # fmt: skip
+_VIEWS_IN_PLACE = ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+_OF_OWN_CLASS = ("is_contiguous", "stride")  # torch calls the method of the tensor's own class
+_ANSWERS: dict[Any, Handler] = {
+    **{_of(name): _method(name) for name in _AS_FUNCTIONS},
+    **storage.HANDLERS,
+    **{getattr(torch.Tensor, name): _method(name) for name in (*_VIEWS_IN_PLACE, *_OF_OWN_CLASS)},
+    **{METHODS[name]: _method(name) for name in _OF_OWN_CLASS},
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), _equal),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _allclose),
+    torch.Tensor.copy_: plain_copy_,
+    torch.Tensor.resize_as_: lambda func, args, kwargs: args[0].resize_(args[1].shape, **kwargs),
+    torch_private.flatten_recurrent_weights: _flatten_weights,
+    torch_private.may_take_data: _may_take_data,
+    torch.Tensor.to: _plain_to,
+    torch.Tensor.type_as: _plain_type_as,
+    torch.is_floating_point: lambda func, args, kwargs: args[0].dtype.is_floating_point,
+    torch.is_complex: lambda func, args, kwargs: args[0].dtype.is_complex,
+    torch.numel: lambda func, args, kwargs: args[0].numel(),
+}
+register_handlers(_ANSWERS, "method")
+# for calls through the class: torch.Tensor.float(x)
+register_handlers(
+    {
+        getattr(torch.Tensor, name): _method(name)
+        for name, value in METHODS.items()
+        if callable(value) and callable(getattr(torch.Tensor, name, None)) and name not in PLAIN
+    },
+    "method",
+    replace=False,
 )
-HANDLERS[torch_private.flatten_recurrent_weights] = _flatten_weights
-HANDLERS[torch_private.may_take_data] = _may_take_data
-HANDLERS[torch.Tensor.to], HANDLERS[torch.Tensor.type_as] = _plain_to, _plain_type_as
-for _name in METHODS:  # for calls through the class: torch.Tensor.float(x)
-    if (
-        callable(METHODS[_name])
-        and callable(getattr(torch.Tensor, _name, None))
-        and _name not in PLAIN
-    ):
-        HANDLERS.setdefault(getattr(torch.Tensor, _name), _method(_name))
-HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: (
-    args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
-)
-HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(
-    torch.isclose(*args, **kwargs).all()
-)
-HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point
-HANDLERS[torch.is_complex] = lambda func, args, kwargs: args[0].dtype.is_complex
-HANDLERS[torch.numel] = lambda func, args, kwargs: args[0].numel()
 install()

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from .._base.import_hooks import when_imported
+from .._base.patches import patch
 from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 
@@ -19,15 +19,8 @@ __all__ = ["install"]
 _FED: Final = "_globaltensor_fed"
 
 
-def _change(home: Any) -> None:
-    """Patch ``torchmetrics.metric.Metric``.
-
-    ``update`` records whether it received global tensors, and ``sync`` then does nothing."""
-    metric = home.Metric
-    sync, wrap_update = metric.sync, getattr(metric, "_wrap_update", None)
-    # Without it, the collectives refuse to count twice (distributed/replicated_values.py).
-    if wrap_update is None:
-        return
+def _noting_update(wrap_update: Any) -> Any:
+    """Wrap ``Metric._wrap_update``: ``update`` then records whether it received global tensors."""
 
     @functools.wraps(wrap_update)
     def _wrap_update(self: Any, update: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,12 +35,21 @@ def _change(home: Any) -> None:
 
         return noting
 
+    return _wrap_update
+
+
+def _syncing_local(sync: Any) -> Any:
+    """Wrap ``Metric.sync``: it does nothing where the last update received global tensors."""
+
     @functools.wraps(sync)
     def _sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if self.__dict__.get(_FED) else sync(self, *args, **kwargs)
 
-    metric._wrap_update, metric.sync = _wrap_update, _sync
+    return _sync
 
 
 def install() -> None:
-    when_imported("torchmetrics.metric", _change)
+    # Where a version of torchmetrics has no `_wrap_update`, nothing is noted, and the collectives
+    # refuse to count twice (distributed/replicated_values.py).
+    patch("torchmetrics.metric:Metric._wrap_update", _noting_update)
+    patch("torchmetrics.metric:Metric.sync", _syncing_local)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .._base import torch_private
+from .._base.user_code import warn_user
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.promote import operand_spec
 from .._tensor.strides import differ, permutes
@@ -27,14 +27,7 @@ from . import call_plan
 from .call_plan import (
     CallPlan,
     DelegatePlan,
-    InPlacePlan,
-    LocalPlan,
-    LocalPlanList,
-    LocalPlanMany,
-    MoveTargetPlan,
-    ReplicatedPlan,
     ReturnOperandPlan,
-    StridedViewPlan,
     describe_call,
     name_of,
     replaced,
@@ -49,6 +42,8 @@ from .fallback import (
     warn_without_rule,
     write_into_plain,
 )
+from .local_plan import InPlacePlan, LocalPlan, LocalPlanList, LocalPlanMany, StridedViewPlan
+from .replicated_plan import MoveTargetPlan, ReplicatedPlan
 from .rules import (
     RULES,
     Arg,
@@ -100,11 +95,11 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         ):
             return stage_context.where
         raise PlacementError(
-            f"{describe_call(func, tensors)}: the operands lie on different placements\n"
+            f"{describe_call(func, tensors)}: the operands are on different placements\n"
             + "".join(f"  {p}\n" for p in found)
-            + f"bring them together first, for example x.to_global(placement={found[0]!r})"
+            + f"move them to one placement first, for example x.to_global(placement={found[0]!r})"
             + (
-                ", or write out of place (x = x + y), so that the result need not lie where x does"
+                ", or write out of place (x = x + y): the result may have another placement than x"
                 if writes(func)
                 else ""
             )
@@ -189,108 +184,224 @@ def _with_scalars(
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
+@dataclasses.dataclass
+class _CallToPlan:
+    """A call that is being planned: what each step of `plan_call` finds out for the next ones."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rule: Rule | None
+    kernel: bool  # True for an operator of the dispatcher (``torch.ops...``)
+    #: For an operator that writes into arguments: the operands that it writes, and for each result
+    #: which of them it is.
+    written: tuple[tuple[int, ...], tuple[int | None, ...]] | None
+    tensors: list[torch.Tensor]
+    placement: Placement | None = None
+    specs: list[Spec] = dataclasses.field(default_factory=list)
+    #: The spec in which an in-place target is stored, if that is not its logical one (ZeRO).
+    stored: StorageSpec | None = None
+    op: OpDescription | None = None
+    unknown: str = ""  # the reason why the rule does not know this form of the call
+    meta: Sequence[torch.Tensor] = ()  # the results on meta tensors, of the global shapes
+    structure: Any = None  # the result's structure, with meta tensors in it
+    same: tuple[int | None, ...] = ()  # for each result the operand that it is
+
+
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """Plan a call after a cache miss: find the rule, select layouts, and freeze the plan."""
+    """Plan a call after a cache miss: the first of these steps that returns a plan decides."""
+    call = _new_call(func, args, kwargs)
+    for step in (
+        _with_out,
+        _on_several_placements,
+        _of_an_attribute,
+        _without_rule,
+        _into_a_plain_target,
+        _by_description,
+        _of_global_functions,
+        _of_a_whole_call,
+        _of_shapes_unknown_to_torch,
+        _that_returns_its_operand,
+        _of_an_unknown_form,
+    ):
+        if (plan := step(call)) is not None:
+            return plan
+    return _by_signature(call)
+
+
+def _new_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallToPlan:
     rule = rule_of(func, kwargs)
     kernel, written = torch_private.is_kernel(func), None
     if kernel:
         rule = rule or RULES.get(torch_private.twin_of_kernel(func))
         if torch_private.kernel_writes(func) and (rule is None or not rule.inplace):
             written = written_operands(func, args, kwargs)
-    if kwargs.get("out") is not None and written is None:
-        check_out(func, args, kwargs)
-        return DelegatePlan(lambda *a, **k: call_with_out(func, a, k))
-    tensors = tensors_in(kwargs, tensors_in(args, []))
-    placement = _common_placement(func, tensors)
-    if any(
+    return _CallToPlan(func, args, kwargs, rule, kernel, written, [])
+
+
+def _with_out(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call with ``out=``: run it without, and copy the result."""
+    if call.kwargs.get("out") is None or call.written is not None:
+        return None
+    check_out(call.func, call.args, call.kwargs)
+    return DelegatePlan(lambda *a, **k: call_with_out(call.func, a, k))
+
+
+def _on_several_placements(call: _CallToPlan) -> CallPlan | None:
+    """Find the operands' common placement. Plan a call whose operands must first be moved to it."""
+    func = call.func
+    call.tensors = tensors = tensors_in(call.kwargs, tensors_in(call.args, []))
+    call.placement = placement = _common_placement(func, tensors)
+    if not any(
         isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors
     ):
-        if written is not None:
-            raise PlacementError(
-                f"{describe_call(func, tensors)}: an operator that writes into its arguments "
-                f"needs all of them on one placement"
-            )
-        if _place_of_scalars(tensors) is None:
-            return DelegatePlan(lambda *a, **k: _call_on_common_placement(func, a, k))
-        return DelegatePlan(lambda *a, **k: _with_scalars(func, placement, a, k))
-    if getattr(func, "__name__", "") == "__get__" and func not in RULES:
-        return _attribute(func, args)
-    operands = f"operand {{}} of {name_of(func)}"
-    specs = [
-        t._spec if isinstance(t, GlobalTensor) else operand_spec(t, placement, operands.format(i))
-        for i, t in enumerate(tensors)
+        return None
+    if call.written is not None:
+        raise PlacementError(
+            f"{describe_call(func, tensors)}: an operator that writes into its arguments "
+            f"needs all of them on one placement"
+        )
+    if _place_of_scalars(tensors) is None:
+        return DelegatePlan(lambda *a, **k: _call_on_common_placement(func, a, k))
+    return DelegatePlan(lambda *a, **k: _with_scalars(func, placement, a, k))
+
+
+def _of_an_attribute(call: _CallToPlan) -> CallPlan | None:
+    """Plan the read of a torch.Tensor property that has no rule."""
+    if getattr(call.func, "__name__", "") == "__get__" and call.func not in RULES:
+        return _attribute(call.func, call.args)
+    return None
+
+
+def _without_rule(call: _CallToPlan) -> CallPlan | None:
+    """Find the operands' specs. Plan a call of a function that has no rule."""
+    assert call.placement is not None
+    operands = f"operand {{}} of {name_of(call.func)}"
+    call.specs = [
+        t._spec
+        if isinstance(t, GlobalTensor)
+        else operand_spec(t, call.placement, operands.format(i))
+        for i, t in enumerate(call.tensors)
     ]
-    if rule is None and written is not None:
-        warn_without_rule(func)
-        return plan_on_whole(func, specs, written)
-    if rule is None:
-        return plan_without_rule(func, specs, args, kwargs)
-    if rule.inplace and not isinstance(tensors[0], GlobalTensor):
-        return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
-    # A tensor that is stored in another layout is planned by its logical spec, but stays stored.
+    if call.rule is not None:
+        return None
+    if call.written is not None:
+        warn_without_rule(call.func)
+        return plan_on_whole(call.func, call.specs, call.written)
+    return plan_without_rule(call.func, call.specs, call.args, call.kwargs)
+
+
+def _into_a_plain_target(call: _CallToPlan) -> CallPlan | None:
+    """Plan an in-place call that writes into a plain tensor."""
+    if not _rule(call).inplace or isinstance(call.tensors[0], GlobalTensor):
+        return None
+    func, placement = call.func, call.placement
+    assert placement is not None
+    return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
+
+
+def _by_description(call: _CallToPlan) -> CallPlan | None:
+    """Let the rule describe the call; a target that is stored on another placement is replicated.
+
+    A tensor that is stored in another layout is planned by its logical spec, but stays stored."""
+    rule, specs = _rule(call), call.specs
     taken = [s.shown for s in specs]
-    stored = specs[0] if rule.inplace and isinstance(specs[0], StorageSpec) else None
-    if stored is not None:
-        taken[0] = stored.plain
-        if stored.placement is not placement:
+    if rule.inplace and isinstance(specs[0], StorageSpec):
+        call.stored = specs[0]
+        taken[0] = call.stored.plain
+        if call.stored.placement is not call.placement:
             return ReplicatedPlan(rule.name, specs, True)
-    op = OpDescription([Arg(i, s) for i, s in enumerate(taken)], function=func)
-    these, unknown = iter(op.args), ""
+    call.op = op = OpDescription([Arg(i, s) for i, s in enumerate(taken)], function=call.func)
+    these = iter(op.args)
     try:
-        rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
+        rule.describe(op, *replaced(call.args, these), **replaced(call.kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
-        unknown = str(error)
+        call.unknown = str(error)
     except RuntimeError:
         # For example of shapes that do not fit. If the function itself refuses the call, its own
         # error is raised.
-        infer_outputs(func, specs, args, kwargs)
+        infer_outputs(call.func, specs, call.args, call.kwargs)
         raise
-    if op.composite is not None:  # before the meta run, because the result may depend on data
-        meta, structure = infer_outputs(func, specs, args, kwargs) if op.checked else (None, None)
-        if (same := _same(func, rule, meta or (), args)) and None not in same:
-            return ReturnOperandPlan(same, structure, None)
-        if meta is not None and not _is_ours(func):
-            check_dtypes(func, specs, args, kwargs)
-        cast = meta is not None and torch_private.any_autocast() and not rule.inplace
-        return DelegatePlan(
-            _as_autocast_would(op.composite, func, specs, args, kwargs, meta)
-            if cast
-            else op.composite
-        )  # type: ignore[arg-type]
-    if op.whole_call:
-        return (
-            ReplicatedPlan(rule.name, specs, rule.inplace)
-            if written is None
-            else plan_on_whole(func, specs, written)
-        )
-    # an invalid call fails here, with torch's own error
-    meta, structure = infer_outputs(func, specs, args, kwargs)
-    if meta is None:
-        if kernel and torch_private.is_custom(func):
-            raise needs_fake(func)
-        return plan_without_rule(func, specs, args, kwargs)
-    same = _same(func, rule, meta, args) if written is None else ()
-    if same and None not in same:
+    return None
+
+
+def _of_global_functions(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call that its rule composes of functions of global tensors.
+
+    This comes before the run on meta tensors, because the result may depend on data."""
+    op, rule, func = _op(call), _rule(call), call.func
+    if op.composite is None:
+        return None
+    meta, structure = (
+        infer_outputs(func, call.specs, call.args, call.kwargs) if op.checked else (None, None)
+    )
+    if (same := _same(func, rule, meta or (), call.args)) and None not in same:
         return ReturnOperandPlan(same, structure, None)
-    if op.local is not None and not _is_ours(func):
-        check_dtypes(func, specs, args, kwargs)
-    if written is not None:
-        keep_written_whole(op, written[0])
-    if unknown:
-        warnings.warn(
-            f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on "
-            f"whole tensors",
-            FallbackWarning,
-            stacklevel=3,
+    if meta is not None and not _is_ours(func):
+        check_dtypes(func, call.specs, call.args, call.kwargs)
+    if meta is not None and torch_private.any_autocast() and not rule.inplace:
+        return DelegatePlan(
+            _as_autocast_would(op.composite, func, call.specs, call.args, call.kwargs, meta)
         )
-        return (
-            ReplicatedPlan(rule.name, specs, rule.inplace)
-            if written is None
-            else plan_on_whole(func, specs, written)
-        )
-    outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
+    return DelegatePlan(op.composite)  # type: ignore[arg-type]
+
+
+def _of_a_whole_call(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call that its rule runs on replicated operands."""
+    return _replicated(call) if _op(call).whole_call else None
+
+
+def _replicated(call: _CallToPlan) -> CallPlan:
+    if call.written is not None:
+        return plan_on_whole(call.func, call.specs, call.written)
+    return ReplicatedPlan(_rule(call).name, call.specs, _rule(call).inplace)
+
+
+def _of_shapes_unknown_to_torch(call: _CallToPlan) -> CallPlan | None:
+    """Run the call on meta tensors. An invalid call fails here, with torch's own error."""
+    meta, call.structure = infer_outputs(call.func, call.specs, call.args, call.kwargs)
+    if meta is not None:
+        call.meta = meta
+        return None
+    if call.kernel and torch_private.is_custom(call.func):
+        raise needs_fake(call.func)
+    return plan_without_rule(call.func, call.specs, call.args, call.kwargs)
+
+
+def _that_returns_its_operand(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call whose results are operands, as those of ``F.dropout`` in eval mode."""
+    if call.written is None:
+        call.same = _same(call.func, _rule(call), call.meta, call.args)
+    if call.same and None not in call.same:
+        return ReturnOperandPlan(call.same, call.structure, None)
+    return None
+
+
+def _of_an_unknown_form(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call whose form the rule does not know, on replicated operands and with a warning."""
+    op = _op(call)
+    if op.local is not None and not _is_ours(call.func):
+        check_dtypes(call.func, call.specs, call.args, call.kwargs)
+    if call.written is not None:
+        keep_written_whole(op, call.written[0])
+    if not call.unknown:
+        return None
+    warn_user(
+        f"the rule of {_rule(call).name} does not know this form of the call ({call.unknown}); "
+        f"the call runs on full tensors",
+        FallbackWarning,
+    )
+    return _replicated(call)
+
+
+def _by_signature(call: _CallToPlan) -> CallPlan:
+    """Plan a call by the cheapest of the signatures that its rule admits."""
+    func, rule, op, specs = call.func, _rule(call), _op(call), call.specs
+    placement, written = call.placement, call.written
+    assert placement is not None
+    outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in call.meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
-        outs, op.out = [taken[0]], [op.dims[0]]
+        outs, op.out = [op.args[0].spec], [op.dims[0]]
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
     if rule.inplace and outs[0].shape != specs[0].shape:
@@ -304,15 +415,29 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         choice, kind = select_signature(op, outs, alike=True), MoveTargetPlan
         if choice is None:
             return ReplicatedPlan(name_of(func), specs, True)
-    if stored is not None:
-        choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
-    plan = _build_call_plan(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    if call.stored is not None:
+        choice = dataclasses.replace(choice, outs=(call.stored, *choice.outs[1:]))
+    plan = _build_call_plan(
+        kind, func, rule, op, specs, choice, call.structure, call.args, call.kwargs
+    )
     ranges = _cut_indices(plan, op)
     if ranges:
         plan = call_plan.RangeCheckedPlan(plan, ranges)
     if isinstance(plan, Writing) and written is not None:
         plan.writes, plan.returns = written
-    return plan if all(i is None for i in same) else ReturnOperandPlan(same, structure, plan)
+    if all(i is None for i in call.same):
+        return plan
+    return ReturnOperandPlan(call.same, call.structure, plan)
+
+
+def _rule(call: _CallToPlan) -> Rule:
+    assert call.rule is not None  # `_without_rule` has planned the others
+    return call.rule
+
+
+def _op(call: _CallToPlan) -> OpDescription:
+    assert call.op is not None  # `_by_description` makes it
+    return call.op
 
 
 def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
@@ -507,8 +632,8 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
                 return x
             if value.shape != x._local.shape:
                 raise KernelError(
-                    f"the attribute {name_of(func)} of a global tensor is not known; use the "
-                    f"method of the same meaning"
+                    f"a global tensor does not support the attribute {name_of(func)}; use the "
+                    f"method with the same meaning"
                 )
             return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
         return value

@@ -1,6 +1,6 @@
 """Randomness: the fills of global tensors, and the streams of random ops in training (dropout).
 
-The dispatcher calls `HANDLERS`, and plans of random ops call `run`.
+The dispatcher calls its handlers, and plans of random ops call `run`.
 
 Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own shard. So a
 tensor holds the numbers that one device would draw, whatever its placement and sbp. The generator
@@ -39,11 +39,11 @@ from ..distributed.world import placeholder, world
 from ..errors import InplaceError, PlacementError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
-from . import call_plan, dispatch
+from . import local_plan
+from .dispatch import register_handlers
 
 __all__ = [
     "FILLS",
-    "HANDLERS",
     "RandomFill",
     "advance_key",
     "draw_global",
@@ -142,15 +142,22 @@ def _run(
 _seed_at_import = torch.initial_seed()
 
 
+class SeedAgreement:
+    """A rank's record of whether the ranks have checked that they draw from one seed."""
+
+    done = False
+
+
 def agree_on_seed() -> None:
     """Give all ranks the first rank's seed if the program has set none. Collective, once.
 
     PyTorch seeds every process differently. The first draw of a world for global tensors calls
     this. All ranks of the world draw, or skip, at the same points."""
     here = world()
-    if here.seed_agreed or not here.compares or isinstance(here, SimulatedWorld):
+    seed = here.state(SeedAgreement)
+    if seed.done or not here.compares or isinstance(here, SimulatedWorld):
         return
-    here.seed_agreed = True
+    seed.done = True
     everyone = here.comm(tuple(range(here.size)))
     told = everyone.all_gather_object(
         (torch.initial_seed(), torch.initial_seed() == _seed_at_import)
@@ -465,7 +472,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{name} on a plain tensor cannot take a global argument: pass to_local() of the "
             f"argument, or make the target global with to_global(placement, sbp)"
         )
-    call_plan.unpartial_norm_target(name, x)
+    local_plan.unpartial_norm_target(name, x)
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = RandomFill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
@@ -504,9 +511,9 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
         return value
     if value._spec.placement is not spec.placement:
         raise PlacementError(
-            f"{name}: the target lies on {spec.placement!r}, its argument on "
+            f"{name}: the target is on {spec.placement!r}, but its argument is on "
             f"{value._spec.placement!r}; "
-            f"bring it there with to_global(placement={spec.placement!r})"
+            f"move the argument with to_global(placement={spec.placement!r})"
         )
     if spec.placement.coordinate(world().rank) is None:
         # Any probability advances the generator by the same amount.
@@ -527,8 +534,8 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         size = torch.Size(kwargs["size"] if "size" in kwargs else args[2])
         if size != out.shape:
             raise InplaceError(
-                f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global "
-                f"tensor of that shape"
+                f"out= has shape {list(out.shape)}, but the requested shape is {list(size)}: pass "
+                f"a global tensor of that shape"
             )
         return out.normal_(mean, std, generator=generator)
     if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
@@ -554,9 +561,6 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return numbers if out is None else out.copy_(numbers)
 
 
-HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    getattr(Tensor, name): _fill_in_place for name in FILLS
-}
-HANDLERS[torch.normal] = _normal
-dispatch.HANDLERS.update(HANDLERS)
-call_plan.RANDOM[:] = [run]
+register_handlers({getattr(Tensor, name): _fill_in_place for name in FILLS}, "random")
+register_handlers({torch.normal: _normal}, "random")
+local_plan.register_random(run)

@@ -27,7 +27,8 @@ from .._base.user_code import user_line as _line
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.promote import content_digest
 from ..distributed.communicator import Communicator
-from ..distributed.world import ProcessWorld, World, timeout, world
+from ..distributed.world import ProcessWorld, timeout, world
+from ..distributed.world_base import World
 from ..errors import DivergenceError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
@@ -37,7 +38,7 @@ from .check_replicas import replica_ranks
 __all__ = ["check_ranks"]
 
 _BYTES: Final = 4096  # size of a message
-_KEPT: Final = 12  # maximum number of ops in a message
+_MAX_OPS_SHOWN: Final = 12  # maximum number of ops in a message
 _TEXT: Final = 100  # maximum number of characters per op
 # these communicate nothing, or their collectives are compared
 _UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})
@@ -58,7 +59,7 @@ class RankGuard(TorchFunctionMode):
     def __init__(self, here: World, name: str) -> None:
         super().__init__()
         self._world, self._name = here, name
-        self._done: collections.deque[OpRecord] = collections.deque(maxlen=_KEPT)
+        self._done: collections.deque[OpRecord] = collections.deque(maxlen=_MAX_OPS_SHOWN)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
         #: For each group of ranks with the same local tensor: the number of operands seen, a digest
         #: of their values, and the text of the last ones.
@@ -112,7 +113,7 @@ class RankGuard(TorchFunctionMode):
                 with torch.no_grad(), torch_private.without_function_modes():
                     known = self._seen[local] = version, content_digest(local)
             count, digest, last = self._replicas.get(
-                group, (0, b"", collections.deque(maxlen=_KEPT))
+                group, (0, b"", collections.deque(maxlen=_MAX_OPS_SHOWN))
             )
             last.append((f"operand {i} of {name} {x._spec!r} ({known[1].hex()})", _line()))
             self._replicas[group] = (
@@ -183,8 +184,8 @@ class RankGuard(TorchFunctionMode):
                 f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank
             )
             told = (
-                f"the ranks went apart, or one has ended: not all of ranks {list(ranks)} came "
-                f"within {timeout().total_seconds():g} s"
+                f"the ranks have diverged, or a rank has ended: not all of ranks {list(ranks)} "
+                f"arrived within {timeout().total_seconds():g} s"
             )
             raise WorldError(
                 f"{told}\n  rank {self._world.rank} is {_place(mine)}{others}"
@@ -213,10 +214,10 @@ class RankGuard(TorchFunctionMode):
             return (
                 f"was last {store.get(key).decode()}"
                 if store.check([key])
-                else "has come to no collective yet"
+                else "has reached no collective yet"
             )
         except RuntimeError:
-            return "cannot be asked"
+            return "cannot be reached"
 
 
 def _message(mine: dict[str, Any]) -> bytes:
@@ -242,7 +243,7 @@ def _place(told: dict[str, Any]) -> str:
 def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
     lines = [
         (
-            f"the ranks went apart: all must run the same ops on global tensors, in the same "
+            f"the ranks have diverged: all must run the same ops on global tensors, in the same "
             f"order\n  "
             f"rank {me} {_place(mine)}\n  rank {rank} {_place(other)}"
         )
@@ -261,7 +262,7 @@ def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> s
             None,
         )
         if at is None:
-            lines.append(f"they differ in an op before the last {_KEPT}")
+            lines.append(f"the ranks differ in an op before the last {_MAX_OPS_SHOWN}")
         else:
             lines += [
                 f"the first op that differs is number {at + 1}",
@@ -278,15 +279,15 @@ def _replicas_apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, A
         None,
     )
     which = (
-        "an operand before those that a message tells of"
+        "an operand before those that the ranks have exchanged"
         if pair is None
         else f"{pair[0][0]} on rank {me}, {pair[1][0]} on rank {rank}  ({pair[0][1]})"
     )
     return (
-        f"replicas differ: ranks {me} and {rank} hold the same part of a global tensor with other "
-        f"values\n  {which}\n"
-        "Something has changed it on one rank only: a write into to_local(), another file, "
-        "another random seed. flow.check_replicas(model) names parameters"
+        f"replicas differ: ranks {me} and {rank} hold different values of the same shard of a "
+        f"global tensor\n  {which}\n"
+        "Something has changed it on one rank only: a write into to_local(), a different file, "
+        "a different random seed. flow.check_replicas(model) names parameters"
     )
 
 

@@ -20,14 +20,16 @@ from ..sharding.spec import Spec
 
 __all__ = ["check_dtypes", "infer_outputs", "memoized", "operands_among"]
 
-_MOST = 1 << 20  # a call runs on the CPU only if its operands have at most so many elements
+_MAX_CPU_ELEMENTS = (
+    1 << 20
+)  # a call runs on the CPU only if its operands have at most so many elements
 # dtypes are checked at the full shapes only if operands have at most so many elements
-_MOST_TRIED = 1 << 16
+_MAX_CHECKED_ELEMENTS = 1 << 16
 _DTYPES = re.compile(
     r"dtype|scalar type|result type|Input type|data type|not implemented "
     r"for|complex|integral|floating"
 )
-_REMEMBERED = 1 << 13  # maximum number of memoized calls
+_MAX_MEMOIZED = 1 << 13  # maximum number of memoized calls
 
 Found = tuple[list[torch.Tensor] | None, Any]
 
@@ -72,7 +74,7 @@ def infer_outputs(
     except TypeError:  # the arguments cannot be hashed
         return _tried(func, specs, args, kwargs)
     if found is None:
-        if len(known) >= _REMEMBERED:
+        if len(known) >= _MAX_MEMOIZED:
             known.clear()
         found = known[key] = _tried(func, specs, args, kwargs)
     return found
@@ -161,7 +163,7 @@ def check_dtypes(
         or any(s.placement.type != "cpu" for s in specs)
     ):
         return
-    large = sum(s.numel for s in specs) > _MOST_TRIED
+    large = sum(s.numel for s in specs) > _MAX_CHECKED_ELEMENTS
     shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
@@ -196,7 +198,9 @@ def _try_on_cpu(
     """Run a call on zeros on one device, and return (True if it could be run, the error or None).
 
     Meta kernels are written in Python and word some errors differently."""
-    if sum(s.numel for s in specs) > _MOST or any(s.placement.type != "cpu" for s in specs):
+    if sum(s.numel for s in specs) > _MAX_CPU_ELEMENTS or any(
+        s.placement.type != "cpu" for s in specs
+    ):
         return False, None
     try:
         with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():

@@ -181,9 +181,9 @@ def _value(t: torch.Tensor) -> torch.Tensor:
         return t
     if not is_whole(t._spec, world().rank):
         raise PartError(
-            f"it holds a part of a global tensor ({t._spec!r}), not its value: write it by "
-            f"flow.save(obj, path, global_dst_rank=0), called on every rank; "
-            "or read it by flow.load(path) on the rank that has written it"
+            f"the file holds one rank's local tensor of a global tensor ({t._spec!r}), not its "
+            f"value: write it with flow.save(obj, path, global_dst_rank=0) on every rank, "
+            "or read it with flow.load(path) on the rank that wrote it"
         )
     return t._local
 
@@ -206,8 +206,8 @@ def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
     if any(e.is_partial for e in spec.layout):
         whole = [broadcast if e.is_partial else e for e in x.sbp]
         raise SbpError(
-            f"a partial tensor ({spec!r}) has no part of its own value on a rank, so a checkpoint "
-            f"cannot hold it: "
+            f"a checkpoint cannot hold a partial tensor ({spec!r}), because no rank has a shard of "
+            f"its value: "
             f"put x.to_global(sbp={whole!r}) in the state dict"
         )
     rank = world().rank

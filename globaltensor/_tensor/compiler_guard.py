@@ -27,7 +27,7 @@ import torch
 
 from .._base import torch_private
 from .._base.user_code import caller_frame, is_user_code, user_frame, user_line
-from ..distributed.world import World
+from ..distributed.world_base import World
 from ..errors import CompileError, CompileWarning
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
@@ -51,10 +51,10 @@ _INSTEAD = (
     "flow.nn.Graph and switch on graph.config.enable_compile()"
 )
 _WHOLE = (
-    "torch.compile(..., fullgraph=True) was asked to compile code on global tensors, which it "
-    "cannot: leave out fullgraph=True, and the code runs as it is. "
-    f'{_INSTEAD}. Under torch.compiler.set_stance("force_eager") nothing is compiled, whatever '
-    f"fullgraph says"
+    "torch.compile(..., fullgraph=True) cannot compile code on global tensors: leave out "
+    "fullgraph=True, and the code runs uncompiled. "
+    f'{_INSTEAD}. Under torch.compiler.set_stance("force_eager") nothing is compiled, with or '
+    f"without fullgraph"
 )
 
 
@@ -115,8 +115,8 @@ def _tell(whole: bool) -> None:
     frame = user_frame()
     where = ("globaltensor", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     said = (
-        f"torch.compile does not compile code on global tensors: it runs as it is, here and "
-        f"wherever else that happens. {_INSTEAD}"
+        f"torch.compile does not compile code on global tensors: such code runs uncompiled, here "
+        f"and everywhere else. {_INSTEAD}"
     )
     warnings.warn_explicit(said, CompileWarning, *where)
 

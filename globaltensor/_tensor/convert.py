@@ -124,7 +124,7 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
     if any(len(s) != len(first) for s, _ in held.values()):
         raise ShapeError(
             _told("to_global: the ranks' local tensors have different numbers of dims", held)
-            + "give every rank a part of the same global tensor"
+            + "pass a local tensor of the same global tensor on every rank"
         )
     canonical = [
         Sbp("split", e.dim % len(first))
@@ -145,7 +145,8 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
             _told(
                 f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held
             )
-            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; "  # noqa: E501
+            + f"the local shapes of a tensor of shape {shape} would be {balanced}. If n elements "
+            "are split over p ranks, the first n mod p hold one more; "
             "dims that are not split must be equal"
         )
     return spec
@@ -174,8 +175,8 @@ def check_meta_consistency(self: GlobalTensor) -> None:
     for r, other in enumerate(told):
         if other != told[0]:
             raise ShapeError(
-                f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has "
-                f"{other}\nlet every rank make it by the same calls"
+                f"the ranks have different tensors:\n  rank 0 has {told[0]}\n  rank {r} has "
+                f"{other}\nmake the tensor with the same calls on every rank"
             )
 
 
@@ -206,8 +207,8 @@ def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **opt
     """
     if x is None:
         raise SbpError(
-            "to_global of None: a rank that has none of the tensors calls "
-            "utils.global_view.to_global, as the others do; it tells it what they are"
+            "to_global of None: a rank without inputs must call "
+            "flow.utils.global_view.to_global, which gets shapes and dtypes from the other ranks"
         )
     return _nested(
         x,

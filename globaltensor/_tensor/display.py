@@ -1,25 +1,42 @@
-"""``flow.visualize_sharding(x)``: the ranks that hold each shard, drawn for a terminal.
+"""``flow.visualize_sharding(x)``: the ranks that hold each shard, drawn for a terminal or as SVG.
 
 The drawing is made from the spec alone: nothing communicates. Users call it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from typing import Any
+from typing import TextIO
 
+import torch.distributed as dist
+
+from ..boxing.explain import BoxingExplanation
+from ..distributed.cluster_env import detect
+from ..distributed.world import running
+from ..sharding.placement import Placement
+from ..sharding.rank_rows import MOST_RANKS, rank_rows
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 
-__all__ = ["drawing", "visualize_sharding"]
+__all__ = ["drawing", "sharding_svg", "visualize_sharding"]
 
-_WIDTH, _MOST_RANKS = 48, 64
+_WIDTH = 48
+#: Backgrounds of ranks on a terminal, in its palette of 256 colours: light, for black text. They
+#: have the hues of the SVG drawings.
+_BACKGROUNDS = (117, 216, 116, 219, 150, 147, 222, 123, 211, 157, 183, 186)
 
 
-def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
-    """Print which rank holds which shard of ``x`` to ``file`` (standard output by default).
+def visualize_sharding(x: GlobalTensor | Spec, file: TextIO | None = None) -> None:
+    """Print which rank holds which shard of ``x``.
 
-    ``x``: a global tensor or a Spec.
+    ``x``: a global tensor or a Spec. ``file``: where to print; each rank that passes one prints to
+    it. Without ``file``, the first rank of the world prints to standard output and the other ranks
+    print nothing. Every rank may call it, or only some: nothing communicates.
+
+    On a terminal each rank has a colour, unless the variable NO_COLOR is set
+    (https://no-color.org); with FORCE_COLOR the colours also go to files and pipes.
 
     >>> import globaltensor as flow
     >>> visualize_sharding(Spec.make((4, 6), flow.float32, flow.placement("cpu", [0, 1]), flow.sbp.split(0)))
@@ -36,52 +53,92 @@ def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
        |      |
        +------+
     """  # noqa: E501
-    print(drawing(x.spec if isinstance(x, GlobalTensor) else x), file=file or sys.stdout)
+    if file is None and not _on_first_rank():
+        return
+    out = sys.stdout if file is None else file
+    print(drawing(_spec(x, "visualize_sharding"), colour=_in_colour(out)), file=out)
 
 
-def drawing(spec: Spec) -> str:
-    """Return the text of ``visualize_sharding``."""
-    where = spec.placement
-    lines = [f"{spec!r}  on {where.type} {where.ranks.tolist()}"]
-    shown = where.flat[:_MOST_RANKS]
-    rows = [
-        (
-            f"rank {r}",
-            str(list(where.coordinate(r) or ())),
-            str(list(spec.local_shape(r))),
-            _slices(spec, r),
-        )
-        for r in shown
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
-        lines.append(
-            "  "
-            + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False))
-            + "  "
-            + row[3]
-        )
-    if len(shown) < where.size:
-        lines.append(f"  and {where.size - len(shown)} more ranks")
-    split = sorted({e.dim for e in spec.layout if e.is_split})
-    if 1 <= len(split) <= 2 and spec.numel and where.size <= _MOST_RANKS:
-        lines += ["", *_picture(spec, split)]
-    return "\n".join(lines)
+def sharding_svg(x: GlobalTensor | Spec | Placement | BoxingExplanation) -> str:
+    """Return a drawing of ``x`` as SVG text, 396 px wide, in light and dark colours.
+
+    ``x``: a global tensor or a Spec, whose split dims are drawn with the ranks that hold each
+    slice; a placement; or the result of ``flow.explain_boxing``. The colours follow the page
+    (``prefers-color-scheme``). Several ranks in a cell hold copies, and in a hatched cell each
+    rank holds a summand. Nothing communicates, and every rank returns the same text. Raises
+    TypeError for anything else.
+
+    >>> import globaltensor as flow
+    >>> x = flow.zeros(4, 6, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0))
+    >>> svg = sharding_svg(x)
+    >>> svg[:4], "rank 0" in svg
+    ('<svg', True)
+    """
+    from ..sharding.sharding_svg import layout_svg
+
+    if isinstance(x, BoxingExplanation):
+        return x.svg()
+    return layout_svg(x if isinstance(x, Placement) else _spec(x, "sharding_svg"))
 
 
-def _slices(spec: Spec, rank: int) -> str:
-    offsets, lengths = spec.box(rank)
-    parts = [
-        ":" if n == whole else f"{a}:{a + n}"
-        for a, n, whole in zip(offsets, lengths, spec.shape, strict=True)
-    ]
-    kinds = sorted({e.short for e in spec.layout if e.is_partial})
-    return (f"x[{', '.join(parts)}]" if parts else "x") + (
-        f", a summand ({', '.join(kinds)})" if kinds else ""
+def _spec(x: object, caller: str) -> Spec:
+    if isinstance(x, GlobalTensor):
+        return x.spec
+    if isinstance(x, Spec):
+        return x
+    raise TypeError(
+        f"{caller} draws a global tensor or a Spec, not {type(x).__name__}: of a plain tensor make "
+        f"a global one first, x.to_global(placement, sbp)"
     )
 
 
-def _picture(spec: Spec, split: list[int]) -> list[str]:
+def _on_first_rank() -> bool:
+    """Return True on rank 0 of the world. The world is not started for it."""
+    current = running()
+    if current is not None:
+        return current.rank == 0
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    place = detect(os.environ)
+    return place is None or place.rank == 0
+
+
+def _in_colour(file: TextIO | None) -> bool:
+    """Return True if text for ``file`` has colours, by the rules of Python's own messages."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    # A file may have no more than ``write``. Standard output is None in a program without one.
+    isatty = getattr(file, "isatty", None)
+    return os.environ.get("TERM") != "dumb" and isatty is not None and bool(isatty())
+
+
+def drawing(spec: Spec, colour: bool = False) -> str:
+    """Return the text of ``visualize_sharding``. ``colour``: with the colours of a terminal."""
+    where = spec.placement
+    lines = [f"{spec!r}  on {where.type} {where.ranks.tolist()}"]
+    rows = rank_rows(spec)
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for rank, row in zip(where.flat, rows, strict=False):
+        name, *cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=False))
+        lines.append("  ".join(("", _paint(name, rank, colour), *cells, row[3])))
+    if len(rows) < where.size:
+        lines.append(f"  and {where.size - len(rows)} more ranks")
+    split = sorted({e.dim for e in spec.layout if e.is_split})
+    if 1 <= len(split) <= 2 and spec.numel and where.size <= MOST_RANKS:
+        lines += ["", *_picture(spec, split, colour)]
+    return "\n".join(lines)
+
+
+def _paint(text: str, rank: int, colour: bool) -> str:
+    """Return the text on the background of a rank, as a terminal reads it."""
+    if not colour:
+        return text
+    return f"\x1b[38;5;16;48;5;{_BACKGROUNDS[rank % len(_BACKGROUNDS)]}m{text}\x1b[0m"
+
+
+def _picture(spec: Spec, split: list[int], colour: bool) -> list[str]:
     """Draw the (at most two) split dims as a rectangle: each shard with the ranks that hold it."""
     down = split[0] if len(split) == 2 or spec.ndim < 2 or split[0] == 0 else 0
     across = (
@@ -115,15 +172,28 @@ def _picture(spec: Spec, split: list[int]) -> list[str]:
     top = "" if across is None else str(spec.shape[across]).center(len(rule))
     out, y0 = [f"   {top}".rstrip(), f"   {rule}"], 0
     for y in ys:
-        row, x0 = [], 0
+        row, blank, x0 = [], [], 0
         for w, x in zip(cells, xs, strict=True):
-            row.append(labels.get((y0, x0), "").ljust(w))
+            holders = held.get((y0, x0), [])
+            row.append(_cell(labels.get((y0, x0), ""), w, holders, colour))
+            blank.append(_cell("", w, holders, colour))
             x0 = x
-        out += [f"   |{'|'.join(row)}|", f"   |{'|'.join(' ' * w for w in cells)}|", f"   {rule}"]
+        out += [f"   |{'|'.join(row)}|", f"   |{'|'.join(blank)}|", f"   {rule}"]
         y0 = y
     middle = 1 + (len(out) - 1) // 2
     out[middle] = f"{spec.shape[down]:>2} " + out[middle][3:]
     return [line for line in out if line]
+
+
+def _cell(text: str, width: int, ranks: list[int], colour: bool) -> str:
+    """Return a line of a cell: all in the colour of its rank, or each of several ranks in its own.
+
+    Copies and summands are held by several ranks.
+    """
+    if len(ranks) == 1:
+        return _paint(text.ljust(width), ranks[0], colour)
+    painted = re.sub(r"\d+", lambda n: _paint(n[0], int(n[0]), colour), text)
+    return painted + " " * (width - len(text))
 
 
 def _ranks(ranks: list[int]) -> str:

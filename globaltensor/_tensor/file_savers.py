@@ -14,27 +14,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .._base.import_hooks import when_imported
+from .._base.patches import patch
 from .storage import refuse_parts
 
 __all__ = ["install"]
 
 
-def _before(home: Any, name: str, check: Callable[..., None]) -> None:
-    """Call ``check`` with the same arguments before a function or method.
+def _before(target: str, check: Callable[..., None]) -> None:
+    """Call ``check`` with the same arguments before a function or method."""
 
-    If that function no longer exists, nothing changes.
-    """
-    function = getattr(home, name, None)
-    if function is None:
-        return
+    def checking(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            check(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return function(*args, **kwargs)
+        return run
 
-    setattr(home, name, run)
+    patch(target, checking)
 
 
 def _check_tensors(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,23 +71,11 @@ def _check_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Non
         refuse_parts("Accelerator.save_model()", model.state_dict().values())
 
 
-def _guard_safetensors(home: Any) -> None:
-    _before(home, "save_model", _check_module)
-    # These are looked up when safetensors' public functions run, which others may have imported
-    # before.
-    for name in (
-        "_flatten_as_ptr",
-        "_flatten",
-    ):
-        _before(home, name, _check_tensors)
-
-
 def install() -> None:
-    when_imported("safetensors.torch", _guard_safetensors)
-    when_imported(
-        "transformers.modeling_utils",
-        lambda home: _before(home.PreTrainedModel, "save_pretrained", _check_pretrained),
-    )
-    when_imported(
-        "accelerate.accelerator", lambda home: _before(home.Accelerator, "save_model", _check_model)
-    )
+    _before("safetensors.torch:save_model", _check_module)
+    # These two are looked up when safetensors' public functions run, which others may have imported
+    # before.
+    _before("safetensors.torch:_flatten_as_ptr", _check_tensors)
+    _before("safetensors.torch:_flatten", _check_tensors)
+    _before("transformers.modeling_utils:PreTrainedModel.save_pretrained", _check_pretrained)
+    _before("accelerate.accelerator:Accelerator.save_model", _check_model)

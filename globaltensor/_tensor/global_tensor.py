@@ -17,15 +17,17 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec, StorageSpec
 
-__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "AliasGroup", "GlobalTensor", "SlottedGlobalTensor"]
+__all__ = ["ORDINARY", "AliasGroup", "GlobalTensor", "SlottedGlobalTensor", "refuse_kernel"]
 
-#: Classes for which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
-SEEN_AS: set[type] = set()
+_refused: dict[Any, Callable[[Any], None]] = {}
 
 
-#: Kernels with an error of their own: kernel -> ``refuse(args)``, which raises
-#: (``_tensor/storage.py``).
-REFUSED: dict[Any, Callable[[Any], None]] = {}
+def refuse_kernel(kernel: Any, refuse: Callable[[Any], None]) -> None:
+    """Give a kernel an error of its own: ``refuse(args)`` raises it.
+
+    Every other kernel that a global tensor reaches raises a general error.
+    """
+    _refused[kernel] = refuse
 
 
 class AliasGroup:
@@ -55,11 +57,11 @@ class GlobalTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: Spec
     _memory: AliasGroup | None  # None: it has no alias
-    # The gradient of a leaf that other ranks contribute to (reducer.LeafGradient).
+    # The gradient of a leaf that other ranks contribute to (gradients/leaf.py).
     _leaf: Any = None
     # the user chose this sbp explicitly (to_global, creation): in-place ops must not change it
     _pinned: bool = False
-    # The dtype in which its gradient is summed over the ranks (reducer.set_grad_reduce_dtype).
+    # The dtype in which its gradient is summed over the ranks (gradients/reducer.py).
     _reduce_dtype: torch.dtype | None = None
     _shard: StorageSpec | None = (
         # for a replicated parameter: the shard of it that this rank's optimizer steps
@@ -95,7 +97,7 @@ class GlobalTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch_private.READING_A_NUMBER:
             return args[0].item()
-        if (refuse := REFUSED.get(func)) is not None:
+        if (refuse := _refused.get(func)) is not None:
             refuse(args)
         if func.namespace == "c10d":
             raise KernelError(collective_message(func._opname))
@@ -187,6 +189,12 @@ class GlobalTensor(torch.Tensor):
 
     def element_size(self) -> int:
         return self._spec.dtype.itemsize
+
+    def _repr_html_(self) -> str:
+        """Return the drawing of its layout that notebooks show. Nothing communicates for it."""
+        from ..sharding.sharding_svg import layout_html
+
+        return layout_html(self.spec, "print(x), on every rank, shows the values")
 
 
 class SlottedGlobalTensor(GlobalTensor):

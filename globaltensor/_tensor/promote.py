@@ -17,6 +17,7 @@ from .._base.user_code import caller_frame, user_frame
 from ..boxing import box
 from ..distributed.communicator import as_bytes, flatten
 from ..distributed.world import placeholder, world
+from ..distributed.world_base import World, on_forget
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
@@ -31,6 +32,18 @@ _ALWAYS_CHECKED = 16
 _MAX_PLACES = 1 << 14
 # Number of a tensor's elements that an error shows.
 _SHOWN = 3
+
+
+class PlainPlaces(dict[Any, list[int]]):
+    """The places where the program uses plain tensors with global ones.
+
+    The values: how often that happened, and when to compare next.
+    """
+
+
+@on_forget
+def _forget_places(of: World) -> None:
+    of.state(PlainPlaces).clear()
 
 
 class _ReplicatedInput(torch.autograd.Function):
@@ -114,11 +127,12 @@ def check_replicated(
         world(),
         (place, ranks),
     )
-    known = here.plain_places.get(place)
+    places = here.state(PlainPlaces)
+    known = places.get(place)
     if known is None:
-        if len(here.plain_places) >= _MAX_PLACES:
-            here.plain_places.clear()
-        known = here.plain_places[place] = [0, 1]
+        if len(places) >= _MAX_PLACES:
+            places.clear()
+        known = places[place] = [0, 1]
     known[0] += 1
     count, due = known
     if count < due:

@@ -188,12 +188,12 @@ def _refusal(header: _Header, spec: Spec) -> str:
     if here.size != size:
         reader = f"this is rank {here.rank} of a world of {here.size}"
     return (
-        f"what is read holds {_described(spec, writer)} of a global tensor ({spec!r} on "
+        f"the saved data holds {_described(spec, writer)} of a global tensor ({spec!r} on "
         f"{spec.placement!r}), written by rank {writer} of a world of {size}, "
-        f"but {reader}. Ways that work: each rank writes and reads a file of its own, named by "
+        f"but {reader}. Use one of these: each rank writes and reads a file of its own, named by "
         f"rank; or every rank calls "
         "flow.save(obj, path, global_dst_rank=0) and flow.load(path, global_src_rank=0), whose "
-        "file holds whole values; or torch.distributed.checkpoint, "
+        "file holds full values; or torch.distributed.checkpoint, "
         "which reads into any layout on any number of ranks"
     )
 
@@ -205,7 +205,7 @@ def _described(spec: Spec, rank: int) -> str:
     (offsets, lengths), summands = found
     part = "part [" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True)) + "]"
     return part + (
-        f", number {summands[0] if len(summands) == 1 else summands} of the parts of a sum"
+        f", number {summands[0] if len(summands) == 1 else summands} of the summands"
         if summands
         else ""
     )

@@ -20,7 +20,8 @@ from ..sharding.spec import Spec, fitting
 from . import autograd_hooks, compiler_guard
 from .global_tensor import GlobalTensor
 from .grad import get_grad, set_grad
-from .gradients import parameter_gather, reducer
+from .gradients import parameter_gather
+from .gradients.leaf import attach, detach
 from .promote import operand_spec, promote_plain_tensor
 from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
@@ -56,9 +57,9 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
     if not self._local.is_leaf:
         return
     if value:
-        reducer.attach(self, maybe_alone)
+        attach(self, maybe_alone)
     else:
-        reducer.detach(self)
+        detach(self)
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
@@ -116,7 +117,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise SbpError(
             f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain "
-            f"one counts as the whole value, alike on every rank"
+            f"tensor counts as the full value, the same on every rank"
         )
     if not isinstance(value, GlobalTensor):
         value = laid_out_like(self, value.detach())
@@ -238,8 +239,8 @@ def _refuse_older_graphs(leaf: torch.Tensor) -> None:
 
 def _refuse_to_go_back(grads: Any) -> None:
     raise GlobalTensorError(
-        "this backward pass reaches a parameter as it was before to_global, parallelize or "
-        "to_local changed its layout: run the forward pass again after them"
+        "this backward pass reaches a parameter whose layout has been changed by to_global, "
+        "parallelize or to_local since the forward pass: run the forward pass again"
     )
 
 
@@ -249,9 +250,9 @@ def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
     if wanted != self.shape:
         raise InplaceError(
             f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use "
-            f"one storage for another shape, but a global tensor has one "
-            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, "
-            "x.new_empty(...) where not"
+            f"one storage for another shape, but each rank has only the "
+            "storage of its local tensor. Use x.reshape(...) if the number of elements stays the "
+            "same, x.new_empty(...) otherwise"
         )
     return self
 
@@ -265,7 +266,7 @@ def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) ->
     if not isinstance(source, torch.Tensor) or where or options:
         raise InplaceError(
             "set_ of a global tensor takes another tensor: a storage is the memory of one rank's "
-            "part. Where that is meant, work on x.to_local()"
+            "local tensor. To change that memory, use x.to_local()"
         )
     if source.dtype is not self.dtype:
         raise RuntimeError(

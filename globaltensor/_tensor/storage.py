@@ -19,7 +19,7 @@ from .._base import torch_private
 from ..distributed.world import world
 from ..errors import InterfaceError, StorageError
 from ..sharding.spec import Spec
-from .global_tensor import REFUSED, GlobalTensor
+from .global_tensor import GlobalTensor, refuse_kernel
 from .view_tracking import RemoteView
 
 __all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
@@ -44,16 +44,16 @@ def refusal(what: str, spec: Spec) -> str:
         else f"[flow.sbp.broadcast] * {spec.placement.axes}"
     )
     return (
-        f"{what} needs the memory of a whole tensor, but this one ({spec!r} on "
-        f"{spec.placement!r}) lies in parts, and no rank has memory that holds its value. "
-        f"Use x.to_local() for this rank's part, x.numpy() or x.to_global(sbp={whole}).to_local() "
-        f"for the whole value: call these on every rank. "
-        "To write a file call flow.save(obj, path, global_dst_rank=0) on every rank, or "
+        f"{what} needs the memory of the full tensor, but this tensor ({spec!r} on "
+        f"{spec.placement!r}) is distributed, and no rank has memory that holds its value. "
+        f"Use x.to_local() for this rank's local tensor, and x.numpy() or "
+        f"x.to_global(sbp={whole}).to_local() for the full value: call these on every rank. "
+        "To write a file, call flow.save(obj, path, global_dst_rank=0) on every rank, or use "
         "torch.distributed.checkpoint. "
-        f"For safetensors and save_pretrained make plain tensors on every rank, state = {{k: "
+        f"For safetensors and save_pretrained, make plain tensors on every rank, state = {{k: "
         f"v.to_global(sbp={whole}).to_local() for k, v in "
         "model.state_dict().items()} (or torch's get_model_state_dict with full_state_dict=True), "
-        "and write them on one: "
+        "and write them on one rank: "
         "safetensors.torch.save_file(state, path), model.save_pretrained(path, state_dict=state)"
     )
 
@@ -121,7 +121,7 @@ class Address:
         raise StorageError(refusal("data_ptr()", self._spec))
 
     def __repr__(self) -> str:
-        return f"<the address of {self._spec!r}, which lies in parts: not a number>"
+        return f"<the address of {self._spec!r}, which is distributed: not a number>"
 
 
 class StorageHandle:
@@ -172,7 +172,7 @@ class StorageHandle:
         return hash(self._cdata)
 
     def __repr__(self) -> str:
-        return f"<the storage of {self._spec!r}, which lies in parts>"
+        return f"<the storage of {self._spec!r}, which is distributed>"
 
     def _read(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StorageError(refusal("reading or copying a storage", self._spec))
@@ -308,12 +308,12 @@ def _check_data(tensor: Any, value: Any) -> None:
 
 def _refuse_to_take(how: str, value: GlobalTensor) -> NoReturn:
     raise StorageError(
-        f"plain{how} with a global tensor x ({value._spec!r}): a plain tensor has memory of its "
-        f"own, and would take over that of a global one, which has "
-        "none. Make the tensor global, of a module's parameters module.to_global(placement, sbp): "
-        "then its .data may be set to x. "
-        f"Or give it memory that is on this rank: plain{how.replace('x', 'x.to_local()')}, this "
-        f"rank's part"
+        f"plain{how} with a global tensor x ({value._spec!r}): the plain tensor would share the "
+        f"memory of x, but a global tensor has no memory of its "
+        "own. Make the plain tensor global (for a module's parameters: "
+        "module.to_global(placement, sbp)): then its .data may be set to x. "
+        f"Or use memory that is on this rank: plain{how.replace('x', 'x.to_local()')}, this "
+        f"rank's local tensor"
     )
 
 
@@ -360,7 +360,7 @@ HANDLERS[torch.Tensor.is_set_to] = _answered_by("is_set_to")
 HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = lambda func, args, kwargs: (
     cuda_array_interface(*args)
 )  # type: ignore[attr-defined]
-REFUSED[torch_private.TAKING_MEMORY] = _refuse_set
+refuse_kernel(torch_private.TAKING_MEMORY, _refuse_set)
 
 
 def install() -> None:

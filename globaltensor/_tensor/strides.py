@@ -27,7 +27,8 @@ import torch
 
 from .._base import torch_private
 from ..distributed.world import world
-from ..sharding.spec import Spec, nested_balanced_split
+from ..sharding.balanced_split import nested_balanced_split
+from ..sharding.spec import Spec
 from .global_tensor import ORDINARY, GlobalTensor
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""Attention over a split sequence: each way, layout and number of ranks gives plain torch's
-numbers, with the traffic and memory that are promised."""
+"""Tests of attention over a split sequence. Each method, layout and number of ranks gives plain
+torch's numbers, with the documented traffic and memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def reference(
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """By ordinary operations, which can be differentiated twice."""
+    """Compute attention by ordinary operations, which can be differentiated twice."""
     blocks = q @ k.mT / math.sqrt(q.shape[-1])
     if is_causal:
         blocks = blocks.masked_fill(torch.ones(blocks.shape[-2:]).tril() == 0, -math.inf)
@@ -113,8 +113,8 @@ def checked(
     grid: Sequence[int],
     **kwargs: Any,
 ) -> Any:
-    """Run on simulated ranks, compare with plain torch -> (sbp of the result, traffic) of rank
-    0."""
+    """Run on simulated ranks and compare with plain torch. Return (sbp of the result, traffic) of
+    rank 0."""
     plain = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
     want = A(*plain, **kwargs)
     weight = x(*want.shape, seed=3)
@@ -129,7 +129,7 @@ def checked(
 
 # ------------------------------------------------------------------------------------------ numbers
 
-#: how queries, and keys with values, lie
+#: sbp of the queries, and sbp of the keys and values
 LAYOUTS: dict[str, tuple[Any, Any]] = {
     "both": (S(2), S(2)), "keys": (B, S(2)), "queries": (S(2), B), "partial queries": (P, S(2)),
     "queries by heads": (S(1), S(2)),
@@ -150,9 +150,10 @@ def test_layouts(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,)], ids=str)
+@pytest.mark.sweep(4)
 def test_lengths(grid: tuple[int, ...], method: str) -> None:
-    """Uneven ones, ones shorter than the ranks, one row, one key, and queries and keys of different
-    lengths."""
+    """Lengths may be uneven, shorter than the number of ranks, or one row or one key. Queries and
+    keys may have different lengths."""
     for rows, keys in ((7, 7), (2, 5), (9, 3), (1, 6), (6, 1), (3, 3)):
         for causal in (False, True):
             for mine in (S(2), B):
@@ -166,6 +167,7 @@ def test_lengths(grid: tuple[int, ...], method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sweep(2)
 def test_two_axes(method: str) -> None:
     pairs = [
         ([S(0), S(2)], [S(0), S(2)]), ([S(1), S(2)], [S(1), S(2)]), ([S(2), S(1)], [S(2), S(1)]),
@@ -198,8 +200,10 @@ def masks() -> dict[str, tuple[torch.Tensor, list[Any]]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", masks())
+@pytest.mark.sweep(4)
 def test_masks(name: str, method: str) -> None:
-    """Bool and added, broadcast in any dim, split or not; an added one has its gradient."""
+    """A bool or additive mask is broadcast in any dim, split or not. An additive mask receives its
+    gradient."""
     mask, layouts = masks()[name]
     for layout in layouts:
         for mine, other in ((S(2), S(2)), (B, S(2)), (S(2), B)):
@@ -208,6 +212,7 @@ def test_masks(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("heads", [3, 2, 1])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sweep(4)
 def test_groups_of_heads(method: str, heads: int) -> None:
     q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
     for mine, other in ((S(2), S(2)), (B, S(2)), (S(1), S(2)), (S(2), B)):
@@ -227,8 +232,8 @@ def test_groups_of_heads(method: str, heads: int) -> None:
 
 @pytest.mark.parametrize(("heads", "n"), [(1, 3), (2, 3), (3, 2), (2, 6), (1, 4)])
 def test_fewer_heads_of_keys_than_ranks_can_share(heads: int, n: int) -> None:
-    """Ranks that have some heads of queries need no others, and one that has the keys gets no
-    message."""
+    """A rank that has some query heads needs no other query heads. A rank that has the keys
+    receives no message."""
     q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
     for causal in (False, True):
         sbp, (there, back) = checked(
@@ -265,7 +270,8 @@ def test_fewer_heads_of_keys_than_ranks_can_share(heads: int, n: int) -> None:
 
 
 def test_other_shapes() -> None:
-    """No heads, no batch, values of another width, leading dims that broadcast."""
+    """Inputs may have no head dim, no batch dim, values of another width, or leading dims that
+    broadcast."""
     for method in ("ring", "gather", "auto"):
         checked([x(5, 4), x(6, 4), x(6, 3)], [[S(0)]] * 3, method, (3,))
     for method in METHODS:
@@ -280,7 +286,8 @@ def test_other_shapes() -> None:
 
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,), (2, 2)], ids=str)
 def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What balances causal work in long sequences, in short ones."""
+    """Causal work is balanced by dealing rows in pairs. The library does so for long sequences;
+    this test forces it for short ones."""
     monkeypatch.setattr(rule_of_attention, "_BALANCED", 1)
     for length in (8, 7, 13, 16, 5):
         same = [S(2)] * len(grid)
@@ -303,11 +310,12 @@ def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("balanced", [512, 1], ids=["as they lie", "dealt"])
 @pytest.mark.parametrize("grid", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.sweep(3)
 def test_heads_in_turns(
     grid: tuple[int, ...], balanced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large blocks go round the ring a few heads (or samples) at a time, and are dealt one by one:
-    here small ones."""
+    """Large blocks go round the ring a few heads (or samples) at a time, and are dealt one by one.
+    This test sets small limits, so that small blocks do the same."""
     monkeypatch.setattr(rule_of_attention, "_BALANCED", balanced)
     same = [[S(2)] * len(grid)] * 3
     _, whole = checked(qkv(rows=13, keys=13), same, "ring", grid, is_causal=True)
@@ -323,7 +331,7 @@ def test_heads_in_turns(
             1,
             2,
             6,
-        ):  # of keys: those that heads of queries have in common go round for each part of these
+        ):  # heads of keys: shared ones go round once per group of their query heads
             checked(
                 [x(2, 6, 13, 4), *[x(2, heads, 13, 4, seed=s) for s in (1, 2)]],
                 same,
@@ -356,7 +364,7 @@ def test_drawn_layouts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_narrow_types(dtype: torch.dtype) -> None:
-    """As near to float64 as torch's own kernel comes."""
+    """Results in narrow dtypes are as close to float64 as those of torch's own kernel."""
     wide = qkv(rows=70, keys=90, width=8)
     narrow = [t.to(dtype) for t in wide]
     for kwargs in ({}, {"is_causal": True}, {"attn_mask": torch.ones(70, 90).tril().bool()}):
@@ -440,8 +448,9 @@ def test_gradient_of_the_gradient(row: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dropout(method: str) -> None:
-    """Values that are unit vectors show the shares themselves: each is dropped or doubled, those
-    after the row are not there, and ranks drop alike or not."""
+    """Values that are unit vectors expose the attention weights. Each weight is dropped or doubled,
+    and weights of masked keys are zero. All ranks get the same result, and blocks on different
+    ranks are dropped independently."""
     rows = 12
     q, k, v = (
         x(2, 4, rows, 5),
@@ -474,7 +483,7 @@ def test_dropout(method: str) -> None:
 
 
 def seen(rows: tuple[int, int], keys: tuple[int, int], causal: bool) -> torch.Tensor:
-    """What `_visible` says, counted on the whole block."""
+    """Count how often `_visible` covers each score of the whole block."""
     count = torch.zeros(rows[1], keys[1], dtype=torch.int64)
     for r, c, square in _visible(rows, keys, causal):
         part = count[r, c]
@@ -484,7 +493,7 @@ def seen(rows: tuple[int, int], keys: tuple[int, int], causal: bool) -> torch.Te
 
 
 def test_work_is_what_is_not_masked() -> None:
-    """Each score that the mask leaves is computed once, and no block that it hides."""
+    """Each unmasked score is computed once, and no masked score is computed."""
     whole = torch.ones(9, 9, dtype=torch.int64)
     for a in range(6):
         for n in range(4):
@@ -499,7 +508,8 @@ def test_work_is_what_is_not_masked() -> None:
 def taken_together(
     rows: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool
 ) -> tuple[torch.Tensor, int]:
-    """(what `_together` says, counted on rows and keys as they lie; in how many pieces)."""
+    """Return (counts, pieces). `counts` says how often `_together` covers each score, on rows and
+    keys in their order here; `pieces` is the number of pieces."""
     count = torch.zeros(sum(n for _, n in rows), sum(n for _, n in keys), dtype=torch.int64)
     found = _together(tuple(rows), tuple(keys), causal)
     for r, c, square in found:
@@ -548,7 +558,8 @@ BLOCK = 2 * 4 * 6 * 8 * 8  # bytes of the keys of one rank of 2 x 4 heads, 6 key
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_traffic(n: int) -> None:
-    """Collectives and bytes on rank 0: forward, and backward into queries, keys and values."""
+    """The collectives and bytes on rank 0 are exact, forward and backward into queries, keys and
+    values."""
     tensors, split = qkv(rows=6 * n, keys=6 * n, width=8), [[S(2)]] * 3
     sbp, (there, back) = checked(tensors, split, "ring", (n,))
     assert sbp == ("S(2)",)
@@ -588,7 +599,8 @@ def test_traffic(n: int) -> None:
 
 
 def test_one_new_row_moves_no_keys() -> None:
-    """A step of generation: the keys seen so far are split, the query is whole."""
+    """A generation step moves no keys: the previous keys are split, and every rank has the full
+    query."""
     q, k, v = x(2, 4, 1, 8), x(2, 4, 4096, 8), x(2, 4, 4096, 8, seed=1)
     sbp, (there, back) = checked([q, k, v], [[B], [S(2)], [S(2)]], "auto", (2,))
     assert sbp == ("B",)
@@ -621,7 +633,8 @@ def test_what_auto_takes() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of a tensor that an operation makes while the block lasts."""
+    """A mode that records the size in bytes of the largest tensor that an operation makes while it
+    is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -639,7 +652,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory(n: int, causal: bool) -> None:
     """No tensor of the ring, forward or backward, is larger than a rank's keys and values with
-    their gradients; it keeps its inputs and result alone."""
+    their gradients. The ring saves only its inputs and its result."""
     length, width = 256, 8
     q, k, v = qkv((1, 2), length, length, width)
     block = 2 * length // n * width * 8  # bytes of a rank's keys
@@ -668,7 +681,8 @@ def test_memory(n: int, causal: bool) -> None:
 
 
 def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
-    """The most that a rank holds besides its inputs, in units of its queries."""
+    """Return the maximum memory that a rank holds in addition to its inputs, in units of its
+    queries."""
     length, width, patch = 512, 16, pytest.MonkeyPatch()
     unit = heads[0] * length // n * width * 8
     ours = [
@@ -691,9 +705,9 @@ def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal: bool) -> None:
-    """Beside the result and the gradients (4 units, 2.25 with one head of keys) a ring holds few
-    heads of some blocks, and of keys that heads have in common no copy for each; of what a causal
-    mask has dealt (4 units) few heads too."""
+    """The result and the gradients take 4 units, or 2.25 with one head of keys. In addition, a ring
+    holds few heads of some blocks, and no copies of shared key heads. Of the rows dealt for a
+    causal mask (4 units) a ring holds few heads too."""
     assert max(run_on(4, held_by_a_ring, 4, heads, causal)) <= most
 
 
@@ -701,7 +715,8 @@ def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal:
 def test_the_kernel_of_gpus_is_given_what_it_takes(
     common: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shapes and types only, on stand-ins: tests/end_to_end/test_gpu.py has the numbers."""
+    """The GPU kernel receives valid shapes and dtypes, tested on fake tensors.
+    tests/end_to_end/test_gpu.py tests the numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(blocks, "_trusted", lambda *key: True)
@@ -741,13 +756,13 @@ def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.Monk
         ("flash_attention", lambda *args: (kernel(*args)[0], kernel(*args)[1] / math.log(2))),
         ("flash_attention", lambda q, k, v, causal, scale: kernel(q, k, v, False, scale)),
         ("flash_attention_backward", lambda *args: tuple(2 * g for g in backward(*args))),
-        ("flash_attention_backward", lambda grad: grad),  # it wants other arguments
+        ("flash_attention_backward", lambda grad: grad),  # this one has other parameters
     ):
         with monkeypatch.context() as patch:
             patch.setattr(torch_private, name, other)
             with pytest.warns(
                 UserWarning,
-                match="flash attention for torch.float32 on cpu does not give what is known",
+                match="flash attention for torch.float32 on cpu does not give the expected results",
             ):
                 assert not tried(*key)
 
@@ -781,7 +796,7 @@ def test_a_ring_is_no_boxing() -> None:
             flow.context_parallel("ring"),
             flow.no_boxing(),
             flow.boxing_log() as log,
-        ):  # asked for by name
+        ):  # the user chose the ring explicitly
             A(*ours)
         with (
             pytest.raises(flow.errors.BoxingError),
@@ -791,21 +806,12 @@ def test_a_ring_is_no_boxing() -> None:
             A(*ours)
         return [str(r) for r in log if r.bytes]
 
-    nbytes = sum(
-        t[:, :, : -(-t.shape[2] // 2)].numel() * t.itemsize for t in qkv()[1:]
-    )  # of the larger part
-    assert (
-        simulate(2, run)
-        == [
-            [
-                (
-                    f"scaled_dot_product_attention: keys and values round the ring  exchange  "
-                    f"{show_bytes(nbytes)}"
-                )
-            ]
-        ]
-        * 2
-    )
+    # Each rank sends its own keys and values.
+    sent = [sum(half.numel() * half.itemsize for half in halves) for halves in zip(
+        *(t.tensor_split(2, 2) for t in qkv()[1:]), strict=True
+    )]  # fmt: skip
+    what = "scaled_dot_product_attention: keys and values round the ring  exchange"
+    assert simulate(2, run) == [[f"{what}  {show_bytes(n)}  ranks 0-1"] for n in sent]
 
 
 def test_an_error_is_torchs() -> None:
@@ -893,9 +899,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sweep(4)
 def test_modules(name: str, training: bool) -> None:
-    """Split batch, sequence and width; in eval mode torch's fast path, of kernels that know no
-    global tensors, is not taken."""
+    """Modules work on a split batch, sequence and width. In eval mode torch's fast path is not
+    used, because its kernels do not support global tensors."""
     make, call = MODULES[name]
     value = x(4, 8, 8)
 
@@ -904,7 +911,8 @@ def test_modules(name: str, training: bool) -> None:
         model = _made(make, training).to_global(where, [B] * len(grid))
         ours = spread(value, where, sbp)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of nested tensors and masks of two types
+            # PyTorch warns of nested tensors and masks of two dtypes
+            warnings.simplefilter("ignore")
             warnings.simplefilter("error", FallbackWarning)
             with flow.context_parallel("ring"), torch.set_grad_enabled(training):
                 got = call(model, ours)
@@ -949,7 +957,8 @@ def _made(make: Callable[[], nn.Module], training: bool) -> nn.Module:
 
 
 def test_traffic_of_a_layer() -> None:
-    """A layer of a split batch moves nothing; of a split sequence only keys and values, once."""
+    """A layer moves nothing for a split batch. For a split sequence it moves only keys and values,
+    once."""
 
     def run(sbp: Any) -> list[str]:
         layer = (
@@ -967,8 +976,8 @@ def test_traffic_of_a_layer() -> None:
 
 
 def test_some_gradients_only() -> None:
-    """Queries alone, keys alone, values alone, a mask alone: whatever has a gradient, all ranks
-    take part in the same rounds."""
+    """Only queries, only keys, only values or only a mask may need a gradient. All ranks take part
+    in the same rounds in each case."""
     tensors = [*qkv(), x(7, 9)]
     for wanted in range(4):
         plain = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
@@ -1009,8 +1018,8 @@ def test_ranks_outside_the_placement() -> None:
 
 
 def test_checkpoint() -> None:
-    """A recomputed attention goes its own way again where the setting stands inside what is
-    recomputed."""
+    """A recomputed attention uses the same method again if the setting stands inside the recomputed
+    function."""
 
     def attended(*tensors: torch.Tensor) -> torch.Tensor:
         with flow.context_parallel("ring"):

@@ -1,5 +1,5 @@
-"""Custom torch.autograd.Functions take global tensors as they take plain ones: the same values,
-gradients and second gradients, however the inputs lie."""
+"""Tests of custom torch.autograd.Functions on global tensors. Values, gradients and second
+gradients are the same as on plain tensors, for every layout of the inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cube(torch.autograd.Function):
 
 
 class Affine(torch.autograd.Function):
-    """Several inputs and outputs, a number, one output without a gradient."""
+    """A Function with several inputs and outputs, a number, and one output without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, power: int, shift: Tensor | None) -> Any:
@@ -57,7 +57,7 @@ class Affine(torch.autograd.Function):
 
 
 class Apart(torch.autograd.Function):
-    """Forward without a context; an output that is used nowhere."""
+    """A Function with a forward without a context and an unused output."""
 
     @staticmethod
     def forward(x: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class Once(torch.autograd.Function):
 
 
 class Clipped(torch.autograd.Function):
-    """The identity, whose backward is not linear: parts must have been summed before."""
+    """The identity with a nonlinear backward: partial gradients must be summed before it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -183,7 +183,8 @@ class Weighted(torch.nn.Module):
 
 
 def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Two steps of a program are two steps of a loop: what a Function saves is of the step."""
+    """Check that two steps of a graph equal two steps of a loop: a Function saves tensors per
+    step."""
     line = flow.placement("cpu", [0, 1])
     draw = torch.Generator().manual_seed(2)
     x0, w0 = (
@@ -221,7 +222,7 @@ def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
             rtol=1e-10,
             atol=1e-11,
         )
-        alone = graph.on_one_device()
+        alone = graph.single_device_module()
         with torch.no_grad():
             alone.get_parameter("model.w").copy_(w0)
         torch.testing.assert_close(alone(x0[0])[0].item(), wanted[0], rtol=1e-10, atol=1e-11)
@@ -279,7 +280,7 @@ def checkpointed(reentrant: bool) -> None:
 
 
 def checkpointed_layers() -> None:
-    """As models do it: the parameters are not among the arguments."""
+    """Check checkpointed layers as models use them: the parameters are not among the arguments."""
 
     def gradients(model: torch.nn.Sequential, x: Tensor) -> list[Any]:
         x = x * 1  # a reentrant checkpoint needs an input with a gradient
@@ -319,8 +320,8 @@ def test_reentrant_checkpoint_of_layers() -> None:
 
 
 def computed() -> None:
-    """As hooks say of embeddings, for reentrant checkpoints (`enable_input_require_grads` of
-    Hugging Face models)."""
+    """Check requires_grad_ on a computed tensor. Hooks on embeddings call it for reentrant
+    checkpoints (`enable_input_require_grads` of Hugging Face models)."""
     x0 = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
     for sbp in (S(0), B):
         x = x0.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp).detach().requires_grad_()  # type: ignore[attr-defined]

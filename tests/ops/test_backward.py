@@ -1,5 +1,5 @@
-"""torch's autograd interface on global tensors, piece by piece beside plain torch: hooks, grad's
-options, derivatives of derivatives, modes, checkpoints."""
+"""Tests of torch's autograd interface on global tensors against plain torch: hooks, options of
+grad, higher derivatives, modes, checkpoints."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def alike(got: Any, want: Any) -> None:
-    """Nests of tensors."""
+    """Compare pytrees of tensors."""
     if isinstance(want, (tuple, list)):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):
@@ -87,7 +87,7 @@ TABLES = {"data": {"*": B}, "fsdp": {"*": S(0)}, "tensor": {"0.*": S(0), "3.weig
 
 
 def twins(table: str = "data") -> tuple[nn.Sequential, nn.Sequential]:
-    """The same model, plain and global."""
+    """Return the same model twice, plain and global."""
     return copy.deepcopy(START), copy.deepcopy(START).to_global(everyone(), TABLES[table])
 
 
@@ -106,8 +106,8 @@ def gradients_agree(plain: nn.Module, ours: nn.Module) -> None:
 @pytest.mark.parametrize("table", list(TABLES))
 @pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
 def test_full_backward_hooks(table: str, sbp: Any) -> None:
-    """Every module, before and after: what the hooks see, in the order they see it, and what they
-    change."""
+    """Hooks on every module, before and after backward, see the same values in the same order as in
+    torch, and their changes have the same effect."""
 
     def run() -> None:
         seen: list[list[Any]] = [[], []]
@@ -138,7 +138,7 @@ def test_full_backward_hooks(table: str, sbp: Any) -> None:
 
 
 class Two(nn.Module):
-    """Several inputs and outputs, some without a gradient."""
+    """A module with several inputs and outputs, some without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ def test_hooks_of_modules_with_derivatives_of_derivatives() -> None:
 
 @on(2)
 def test_hooks_of_a_loss() -> None:
-    """A mean over split targets starts from a bound: hooks must see the gradients of the mean
-    itself."""
+    """The gradient of a mean over split targets starts from a bound on the count. Hooks must see
+    the gradients of the mean itself."""
     target = torch.tensor([0, 1, -100, 2, -100, -100])
     seen: list[list[Any]] = [[], []]
     for i in range(2):
@@ -257,7 +257,7 @@ def test_hooks_of_a_loss() -> None:
 
 
 def _elsewhere() -> None:
-    """A rank outside the placement calls the same hooks, on nothing."""
+    """Check that a rank outside the placement calls the same hooks, on empty tensors."""
     where = flow.placement("cpu", [0, 1])
     plain, ours = copy.deepcopy(START), copy.deepcopy(START).to_global(where, B)
     calls = []
@@ -317,7 +317,7 @@ def test_a_module_hook_must_return_what_torch_asks_for() -> None:
         with pytest.raises(SbpError, match="must return a global tensor"):
             ours(x).sum().backward()
         handle.remove()
-        ours(x).sum().backward()  # what failed has left nothing behind
+        ours(x).sum().backward()  # the failed calls leave no state behind
         assert x.grad is not None
 
     simulate(2, run)
@@ -336,7 +336,7 @@ def test_plain_modules_keep_their_hooks() -> None:
 
 @on(2)
 def test_hooks_of_tensors() -> None:
-    """In the order they were registered, each given what the one before it returned."""
+    """Hooks run in registration order, and each receives the result of the hook before it."""
     for sbp in (S(0), S(1), B):
         seen: list[list[Any]] = [[], []]
         pairs = (
@@ -355,7 +355,7 @@ def test_hooks_of_tensors() -> None:
             y.register_hook(lambda g: torch.clamp(g, max=1.0))
             w.register_hook(
                 lambda g, mine=seen[i]: mine.append(g)
-            )  # of a leaf: the gradient of both uses, summed over the ranks
+            )  # a leaf's hook sees the gradient of both uses, summed over the ranks
             (y.square().sum() + w.sin().sum()).backward()
         assert len(seen[1]) == 3
         alike(seen[1], seen[0])
@@ -379,7 +379,7 @@ def test_what_hooks_must_not_do() -> None:
 
 @pytest.mark.parametrize("table", list(TABLES))
 def test_an_optimizer_for_each_parameter_in_backward(table: str) -> None:
-    """torch's recipe: step and forget a gradient as soon as it is there."""
+    """torch's recipe works: step and drop each gradient as soon as it is available."""
 
     def run() -> None:
         plain, ours = twins(table)
@@ -431,7 +431,8 @@ def test_several_hooks_after_accumulation() -> None:
 
 @on(2)
 def test_hooks_stay_with_a_leaf_that_gets_other_data() -> None:
-    """model.half(), p.data = ...: the leaf is the same one, with its hooks and their handles."""
+    """The leaf is the same object after model.half() or p.data = ..., with its hooks and their
+    handles."""
     for before, after in ((B, B), (S(0), S(0)), (B, S(0)), (S(0), B)):
         w, x = leaf(values(4, 3), before), leaf(values(5, 4, seed=1), S(0)).detach()
         calls: list[Any] = []
@@ -469,7 +470,8 @@ def test_a_leaf_that_gets_other_data_keeps_its_gradient() -> None:
 
 
 def _steps_on_a_grid() -> None:
-    """Both kinds of hooks on parameters that are summed over one axis and split over the other."""
+    """Check both kinds of hooks on parameters that are summed over one axis and split over the
+    other."""
     where = flow.placement("cpu", [[0, 1], [2, 3]])
     for table in ([S(0), B], [B, S(0)], [B, B], [S(0), S(1)], [S(0), S(0)]):
         ends = []
@@ -504,7 +506,7 @@ def test_optimizers_in_backward_over_two_axes() -> None:
 
 @on(2)
 def test_hooks_beside_writing_in_place() -> None:
-    """A hook belongs to the value a tensor had when it was registered."""
+    """A hook belongs to the value that the tensor had when the hook was registered."""
     found = []
     for x in (values(6, 2).requires_grad_(), leaf(values(6, 2), S(0))):
         seen: list[Any] = []
@@ -593,7 +595,7 @@ def test_older_module_hooks_see_parts() -> None:
 
 @on(2)
 def test_a_hook_settles_what_a_loss_still_owes() -> None:
-    """Registered at any moment before backward, a hook sees whole gradients."""
+    """A hook sees complete gradients, whenever it was registered before backward."""
     target = torch.tensor([0, 1, -100, 2, -100, -100])
     want, plain = [], copy.deepcopy(START)
     plain[0].weight.register_hook(want.append)
@@ -624,7 +626,7 @@ def test_hooks_of_saved_tensors() -> None:
 
         with saved_tensors_hooks(pack, torch.from_numpy):
             y = F.layer_norm((x @ w).tanh(), (4,))
-        assert set(packed) == {torch.Tensor}  # parts
+        assert set(packed) == {torch.Tensor}  # local tensors
         y.square().sum().backward()
         F.layer_norm((q @ p).tanh(), (4,)).square().sum().backward()
         with save_on_cpu():
@@ -687,7 +689,7 @@ def test_what_grad_can_be_asked() -> None:
 
 @on(2)
 def test_edges() -> None:
-    """A GradientEdge is of this rank's part, and so is its gradient."""
+    """A GradientEdge and its gradient are those of this rank's local tensor."""
     x = leaf(values(6, 4), S(0))
     y = x * 2
     edge = get_gradient_edge(y)
@@ -801,9 +803,9 @@ def test_functional() -> None:
 
 @on(2)
 def test_gradcheck() -> None:
-    """Finite differences of the global function itself. torch's test with undefined gradients goes
-    through a Function in C++, and it writes into views of the outputs, so they must not be split in
-    a dim but the first."""
+    """gradcheck compares with finite differences of the global function itself. torch's test with
+    undefined gradients goes through a C++ Function that writes into views of the outputs. So the
+    outputs must not be split in a dim other than the first."""
     check = functools.partial(torch.autograd.gradcheck, check_undefined_grad=False, atol=1e-4)
     for sbps in ((S(0), B), (S(1), S(0)), (B, B)):
         x, w = leaf(values(3, 2), sbps[0]), leaf(values(2, 2, seed=1), sbps[1])
@@ -812,8 +814,8 @@ def test_gradcheck() -> None:
             assert check(lambda x, w: (x @ w).tanh().to_global(sbp=B), (x, w))
             assert check(lambda x: F.softmax(x, 0).to_global(sbp=S(0)), (x,))
             if sbps[0] != S(1):  # the gradients are the outputs here
-                # (Simulated ranks share torch's generator: numbers that it draws for them are
-                # others on each.)
+                # (Simulated ranks share torch's generator, so each rank would draw
+                # different numbers.)
                 start = [values(3, 2, seed=2).requires_grad_()]
                 assert torch.autograd.gradgradcheck(
                     lambda x, w: (x @ w).tanh().to_global(sbp=B),
@@ -846,7 +848,7 @@ def test_modes() -> None:
     data = x.data
     assert not data.requires_grad
     y = x.sin()
-    data.add_(1)  # .data is not watched: no complaint, as torch has none
+    data.add_(1)  # writes through .data are not tracked: no error, as in torch
     y.sum().backward()
     z = x.exp()
     z.mul_(2)
@@ -866,7 +868,7 @@ def test_saved_tensors_that_are_written_to() -> None:
             found.append(x.grad)
         alike(found[1], found[0])
 
-    simulate(1, run)  # the mode is the process's
+    simulate(1, run)  # the mode is per process
 
 
 def test_anomaly_mode_names_the_function() -> None:
@@ -880,7 +882,7 @@ def test_anomaly_mode_names_the_function() -> None:
             ):
                 (x * 0).sqrt().mul(0).sum().backward()
 
-    simulate(1, run)  # the mode is the process's, and simulated ranks are threads
+    simulate(1, run)  # the mode is per process, and simulated ranks are threads
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -895,12 +897,12 @@ def checkpoints_of_dropout() -> None:
         before = F.dropout(x.detach(), 0.5)
         y.sum().backward()
         after = F.dropout(x.detach(), 0.5)
-        same(x.grad, full(y))  # where something was dropped the gradient is zero
+        same(x.grad, full(y))  # the gradient is zero for dropped elements
         assert 0.2 < float((full(y) == 0).double().mean()) < 0.9
         torch.manual_seed(1)
         model(x)
         same(before, full(F.dropout(x, 0.5)))
-        same(after, full(F.dropout(x, 0.5)))  # computing again has drawn nothing anew
+        same(after, full(F.dropout(x, 0.5)))  # recomputation has drawn no new random numbers
 
 
 def test_checkpoints_repeat_what_was_random() -> None:
@@ -929,8 +931,8 @@ def test_nested_checkpoints_and_hooks() -> None:
 
 @pytest.mark.parametrize("table", list(TABLES))
 def test_reentrant_checkpoints(table: str) -> None:
-    """A backward pass within a backward pass, with a mean whose count is still on its way, and
-    leaves on either side."""
+    """A reentrant checkpoint runs a backward pass within the backward pass. The mean's count is
+    still being reduced, and there are leaves on either side."""
     target = torch.tensor([0, 1, -100, 2, -100])
 
     def run() -> None:
@@ -957,8 +959,8 @@ def test_reentrant_checkpoints(table: str) -> None:
 
 @pytest.mark.parametrize("table", list(TABLES))
 def test_selective_checkpoints(table: str) -> None:
-    """Which ops of the parts are kept is counted: what is planned or gathered once must not
-    count."""
+    """Selective checkpoints count the local ops to save. Ops that run once, for planning or
+    gathering, must not be counted."""
 
     def run() -> None:
         plain, ours = twins(table)
@@ -999,8 +1001,8 @@ def test_functional_call(table: str) -> None:
 
 @on(2)
 def test_transforms_on_the_parts() -> None:
-    """What torch.func cannot see through, it sees inside local_map: gradients for each sample, of a
-    split batch."""
+    """torch.func transforms work on local tensors inside local_map: per-sample gradients of a split
+    batch."""
     w, x = values(4, 3), values(6, 4, seed=1)
 
     def loss(w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -1017,7 +1019,7 @@ def test_transforms_on_the_parts() -> None:
 def test_what_cannot_be_transformed_says_so() -> None:
     def run() -> None:
         x = leaf(values(4, 3), S(0)).detach()
-        warnings.simplefilter("ignore")  # torch's own, when it loads forward mode
+        warnings.simplefilter("ignore")  # PyTorch warns when it loads forward mode
         for transform in (
             torch.func.grad(lambda t: t.sin().sum()),
             torch.func.vmap(torch.sin),
@@ -1032,14 +1034,14 @@ def test_what_cannot_be_transformed_says_so() -> None:
             forward_ad.make_dual(x, x)
         with pytest.raises(KernelError, match=r"functional\.jvp"), forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros(4, 3), x)
-        same((x * 2), values(4, 3) * 2)  # nothing is left behind
+        same((x * 2), values(4, 3) * 2)  # no state is left behind
 
-    simulate(1, run)  # levels of forward mode are the process's
+    simulate(1, run)  # levels of forward mode are per process
 
 
 @on(2)
 def test_no_hook_no_traffic() -> None:
-    """Looking on costs nothing: a hooked backward pass moves what an unhooked one does."""
+    """A backward pass with hooks moves the same bytes as one without hooks."""
     sent = []
     for hooked in (False, True):
         ours = twins("data")[1]

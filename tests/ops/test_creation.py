@@ -1,4 +1,5 @@
-"""Creation: global sizes, torch's values on any layout, and errors that say what is missing."""
+"""Tests of creation functions: global sizes, torch's values on any layout, and errors that name the
+missing argument."""
 
 from __future__ import annotations
 
@@ -345,12 +346,12 @@ def test_in_place_and_out() -> None:
         assert np.array_equal(w.numpy(), torch.eye(4, 3).numpy())
         torch.arange(6, out=(v := flow.empty(6, dtype=torch.int64, placement=LINE, sbp=S0)))
         assert v.tolist() == list(range(6))
-        flow.arange(1, 7, out=v, placement=LINE, sbp=S0)  # where it lies, said again
+        flow.arange(1, 7, out=v, placement=LINE, sbp=S0)  # the same placement and sbp, stated again
         assert v.tolist() == list(range(1, 7))
         with flow.utils.global_view.global_mode(True, LINE, broadcast):
             flow.arange(2, 8, out=v)
         assert v.tolist() == list(range(2, 8))
-        with pytest.raises(PlacementError, match="lies otherwise"):
+        with pytest.raises(PlacementError, match="already has a layout"):
             flow.arange(6, out=v, placement=LINE, sbp=broadcast)
 
     simulate(4, on_ranks)

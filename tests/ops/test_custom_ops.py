@@ -1,5 +1,5 @@
-"""Operators that programs make with torch.library: their rules under every spelling, without a
-function for fake tensors, writing into arguments."""
+"""Tests of operators that programs make with torch.library: rules under every spelling, operators
+without a function for fake tensors, and operators that write into arguments."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def same(got: Any, want: Tensor) -> None:
 
 
 def once(name: str, make: Callable[[str], Any]) -> Any:
-    """Return the operator of a name, made by the first of the ranks that are threads of one
-    process."""
+    """Return the operator called `name`. The first simulated rank (a thread of this process) makes
+    it."""
     with lock:
         if name not in known:
             known[name] = make(name)
@@ -174,7 +174,7 @@ def test_targets_that_no_rule_is_found_for_are_refused() -> None:
             flow.rule(target, "a -> a")
 
 
-# ------------------------------------------------------------------------------------ without fakes
+# --------------------------------------------------------------------- no function for fake tensors
 
 
 @torch.library.custom_op(f"{SPACE}::unfaked", mutates_args=())
@@ -217,7 +217,7 @@ def test_the_rule_of_an_operator_without_a_fake_says_what_to_add() -> None:
     def on_ranks() -> None:
         with pytest.raises(
             GlobalTensorError,
-            match=r"nobody knows the shape of its result.*register_fake.*local_map",
+            match=r"the shape of the operator's result is unknown.*register_fake.*local_map",
         ):
             unfaked(laid_out(values(5, 3), S(0)))
 
@@ -233,7 +233,7 @@ def test_a_graph_asks_for_a_fake() -> None:
         Step()(values(5, 3))
 
 
-# ------------------------------------------------------------------------------------------ writing
+# ----------------------------------------------------------------------------- operators that write
 
 
 @torch.library.custom_op(f"{SPACE}::add_into", mutates_args=("x",))
@@ -265,7 +265,7 @@ KINDS = (None, B, S(0), S(1), P)
 
 
 def written(where: Any) -> None:
-    """Each operator, of plain tensors and of global ones, against itself on one device."""
+    """Compare each writing operator, on plain and global tensors, with itself on one device."""
     layouts = [None, *[[e] * where.axes for e in KINDS[1:]]]
     for a, b in itertools.product(layouts, repeat=2):
         if a is b is None:
@@ -334,7 +334,7 @@ def with_rules() -> None:
         assert add_rows(columns, total).sbp == (S(1),)
     same(total, values(3, seed=2) + values(4, 3).sum(0))
     rows, total = laid_out(values(4, 3), S(0)), laid_out(values(3, seed=2), B)
-    add_rows(rows, total)  # each rank's rows alone would not do
+    add_rows(rows, total)  # the rows of one rank are not sufficient
     same(total, values(3, seed=2) + values(4, 3).sum(0))
 
 
@@ -355,7 +355,7 @@ def declared_on_processes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", flow.errors.FallbackWarning
-        )  # of operands that have not the dims of the rule
+        )  # the operands do not have the dims of the rule
         with_rules()
     RULES.clear()
     RULES.update(before)

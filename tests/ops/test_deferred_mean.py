@@ -1,5 +1,5 @@
-"""A mean whose count is on its way: the same loss and gradients as on one device, whoever looks
-when, and no wait in the forward pass."""
+"""Tests of a mean whose count is still being reduced. The loss and the gradients are those of one
+device, whenever user code reads them, and the forward pass does not wait."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Uses = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def data(kept: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples [9, 7], targets [9], a weight [7, 5]."""
+    """Return samples [9, 7], targets [9] and a weight [7, 5]."""
     draw = torch.Generator().manual_seed(1)
     target = torch.randint(0, 5, (9,), generator=draw)
-    if kept == "some":  # more of them on the first rank
+    if kept == "some":  # more samples are ignored on the first rank
         target[[0, 1, 3, 8]] = IGNORED
     if kept == "none":
         target[:] = IGNORED
@@ -53,7 +53,7 @@ def read_first(x: Tensor, target: Tensor, weight: Tensor) -> float:
 
 
 def read_without_gradients(x: Tensor, target: Tensor, weight: Tensor) -> float:
-    """As a meter does, which sums losses up under no_grad."""
+    """Read the loss as a meter does, which sums losses under no_grad."""
     loss = F.cross_entropy(x @ weight, target)
     with torch.no_grad():
         meter = loss * 2 + torch.zeros_like(loss)
@@ -121,8 +121,8 @@ def divided(x: Tensor, target: Tensor, weight: Tensor) -> tuple[float, float]:
 
 
 def looked_at_anew(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
-    """Some steps ask for the loss first, some afterwards, some not at all: when its count starts
-    goes by that."""
+    """Read the loss before backward in some steps, after it in some, and not at all in others. The
+    earlier reads determine when the reduction of the count starts."""
     values = []
     for first, later in (
         (False, False),
@@ -152,7 +152,7 @@ def hooked_from_now_on(x: Tensor, target: Tensor, weight: Tensor) -> list[float]
 
 
 def detached(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
-    """A loss and what is detached from it are one number: what is written into one is in the
+    """Check that a loss and its detached tensor share one value: a write into one shows in the
     other."""
     values = []
     for order in range(4):
@@ -178,8 +178,8 @@ def detached(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
 
 
 def recomputed(x: Tensor, target: Tensor, weight: Tensor) -> None:
-    """A checkpoint of the older kind runs a backward pass within the backward pass; what comes
-    before it is met after that."""
+    """Run a reentrant checkpoint, whose backward pass runs within the backward pass. Layers before
+    the checkpoint get their gradients afterwards."""
     from torch.utils.checkpoint import checkpoint
 
     h = x * weight.sum(1)
@@ -189,7 +189,7 @@ def recomputed(x: Tensor, target: Tensor, weight: Tensor) -> None:
 
 
 def failing(x: Tensor, target: Tensor, weight: Tensor) -> float:
-    """A pass that breaks off, then one that does not, of the same loss."""
+    """Run a backward pass that raises an error, then one of the same loss that succeeds."""
 
     class Once(torch.autograd.Function):
         broken = False
@@ -249,6 +249,7 @@ def run(use: Uses, kept: str, shape: tuple[int, ...], rides: bool) -> None:
 
 @pytest.mark.parametrize("kept", ["all", "some", "none"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.sweep(4)
 def test_as_on_one_device(use: Uses, kept: str) -> None:
     for shape in ((4,), (2, 2)):
         for rides in (False, True):
@@ -256,7 +257,7 @@ def test_as_on_one_device(use: Uses, kept: str) -> None:
 
 
 def one_rank_looks() -> None:
-    """What a rank does for itself, without communication, must not change what the ranks sum."""
+    """Check that a rank's reads without communication do not change the sums over ranks."""
     everyone = flow.placement.all("cpu")
     x, target, weight = data("some")
     plain = weight.clone().requires_grad_()
@@ -271,13 +272,13 @@ def one_rank_looks() -> None:
         loss.backward()
         if flow.env.get_rank() == 1:
             loss.detach().to_local()
-            reducer().watched = True  # as a hook of its own would have it
+            reducer().watched = True  # as this rank's own hook would set it
     assert plain.grad is not None
     torch.testing.assert_close(torch.tensor(ours.grad.tolist(), dtype=torch.float64), plain.grad)
 
 
 def ours_of(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits, targets), split over the samples."""
+    """Return (logits, targets), split over the samples."""
     everyone = flow.placement.all("cpu")
     return x.to_global(everyone, B).to_global(sbp=S(0)) @ weight, target.to_global(
         everyone, B
@@ -289,7 +290,8 @@ def test_ranks_may_differ_in_who_looks() -> None:
 
 
 def traffic() -> list[str]:
-    """By what is done with the loss: where a step has other collectives than it should."""
+    """Return the cases, named by how the loss is read, in which a step has unexpected
+    collectives."""
     flow.fuse_loss_count()
     everyone = flow.placement.all("cpu")
     x, target, weight = data("some")
@@ -311,11 +313,12 @@ def traffic() -> list[str]:
         "not read": step("")
         == [
             f"all_reduce {numbers + 8}"
-        ],  # between two ranks an all-reduce sends as much as there is
+        ],  # between two ranks, an all-reduce sends exactly the tensor's bytes
         "after": step("after") == [f"all_reduce {numbers + 8}", loss],
         "before": step("before") == [loss, loss, f"all_reduce {numbers}"],
         "before, again": step("before") == [loss, loss, f"all_reduce {numbers}"],
-        "no longer": step("") == [loss, f"all_reduce {numbers}"],  # begun in vain
+        # the count's reduction was started needlessly
+        "no longer": step("") == [loss, f"all_reduce {numbers}"],
         "any more": step("") == [f"all_reduce {numbers + 8}"],
     }
     return [what for what, right in found.items() if not right]
@@ -326,7 +329,7 @@ def test_the_count_rides_with_the_gradients() -> None:
 
 
 def narrow() -> None:
-    """Counts that a bucket's dtype cannot hold do not ride in it."""
+    """Check that a count that a bucket's dtype cannot represent is not sent in that bucket."""
     flow.fuse_loss_count()
     everyone, draw = flow.placement.all("cpu"), torch.Generator().manual_seed(2)
     x, weight = (
@@ -351,8 +354,8 @@ def test_what_a_dtype_cannot_hold_does_not_ride() -> None:
 
 
 def stages() -> None:
-    """The loss lies where only half of the ranks are; the others have leaves too, and do not know
-    the count."""
+    """Check a loss that is placed on half of the ranks. The other ranks have leaves too, and do not
+    know the count."""
     first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2, 3])
     x, target, weight = data("some")
     other = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

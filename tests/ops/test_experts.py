@@ -1,5 +1,5 @@
-"""Mixtures of experts: the op against a loop over tokens, and its traffic. Models of experts are in
-test_expert_modules.py."""
+"""Tests of mixtures of experts: the op against a loop over tokens, and its traffic. Tests of expert
+models are in test_expert_modules.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def operands(
     tokens: int, k: int, count: int, hidden: int = 6, inner: int = 4, seed: int = 0
 ) -> Operands:
-    """x, index (some of no expert), weights, gate_up, down."""
+    """Return x, index (some entries name no expert), weights, gate_up and down."""
     gen = torch.Generator().manual_seed(seed)
     index = torch.randint(-1, count + 1, (tokens, k), generator=gen)
     shapes = (tokens, hidden), (tokens, k), (count, 2 * inner, hidden), (count, hidden, inner)
@@ -41,7 +41,7 @@ def operands(
 
 
 def truth(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Token by token."""
+    """Compute the mixture token by token."""
     rows = []
     for t in range(x.shape[0]):
         row = 0 * x[t]
@@ -74,7 +74,7 @@ def kinds(log: list[Traffic]) -> list[str]:
 
 
 def agree(tensors: Operands, placement: Any, layouts: Any, twice: bool = False) -> None:
-    """Forward, gradients and, ``twice``, the gradients of these are those of the loop."""
+    """Check that results, gradients and (``twice``) second gradients equal those of the loop."""
     plain, ours = leaves(tensors), spread(tensors, placement, layouts)
     seed = values(*tensors[0].shape, seed=77)
     want, got = truth(*plain), flow.moe_experts(*ours)
@@ -140,7 +140,7 @@ def test_grouped_linear(dtype: torch.dtype, width: int) -> None:
     want = torch.cat([F.linear(r, weight[e], bias[e]) for e, r in enumerate(rows.split(counts))])
     near = {"rtol": 2e-2, "atol": 6e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(got, want, **near)
-    for again in (False, True):  # of a sum: an expanded gradient
+    for again in (False, True):  # the gradient of a sum is an expanded tensor
         gots, wants = (
             torch.autograd.grad(
                 t.sum() + t.pow(2).sum(),
@@ -215,7 +215,7 @@ ENTRIES = st.sampled_from([B, S(0)])
 
 @st.composite
 def mixtures(draw: Any) -> tuple[tuple[int, ...], Operands, Any]:
-    """A grid, operands of any sizes with any experts, and layouts."""
+    """Draw a grid, operands of any sizes with any experts, and layouts."""
     grid = draw(st.sampled_from([(2,), (3,), (4,), (2, 2)]))
     tokens, k, count = draw(st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 7))
     x, index, weights, gate_up, down = operands(tokens, k, count, 4, 2)
@@ -273,7 +273,7 @@ def test_exact_on_a_grid() -> None:
 @bodies.on(2)
 def test_all_tokens_to_one_expert() -> None:
     x, _, weights, gate_up, down = operands(8, 2, 4)
-    for expert in (0, 3, 4):  # 4: none of them
+    for expert in (0, 3, 4):  # 4 is no expert
         agree(
             (x, torch.full((8, 2), expert), weights, gate_up, down),
             flow.placement.all("cpu"),
@@ -381,7 +381,7 @@ def test_two_exchanges_each_way() -> None:
                 "all_gather",
                 "all_to_all",
                 "all_to_all",
-            ]  # the first: how many rows go where
+            ]  # the first sends the number of rows for each rank
             assert there[0].bytes <= 8 * 4 * n
             assert kinds(back) == ["all_to_all", "all_to_all"]
 
@@ -398,7 +398,7 @@ def test_each_row_of_experts_exchanges_for_itself() -> None:
             "all_reduce",
             "all_to_all",
             "all_to_all",
-        ]  # those of the two parameters, over the first axis
+        ]  # gradients of both parameters, over the first axis
 
 
 def test_whole_tokens_do_not_travel() -> None:
@@ -409,8 +409,8 @@ def test_whole_tokens_do_not_travel() -> None:
 
 
 def rows_sent() -> int:
-    """Of 8 tokens in two halves, the first half wants the experts of the second rank, and the
-    second half its own."""
+    """Return the bytes sent for 8 tokens in two halves. The first half needs the second rank's
+    experts, and the second half needs the experts of its own rank."""
     x, _, weights, gate_up, down = operands(8, 1, 4)
     index = torch.tensor([2, 3, 2, 3, 2, 3, 3, 3]).view(8, 1)
     ours = spread((x, index, weights, gate_up, down), flow.placement.all("cpu"), EXPERT)

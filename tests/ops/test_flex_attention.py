@@ -1,5 +1,5 @@
-"""Torch's flex_attention on global tensors: functions of batch entry and head count as on one
-device."""
+"""Tests of torch's flex_attention on global tensors: functions of batch entry and head count them
+as on one device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Functions over lists in which plain tensors meet global ones: plain targets hold the whole result
-on every rank, as after ``plain.copy_(g)``."""
+"""Tests of functions over lists that mix plain and global tensors. Plain targets hold the global
+result on every rank, as after ``plain.copy_(g)``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fused_sgd(lists: Lists) -> None:
     torch._fused_sgd_(*lists[:3], **settings)
 
 
-#: What writes into lists of tensors, with the number of lists that it takes.
+#: Functions that write into lists of tensors, with the number of lists that each takes.
 WRITING: dict[str, tuple[int, Callable[[Lists], Any]]] = {
     "copy": (2, lambda x: torch._foreach_copy_(*x)),
     "add": (2, lambda x: torch._foreach_add_(*x, alpha=2)),
@@ -100,7 +100,8 @@ MAKING: dict[str, tuple[int, Callable[[Lists], Any]]] = {
 
 
 def layouts(count: int, placement: Any) -> Iterator[list[Any]]:
-    """How operands lie: each plain (None) or as one of some layouts, at least one of each kind."""
+    """Yield layouts of the operands. Each is plain (None) or has one of some layouts, with at least
+    one plain and one global operand."""
     whole, split, partial = (
         [B] * placement.axes,
         [S(0)] * placement.axes,
@@ -139,8 +140,8 @@ def compare(got: Any, want: Any, what: str) -> None:
 
 
 def as_plain(ranks: Any, beside: bool) -> None:
-    """Every kernel in every mix of layouts; ``beside`` each list has a second tensor that is global
-    throughout."""
+    """Check every kernel in every mix of layouts. With ``beside``, each list has a second tensor
+    that is always global."""
     placement = flow.placement("cpu", ranks)
     data = [values(5, 3, seed=i).abs() + 0.5 for i in range(8)]
     for kernels in (WRITING, MAKING):
@@ -187,7 +188,7 @@ def model() -> nn.Module:
 
 
 def averages() -> list[Tensor]:
-    """An average, as plain tensors, of a model that trains in shares."""
+    """Check and return a plain average of a model that trains in shards."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     trained = flow.parallelize(model(), flow.placement.all("cpu"), "fsdp")
@@ -213,7 +214,7 @@ def averages() -> list[Tensor]:
 
 
 def plain_parameters() -> list[Tensor]:
-    """Optimizers of plain parameters whose gradients are global."""
+    """Check optimizers of plain parameters whose gradients are global."""
     placement = flow.placement.all("cpu")
     found = []
     makers: list[Any] = [
@@ -242,7 +243,7 @@ def plain_parameters() -> list[Tensor]:
 
 
 def second(step: int) -> nn.Parameter:
-    """A parameter with a plain gradient."""
+    """Return a parameter with a plain gradient."""
     p = nn.Parameter(values(2))
     p.grad = values(2, seed=step)
     return p

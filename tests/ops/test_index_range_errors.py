@@ -1,5 +1,5 @@
-"""Indices and classes out of range are told as one device tells them: in the numbers of the whole
-tensor, the same on all ranks that know the index."""
+"""Tests of indices and classes out of range. The error is that of one device, in global sizes, and
+the same on all ranks that know the index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NARROW = X[:, :2].clone()
 
 
 def indices(*shape: int, n: int, at: int, wrong: int) -> Tensor:
-    """Indices into a dim of ``n`` elements, the one at place ``at`` out of range."""
+    """Return indices into a dim of ``n`` elements; the one at position ``at`` is out of range."""
     found = torch.arange(math.prod(shape)).view(shape) % n
     found.view(-1)[at] = wrong
     return found
@@ -40,8 +40,8 @@ Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
 
 
 def cases(at: int, wrong: int) -> Iterator[Case]:
-    """(name, function, operands). ``at``: where the wrong index stands, so that one rank alone
-    would see it."""
+    """Yield (name, function, operands). ``at`` is the position of the wrong index, so that one rank
+    alone would see it."""
     rows, columns = indices(2, 4, n=6, at=at, wrong=wrong), indices(6, 2, n=4, at=at, wrong=wrong)
     few, flat = indices(5, n=4, at=at, wrong=wrong), indices(5, n=24, at=at, wrong=wrong * 10)
     classes, ids = indices(6, n=4, at=at, wrong=wrong), indices(3, 2, n=6, at=at, wrong=wrong)
@@ -115,7 +115,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def layouts(operands: tuple[Tensor, ...]) -> Iterator[list[Any]]:
-    """Every mix of plain (None), broadcast and split operands; indices are whole."""
+    """Yield every mix of plain (None), broadcast and split operands; indices are not split."""
     for sbp in itertools.product((None, B, S(0), S(1)), repeat=len(operands)):
         pairs = [(s, t) for s, t in zip(sbp, operands, strict=True) if s is not None and s is not B]
         if pairs and all(t.is_floating_point() and s.dim < t.ndim for s, t in pairs):

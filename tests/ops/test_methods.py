@@ -1,5 +1,5 @@
-"""What a global tensor can do: every method beside its plain counterpart, on simulated ranks; and a
-selection on real processes."""
+"""Tests of the methods of a global tensor. Every method is compared with its plain counterpart on
+simulated ranks, and a selection runs on real processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(full(got) if got.is_global else got, want, rtol=1e-9, atol=1e-12)
 
 
-# --------------------------------------------------------------------------------------- what it is
+# --------------------------------------------------------------------------------------- attributes
 
 
 @on(3)
@@ -309,11 +309,11 @@ def test_writing_through_views() -> None:
         row.add_(1).relu_()
         row.fill_(2.5)
         t.diagonal().mul_(3)
-        t.view(3, 8)[1:].mul_(-2)  # its parts had to move, and no index says where to
+        t.view(3, 8)[1:].mul_(-2)  # the local tensors had to move, and no index says where to
         t.view(3, 8)[0].zero_()
         row = t[0]
         t.add_(1)
-        row.add_(1)  # what it holds is what the base does
+        row.add_(1)  # the view shows the base's values
     same(x, p)
 
 
@@ -338,7 +338,7 @@ def test_views_in_place() -> None:
             want, shown = y, seen
             continue
         same(y, want)
-        same(seen, shown)  # written through
+        same(seen, shown)  # writes reach the view
         y.square().sum().backward()
         same(t.grad, 2 * (p + 1))
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
@@ -394,7 +394,8 @@ def test_in_place_into_what_was_local(placement: Any) -> None:
                 x[:, :2] = b[:1]
                 x[:, 2:4].mul_(3)
                 x.add_(1)
-                value = torch.from_numpy(x.detach().numpy())  # (on the ranks outside, too)
+                # (also on ranks outside the placement)
+                value = torch.from_numpy(x.detach().numpy())
                 assert torch.equal(value[:, :2], b[:1].detach().expand(rows, 2) + 1)
                 (x * x).sum().backward()
                 gradient = (torch.zeros_like(a) if a.grad is None else a.grad).to_global(
@@ -410,7 +411,7 @@ def test_in_place_into_what_was_local(placement: Any) -> None:
 
 @pytest.mark.parametrize(("sbp", "grad"), [(B, P), (S(0), S(0)), (P, B)])
 def test_in_place_into_what_becomes_local(sbp: Any, grad: Any) -> None:
-    """A gradient that comes back as it would anyhow leaves the part an ordinary view."""
+    """The local tensor is an ordinary view if the gradient already has the layout of `grad_sbp`."""
 
     def on_ranks() -> None:
         x = spread(values(4, 6), sbp, grad=True)
@@ -443,8 +444,8 @@ def test_in_place_beside_what_was_local() -> None:
 
 @on(2)
 def test_a_partial_that_ops_have_left_moves() -> None:
-    """Of a partial sum that nobody asked for, in-place ops may change the layout; of one that the
-    user placed they may not."""
+    """In-place ops may change the layout of a partial sum that an op produced. They may not change
+    a partial layout that the user chose."""
     t, w = values(4, 6), values(6, 4)
     y = spread(t, S(1)) @ spread(w, S(0))
     assert y.sbp == (P,)
@@ -453,7 +454,7 @@ def test_a_partial_that_ops_have_left_moves() -> None:
     z = (spread(t, S(1), grad=True) @ spread(w, S(0), grad=True)).sigmoid_()
     z.sum().backward()
     placed = (spread(t, S(1)) @ spread(w, S(0))).to_global(sbp=P)
-    placed.mul_(2)  # is linear: stays
+    placed.mul_(2)  # linear ops keep partial_sum
     assert placed.sbp == (P,)
     other = (spread(t, S(1)) @ spread(w, S(0))).to_global(sbp=B).to_global(sbp=P)
     with pytest.raises(RuntimeError, match="in-place relu_"):
@@ -650,7 +651,7 @@ def test_module_to_global() -> None:
             OrderedDict(q=nn.Linear(4, 6), k=nn.Linear(6, 6, bias=False), n=nn.BatchNorm1d(6))
         )
 
-    # Not drawn: simulated ranks share torch's generator.
+    # Values are not random, because simulated ranks share torch's generator.
     start = {
         k: (torch.arange(float(v.numel())).view(v.shape) / 10).to(v.dtype)
         for k, v in make().state_dict().items()
@@ -739,8 +740,8 @@ def test_a_global_module_moves_as_torchs_do() -> None:
 
 @on(2)
 def test_synchronised_batch_norm() -> None:
-    """Of global tensors it is batch norm; torch's own looks for GPUs where processes have come
-    together."""
+    """SyncBatchNorm on global tensors is batch norm. torch's own version requires GPUs in an
+    initialised process group."""
     x = values(5, 3, 2)
     plain, alone = nn.BatchNorm1d(3).double(), x.clone().requires_grad_()
     model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to_global(line(), B)
@@ -772,7 +773,7 @@ def test_state_dict() -> None:
     with torch.no_grad():
         for i, p in enumerate(
             plain.parameters()
-        ):  # simulated ranks share torch's generator: what they draw is not the same
+        ):  # simulated ranks share torch's generator, so their random numbers differ
             p.copy_(torch.arange(float(p.numel())).view(p.shape) / 10 + i)
     a = copy.deepcopy(plain).to_global(line(), {"0.weight": S(0), "*": B})
     b = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to_global(
@@ -785,7 +786,7 @@ def test_state_dict() -> None:
     assert b[0].weight.sbp == (S(1),)
     same(b[0].weight, plain[0].weight.detach())
     c = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to_global(line(), B)
-    c.load_state_dict(plain.state_dict())  # whole values, the same on every rank
+    c.load_state_dict(plain.state_dict())  # full values, the same on every rank
     same(c[0].weight, plain[0].weight.detach())
     d = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to_global(line(), B)
     d.load_state_dict(state, assign=True)
@@ -830,8 +831,8 @@ def test_nested() -> None:
     "change", [flow.to_global, flow.utils.global_view.to_global], ids=["flow", "global_view"]
 )
 def test_dicts_of_other_classes(change: Any) -> None:
-    """What a tokenizer gives is a UserDict; a model's output, a defaultdict and a Counter are not
-    made of pairs."""
+    """A tokenizer returns a UserDict. A model's output, a defaultdict and a Counter are not
+    constructed from pairs."""
     place, x = flow.placement("cpu", [0]), torch.ones(2)
     given = [OrderedDict(x=x), defaultdict(list, x=x), UserDict(x=x), Counter(words=3)]
     *changed, counted = (
@@ -852,7 +853,7 @@ def test_dicts_of_other_classes(change: Any) -> None:
     assert counted == Counter(words=3)
 
 
-# --------------------------------------------------------------------------- with the rest of torch
+# ------------------------------------------------------------------------- other functions of torch
 
 
 @on(2)
@@ -903,7 +904,7 @@ def test_local_map_of_a_custom_function() -> None:
 
 @on(2)
 def test_a_function_of_torch_given_to_local_map() -> None:
-    """It need not be a Python function with a name."""
+    """local_map accepts callables that are not Python functions with a name."""
     x = spread(values(4, 3), S(0))
     same(flow.local_map(torch.exp, out_sbp=S(0))(x), full(x).exp())
     same(flow.local_map(functools.partial(torch.mul, other=2), out_sbp=S(0))(x), 2 * full(x))
@@ -919,7 +920,7 @@ def test_a_function_of_torch_given_to_local_map() -> None:
 
 @on(2)
 def test_torch_functions() -> None:
-    """What scripts do with tensors besides computing."""
+    """Common functions that scripts use, other than arithmetic, work on global tensors."""
     x = spread(values(4, 3), S(0))
     assert torch.equal(x, x.clone())
     assert torch.allclose(x, x.to_global(sbp=B))

@@ -1,5 +1,5 @@
-"""What ranks have computed together is not added up over ranks again: plain running totals, and
-metrics of torchmetrics."""
+"""Tests that values computed by all ranks together are not summed over ranks again: plain running
+totals, and metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ADDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def running_totals() -> list[str]:
-    """What is accepted of what would count twice."""
+    """Return the cases in which a collective that would count values twice is accepted."""
     found = []
     for sbp in (B, S(0), P):
         for write in WRITES:
@@ -95,12 +95,12 @@ def harmless() -> None:
         dist.all_reduce(t := total(), op)
         assert t.tolist() == [1] * 4
     dist.broadcast(total(), 0)
-    dist.all_reduce(t := total().clone())  # who says so means it
+    dist.all_reduce(t := total().clone())  # a clone shows that the user wants the sum
     assert t.tolist() == [2] * 4
-    (t := total()).add_(float(dist.get_rank()))  # this rank's own from here on
+    (t := total()).add_(float(dist.get_rank()))  # from here on the value is this rank's own
     dist.all_reduce(t)
     assert t.tolist() == [3] * 4
-    with torch.inference_mode():  # such tensors have no versions
+    with torch.inference_mode():  # inference tensors have no versions
         dist.all_reduce(t := total())
     alone = torch.zeros(4)
     alone += torch.ones(4)
@@ -194,7 +194,8 @@ def nowhere() -> bool:
 
 
 def fed_global_tensors() -> list[str]:
-    """Metrics of global tensors that are not those of the whole batch on one device."""
+    """Return the metrics of global tensors that differ from those of the full batch on one
+    device."""
     from torchmetrics import Metric
 
     found = []

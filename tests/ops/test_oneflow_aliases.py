@@ -1,5 +1,5 @@
-"""OneFlow's other spellings: older forms of placements, functions beside the methods, nests and the
-global mode, files written and read by one rank."""
+"""Tests of OneFlow's other spellings: older forms of placements, functions next to the methods,
+pytrees and the global mode, files written and read by one rank."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_functions_and_attributes() -> None:
     simulate(2, _functions)
 
 
-# --------------------------------------------------------------------------- nests, the global mode
+# ------------------------------------------------------------------------- pytrees, the global mode
 
 
 def _nests() -> None:
@@ -236,8 +236,8 @@ def test_files_of_whole_values(tmp_path: Path) -> None:
 
 
 def test_products_as_libraries_call_them() -> None:
-    """By the module of a tensor's class opt_einsum finds this package, and calls its functions as
-    NumPy's."""
+    """opt_einsum finds this package by the module of a tensor's class, and calls its functions with
+    NumPy's signatures."""
 
     def on_ranks() -> None:
         line = flow.placement("cpu", [0, 1])

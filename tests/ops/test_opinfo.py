@@ -1,7 +1,7 @@
-"""Torch's first sample of every op, in up to three layouts on two simulated ranks: forward,
-backward, in-place and ``out=`` are plain torch's.
+"""Tests of torch's first sample of every op, in up to three layouts on two simulated ranks. Results
+forward, backward, in-place and with ``out=`` are plain torch's.
 
-`make coverage` looks at more samples, more layouts and more ranks, and writes docs/coverage.md.
+`make coverage` runs more samples, more layouts and more ranks, and writes docs/coverage.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from support.opinfo import OPS, outcomes
 
 CHUNK = 40
-#: What no distributed tensor can do, and why.
+#: Ops that no distributed tensor can support, and the reason.
 REFUSED = {
     "resize_": "a storage of another size",
     "resize_as_": "a storage of another size",
@@ -27,6 +27,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
+@pytest.mark.sweep(5)
 def test_samples(start: int) -> None:
     wrong = []
     for op in OPS[start : start + CHUNK]:

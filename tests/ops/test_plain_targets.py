@@ -1,5 +1,5 @@
-"""In-place ops with global operands on plain tensors: all ranks have the whole result in them, and
-gradients go through."""
+"""Tests of in-place ops with global operands on plain tensors. The plain tensors hold the global
+result on all ranks, and gradients flow through."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(ranks: list[int], after: bool) -> None:
     want.backward()
     split = [t.to_global(where, B).to_global(sbp=S(0)) for t in (value, INDEX, factor)]  # type: ignore[attr-defined]
     source, ours = split[0].requires_grad_(), factor[:3].clone().requires_grad_()
-    # What is plain afterwards meets plain tensors or global ones.
+    # The plain results are then combined with plain tensors or with global ones.
     got = loss(source, split[1], ours, split[2] if after else factor)
     assert got.item() == pytest.approx(want.item(), rel=1e-12)
     got.backward()

@@ -1,5 +1,5 @@
-"""Random numbers: those of one device on any placement, and streams that replicas share and split
-ranks do not."""
+"""Tests of random numbers. Draws equal those of one device on any placement. Replicas share a
+stream, and split ranks have different ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from globaltensor._ops import random as draws
 from globaltensor._ops.random import RandomFill, advance_key, fill_local, run
 from globaltensor.distributed.communicator import Communicator
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import World, set_world
+from globaltensor.distributed.world import set_world
+from globaltensor.distributed.world_base import World
 from globaltensor.errors import InplaceError
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
@@ -49,7 +50,7 @@ FILLS: list[tuple[RandomFill, tuple[torch.dtype, ...]]] = [
 
 
 class Alone(World):
-    """A rank that talks to nobody: drawing needs no communication."""
+    """A rank that cannot communicate: drawing needs no communication."""
 
     def _connect(self, ranks: tuple[int, ...]) -> Communicator:
         raise AssertionError("drawing communicates")
@@ -65,8 +66,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
-    """What the ranks' parts stand for; each rank starts from the same seed and must end in the same
-    state."""
+    """Return the global tensor of the ranks' local tensors. Each rank starts from the same seed and
+    must end in the same state."""
     whole, states = torch.zeros(spec.shape, dtype=spec.dtype), []
     for rank in range(size):
         with as_rank(rank, size):
@@ -105,14 +106,14 @@ def check(
     want, state = on_one_device(fill, shape, dtype)
     got = assembled(
         spec, placement.size + 1, lambda: fill_local(spec, fill)
-    )  # one rank more than the placement has
+    )  # one rank more than the placement
     assert torch.equal(got, want), f"{fill} {spec}"
     assert torch.equal(torch.get_rng_state(), state), f"{fill} {spec}: the generator ends elsewhere"
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks so small that small tensors need many."""
+    """Set a block size so small that small tensors need many blocks."""
     draws._in_blocks.cache_clear()
     monkeypatch.setattr(draws, "BLOCK", 32)
     yield
@@ -125,6 +126,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FILLS,
     ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "",
 )
+@pytest.mark.sweep(3)
 def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         for n in (*range(20), *range(20, 200, 7), 1000):
@@ -208,7 +210,7 @@ def test_randperm_and_generator() -> None:
         own = torch.Generator().manual_seed(11)
         before = torch.get_rng_state()
         a = flow.randn(50, 3, placement=LINE, sbp=S0, generator=own)
-        assert torch.equal(torch.get_rng_state(), before)  # the default generator is left alone
+        assert torch.equal(torch.get_rng_state(), before)  # the default generator is unchanged
         b = flow.empty(50, 3, placement=LINE, sbp=S0).uniform_(generator=own)
         c = flow.randperm(19, placement=LINE, sbp=S0, generator=own)
         d = flow.randperm(19, placement=LINE, sbp=S0)
@@ -254,7 +256,7 @@ def test_initialisers_equal_one_device(number: int) -> None:
     INITS[number](want)
     for placement, layout in LAYOUTS[1:9:2]:
         if number == 6 and OLD and any(e.is_partial for e in layout):
-            continue  # there it is made of ops that no partial tensor takes in place
+            continue  # there it consists of in-place ops that partial tensors do not support
         for got in simulate(placement.size, on_ranks, placement, layout):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -263,8 +265,9 @@ def test_initialisers_equal_one_device(number: int) -> None:
 def test_an_initialiser_whose_place_another_library_has_taken(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers does so while it makes a model; in torch's own, which is called in the end, the
-    name then stands for the other."""
+    """Another library may replace an initialiser, as transformers does while it makes a model.
+    Inside torch's own initialiser, which runs in the end, the name then refers to the
+    replacement."""
     own = getattr(nn.init, name)
 
     def theirs(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +368,7 @@ def test_streams() -> None:
     assert torch.equal(torch.get_rng_state()[24:], mersenne), "plain draws would see it"
     assert not torch.equal(first, second)
     torch.manual_seed(5)
-    torch.rand(3)  # a plain draw of this rank's own
+    torch.rand(3)  # a plain draw on this rank alone
     assert torch.equal(drawn_at(0), first)
     torch.manual_seed(5)
     assert not torch.equal(drawn_at(1), first)

@@ -1,5 +1,5 @@
-"""flow.check_ranks: ranks that run other ops than the rest are told, with both ranks' ops and
-lines, before data is exchanged; the others see nothing."""
+"""Tests of flow.check_ranks. Ranks that run different ops raise an error with both ranks' ops and
+lines before data is exchanged. Ranks that run the same ops see no effect."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ APART = {
 
 def told(body: Callable[[int], None]) -> str:
     with (
-        pytest.raises(WorldError, match="the ranks went apart: all must run the same ops") as found,
+        pytest.raises(
+            WorldError, match="the ranks have diverged: all must run the same ops"
+        ) as found,
         flow.check_ranks(),
     ):
         body(world().rank)
@@ -91,7 +93,8 @@ def on_processes() -> list[str]:
 
 
 def test_on_processes_and_the_world_goes_on() -> None:
-    """Without the guard some of these abort the process inside gloo, or give wrong values."""
+    """Some of these programs abort the process inside gloo, or give wrong values, without the
+    guard."""
     for texts in run_on(2, on_processes):
         assert texts[-1] == "16.0"
         for text, patterns in zip(texts, APART.values(), strict=False):
@@ -99,8 +102,9 @@ def test_on_processes_and_the_world_goes_on() -> None:
 
 
 def one_does_not_come() -> str:
-    world().comm((0, 1)).barrier()  # made before, with the usual time: in it the other waits below
-    os.environ["GLOBALTENSOR_TIMEOUT"] = "5"  # a group is made meanwhile, on a busy machine too
+    # made first, with the usual timeout: the other rank waits in this group below
+    world().comm((0, 1)).barrier()
+    os.environ["GLOBALTENSOR_TIMEOUT"] = "5"  # long enough to make a group on a busy machine
     try:
         with flow.check_ranks():
             rows().sum().item()
@@ -109,14 +113,14 @@ def one_does_not_come() -> str:
                     rows().to_global(sbp=B)
     finally:
         del os.environ["GLOBALTENSOR_TIMEOUT"]
-        world().forget()  # that they have diverged
+        world().forget()  # forget that the ranks have diverged
     world().comm((0, 1)).barrier()
     return str(found.value) if world().rank == 0 else ""
 
 
 def test_a_rank_that_does_not_come() -> None:
     said, _ = run_on(2, one_does_not_come)
-    assert re.search(r"not all of ranks \[0, 1\] came within 5 s", said)
+    assert re.search(r"not all of ranks \[0, 1\] arrived within 5 s", said)
     assert re.search(
         r"rank 0 is at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 1 op  "
         r"\(test_rank_guard.py:\d+: rows\(\).to_global",
@@ -147,7 +151,7 @@ def trained() -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         if world().rank == 0:
-            x.to_local().mean(), loss.detach()  # a rank may look at its own part
+            x.to_local().mean(), loss.detach()  # a rank may read its own local tensor
         losses.append(loss.item())
     return losses
 

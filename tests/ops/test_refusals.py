@@ -1,8 +1,8 @@
-"""What PyTorch refuses on one device is refused of global tensors, in every layout: operands of
-dtypes and shapes that no kernel takes.
+"""Tests that calls which PyTorch rejects on one device are rejected for global tensors in every
+layout: operands of dtypes and shapes that no kernel accepts.
 
-Kernels for meta tensors, by which calls are planned, and functions that stand in for a kernel where
-an operand is split take more.
+Meta kernels, which plan the calls, accept more operands. So do functions that replace a kernel
+where an operand is split.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from globaltensor.distributed.simulate import simulate
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 CHUNK = 120
-#: Torch ends in an assertion of its own, or has no values to look at.
+#: PyTorch fails with an internal assertion, or has no values to check.
 LEFT_OUT = ("empty", "new_empty", "to_sparse", "index_put")
 
 
 def changed(operands: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The operands with one of them, or all, of another dtype, or of another shape."""
+    """Yield the operands with one or all of them in another dtype, or one in another shape."""
     for dtype in (torch.int64, torch.complex64):
         yield [t.to(dtype) if t.is_floating_point() else t for t in operands]
     for i in range(min(len(operands), 3) if len(operands) > 1 else 0):
@@ -65,6 +65,7 @@ def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
+@pytest.mark.sweep(4)
 def test_what_torch_refuses(start: int) -> None:
     wrong = []
     for op in OPS[start : start + CHUNK]:
@@ -99,7 +100,7 @@ def test_what_torch_refuses(start: int) -> None:
 
 
 INTEGERS = torch.arange(12).view(4, 3)
-#: Calls by name, with the operand that is global.
+#: Calls by name, each with its global operand.
 REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
     **{f"{name} of whole numbers": (lambda x, name=name: getattr(F, name)(x, 0),
         INTEGERS) for name in ("softmax", "log_softmax", "softmin")},
@@ -156,7 +157,7 @@ def accepted() -> None:
 
 
 def drawn() -> None:
-    """Planning a call of narrow numbers draws none of the random numbers that the call will."""
+    """Check that planning a call on narrow dtypes draws none of the call's random numbers."""
     everywhere = flow.placement.all("cpu")
     for call in (
         lambda x: F.dropout(x, 0.5),

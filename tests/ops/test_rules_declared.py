@@ -1,5 +1,5 @@
-"""A rule that is declared while the program runs: whatever was made by the rules before is
-forgotten, in every thread and every cache."""
+"""Tests of a rule that is declared while the program runs. Everything derived from the previous
+rules is dropped, in every thread and every cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::globaltensor.errors.FallbackWar
 def function(
     during: Callable[[], object] = lambda: None, factor: bool = False
 ) -> Callable[..., Tensor]:
-    """A function that no rule knows. ``during``: what happens while it is tried on tensors without
-    values."""
+    """Return a function that no rule covers. ``during`` is called while the function is tried on
+    meta tensors."""
 
     def doubled(x: Tensor, by: float = 2.0) -> Tensor:
         if has_torch_function((x,)):
@@ -48,7 +48,7 @@ def rows() -> Any:
 
 
 def how(twice: Callable[[Tensor], Tensor], x: Any) -> str:
-    """The traffic of a call and how its result lies."""
+    """Return the traffic of a call and the sbp of its result."""
     with warnings.catch_warnings(), record_collectives() as log:
         warnings.simplefilter("ignore")
         out: Any = twice(x)
@@ -60,14 +60,14 @@ GATHERED, SPLIT = f"['all_gather'] {B}", f"[] {S(0)}"
 
 
 class Other:
-    """Another thread, which does one thing after the other."""
+    """A second thread, which runs one function after another."""
 
     def __init__(self) -> None:
         self.todo: list[Callable[[], Any]] = []
         self.done: list[Any] = []
 
     def run(self, what: Callable[[], Any]) -> Any:
-        """Wait for what it gives."""
+        """Run `what` in the thread, wait, and return its result."""
         self.todo.append(what)
         self.given.release()
         self.taken.acquire()
@@ -115,7 +115,7 @@ def test_plans_of_other_threads_are_forgotten() -> None:
 
 
 class Declaring(flow.nn.Graph):
-    """Declares a rule in build()."""
+    """A graph that declares a rule in build()."""
 
     def __init__(self, twice: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Declaring(flow.nn.Graph):
 
 
 def in_a_capture() -> list[str]:
-    """Plans that are put aside while a graph is captured."""
+    """Check plans that are set aside while a graph is captured."""
     twice, x = function(), rows()
     found = [how(twice, x)]
     Declaring(twice)(x)
@@ -139,8 +139,8 @@ def test_plans_put_aside_are_forgotten() -> None:
 
 
 def while_planning() -> list[str]:
-    """The rule comes while a call is being planned by the rules before; there is one more call of
-    that kind than there are trials."""
+    """Declare the rule while a call is being planned under the previous rules. The function is
+    called once more than it is tried."""
     declare: list[Callable[[], object]] = []
     twice, x = function(lambda: [f() for f in declare]), rows()
 
@@ -157,14 +157,14 @@ def test_a_plan_that_is_being_made_is_not_kept() -> None:
 
 
 def numbers() -> tuple[list[float], list[float]]:
-    """A rule by which numbers do not matter to the plan gives way to one by which they do, and the
-    other way round."""
+    """Replace a rule whose plan ignores numbers by one whose plan depends on numbers, and check
+    both."""
     times, x = function(factor=True), rows()
 
     def by_number(op: Any, x: Any, by: float) -> None:
         op.set(x, tuple(range(x.ndim)))
         op.out = [tuple(range(x.ndim))]
-        op.local = lambda split: lambda x, _: x * by  # frozen in the plan
+        op.local = lambda split: lambda x, _: x * by  # the number is fixed in the plan
 
     flow.rule(times, BY_ROWS, scalars=True)
     first = [float(times(x, by)[0, 1]) for by in (2.0, 3.0)]

@@ -1,5 +1,5 @@
-"""Indexing, gathering, scattering, tables: every signature against plain torch, forward and
-gradient."""
+"""Tests of indexing, gathering, scattering and tables: every signature against plain torch, forward
+and gradient."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_lists_index_as_torch_has_it(index: Any) -> None:
 
     compare(
         read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True
-    )  # torch warns of some
+    )  # torch warns in some cases
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,11 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.sweep(4)
 def test_rows_of_a_table_are_bounded_where_they_lie(
     dtype: torch.dtype, function: Any, p: float
 ) -> None:
-    """The table itself changes, on each rank the rows that it holds."""
+    """The lookup changes the table itself: each rank renormalises its own rows."""
 
     def look_up(table: Any, index: Any) -> Any:
         table = table * 1

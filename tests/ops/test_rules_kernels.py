@@ -1,5 +1,5 @@
-"""Kernels called by name (torch.ops.aten...), and calls whose arguments or results depend on
-data."""
+"""Tests of kernels called by name (torch.ops.aten...), and of calls whose arguments or results
+depend on data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Products, linear algebra, Fourier transforms: each signature against plain torch, and through the
-whole library on simulated ranks."""
+"""Tests of products, linear algebra and Fourier transforms: each signature against plain torch, and
+through the full library on simulated ranks."""
 
 from __future__ import annotations
 
@@ -97,5 +97,6 @@ def test_transforms(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.sweep(4)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)

@@ -1,5 +1,5 @@
-"""Normalisation, attention, convolution, pooling, losses: each signature against plain torch, and
-through the whole library on simulated ranks."""
+"""Tests of normalisation, attention, convolution, pooling and losses: each signature against plain
+torch, and through the full library on simulated ranks."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _checked(row: tuple[Any, ...]) -> None:
     kwargs = {}
     if isinstance(f, partial):
         f, kwargs = f.func, f.keywords
-    if f is not F.normalize:  # which runs by its own body
+    if f is not F.normalize:  # F.normalize runs as the Python function that it is
         check(f, *args, most=15, **kwargs)
 
 
@@ -162,14 +162,15 @@ def test_every_signature_in_space(row: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("row", LOSSES, ids=name)
 def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's own, of old arguments
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of deprecated arguments
         _checked(row)
 
 
 @pytest.mark.skipif(not WEIGHTED, reason="this torch's l1_loss has no weight")
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_what_torch_forgets_on_the_way_is_not_lost(reduction: str) -> None:
-    """Some functions of torch leave an argument out when they hand a call on."""
+    """Some torch functions drop an argument before they dispatch the call; the argument still has
+    its effect."""
     compare(
         lambda a, b, w: F.l1_loss(a, b, reduction=reduction, weight=w),
         x(5, 4),
@@ -200,7 +201,8 @@ def test_the_result_of_a_chain_of_products_goes_where_it_is_asked_for() -> None:
         line = flow.placement("cpu", [0, 1])
         out = flow.zeros(3, 5, dtype=torch.float64, placement=line, sbp=flow.sbp.split(1))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's own: it is deprecated
+            # PyTorch warns that chain_matmul is deprecated
+            warnings.simplefilter("ignore", UserWarning)
             torch.chain_matmul(
                 x(3, 4).to_global(line, flow.sbp.broadcast),
                 x(4, 5).to_global(line, flow.sbp.broadcast),
@@ -211,7 +213,7 @@ def test_the_result_of_a_chain_of_products_goes_where_it_is_asked_for() -> None:
     simulate(2, on_ranks)
 
 
-#: Calls that torch refuses, and does so on meta tensors in other words or not at all.
+#: Calls that torch rejects. On meta tensors it gives another error, or none.
 REFUSED: list[tuple[Any, ...]] = [
     *[(f, x(6, 4), ids(4, 6), x(n)) for f in (CE, NLL) for n in (3, 5, 1)],
     (CE, x(6, 4), soft[:1].expand(6, 4), x(3)), (CE, x(3, 4, 5), ids(4, 3, 5), x(5)),
@@ -231,7 +233,7 @@ def test_a_wrong_call_is_refused_in_the_words_of_torch(row: tuple[Any, ...]) -> 
 
     def refusal(*args: Any) -> Exception:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's own, of shapes that differ
+            warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of shapes that differ
             with pytest.raises((RuntimeError, ValueError)) as caught:
                 f(*args)
         return caught.value
@@ -254,12 +256,13 @@ def test_a_wrong_call_is_refused_in_the_words_of_torch(row: tuple[Any, ...]) -> 
 
 
 @pytest.mark.parametrize("row", NORMS + LAYERS + SPACE + LOSSES, ids=name)
+@pytest.mark.sweep(3)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], grids=((3,), (2, 2)), draws=2, fallback=any(row is r for r in LOSSES))
 
 
 def constant(function: Any, *which: int) -> Any:
-    """The function without a gradient to some of its operands."""
+    """Return the function with some of its operands detached."""
     return lambda *args: function(*[a.detach() if i in which else a for i, a in enumerate(args)])
 
 
@@ -276,6 +279,7 @@ def test_bytes_as_classes(function: Any, reduction: str) -> None:
     )
 
 
+@pytest.mark.extended
 def test_operands_without_gradient() -> None:
     with torch.no_grad():
         check(F.batch_norm, x(5, 3, 2, 2), x(3), x(3) ** 2, x(3), x(3), False, most=25)
@@ -319,8 +323,9 @@ def test_batch_norm_follows_the_whole_batch() -> None:
     compare(run, x(0, 3, 2, 2))
 
 
+@pytest.mark.extended
 def test_fractional_pools_of_given_samples() -> None:
-    """More samples than the batch has are left over; of no batch the first counts."""
+    """Samples beyond the batch size are ignored. Without a batch dim the first sample is used."""
     for space in (2, 3):
         pool = partial(getattr(F, f"fractional_max_pool{space}d"), kernel_size=2, output_size=2)
         for lead in ((3, 4), (1, 4), (4,)):
@@ -368,6 +373,7 @@ MODULES: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("row", MODULES, ids=lambda row: type(row[0]()).__name__)
+@pytest.mark.sweep(3)
 def test_modules(row: tuple[Any, ...]) -> None:
     torch.manual_seed(1)
     make, call = row
@@ -389,7 +395,7 @@ def test_modules(row: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("layer", [N.LSTM, N.GRU])
 def test_packed_sequences(layer: Any, batch_first: bool) -> None:
-    """Lengths that are global too, in any order: packed, run, and padded again."""
+    """Sequences with global lengths in any order are packed, run and padded again."""
     torch.manual_seed(1)
     rnn = layer(3, 2, bidirectional=True, batch_first=batch_first).double()
     R = torch.nn.utils.rnn
@@ -461,7 +467,7 @@ def test_gradient_of_the_gradient(row: Any) -> None:
     compare(run, x(5, 6), grids=((2,),))
 
 
-#: Of a batch of two: on the third rank there is nothing, in most layouts.
+#: Batches of two samples: the third rank's local tensor is empty in most layouts.
 FEW: list[tuple[Any, ...]] = [
     (F.conv1d, x(2, 4, 3), x(5, 4, 3), x(5)),
     (F.conv2d, x(2, 4, 3, 4), x(4, 2, 2, 2), x(4), 1, 0, 1, 2),
@@ -478,7 +484,7 @@ FEW: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("row", FEW, ids=name)
 def test_gradient_of_the_gradient_where_a_rank_has_nothing(row: Any) -> None:
-    """All ranks must find the same ways back, or some wait for others."""
+    """All ranks must build the same backward graph, or some ranks wait for others."""
     function, *args = row
     trained = [
         i
@@ -531,7 +537,7 @@ def test_gradient_of_the_gradient_where_a_rank_has_nothing(row: Any) -> None:
 
 ALL = "all_reduce"
 TRAFFIC: list[tuple[str, Any, list[tuple[tuple[int, ...], Any]], list[str], list[str]]] = [
-    # what is called; operands and how they lie; collectives forward; backward of its sum
+    # name; function; shapes and sbp of operands; collectives forward; in backward of the sum
     (
         "softmax over split classes",
         lambda v: F.softmax(v, 1),
@@ -644,10 +650,10 @@ def test_cross_entropy_traffic() -> None:
 
     assert (
         simulate(2, run, flow.sbp.split(0)) == [([ALL], [])] * 2
-    )  # the count of targets that are kept
+    )  # the count of targets that are not ignored
     assert (
         simulate(2, run, flow.sbp.split(1)) == [([ALL, ALL], [ALL])] * 2
-    )  # the maxima; then the sums and the targets' logits
+    )  # the maxima, then the sums with the targets' logits
 
 
 def test_dropout_in_place() -> None:

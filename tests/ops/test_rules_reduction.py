@@ -1,5 +1,5 @@
-"""Reductions, norms, softmax: each signature against plain torch; composites through the whole
-library on simulated ranks."""
+"""Tests of reductions, norms and softmax: each signature against plain torch, and composites
+through the full library on simulated ranks."""
 
 from __future__ import annotations
 
@@ -85,11 +85,13 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.sweep(3)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.sweep(4)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:])
 

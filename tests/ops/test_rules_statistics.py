@@ -1,5 +1,5 @@
-"""Counting, covariance, signals, and torch's lower-level functions: drawn layouts against plain
-torch, and never on whole tensors."""
+"""Tests of counting, covariance, signals and torch's lower-level functions: random layouts against
+plain torch, never computed on gathered tensors."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sweep(3)
 def test_equals_torch_and_stays_apart(name: str) -> None:
     function, operands = CALLS[name]
     compare(function, *operands, draws=5)
@@ -110,7 +111,7 @@ def test_head_and_loss_in_chunks(reduction: str, weighted: bool) -> None:
 def test_products_of_groups() -> None:
     whole = [
         t.round().to(torch.bfloat16) for t in (_x(12, 16), _x(3, 16, 8), _x(3, 4, 16))
-    ]  # whole numbers: sums are exact in any order
+    ]  # integer values, whose sums are exact in any order
     ends = torch.tensor([4, 9, 12], dtype=torch.int32)
     with torch.no_grad():
         compare(
@@ -148,7 +149,7 @@ def _clamped() -> torch.Tensor:
     )
     y = x * 2
     with torch.no_grad():
-        y.clamp_(min=0.5)  # a partial sum cannot be clamped in place: it moves
+        y.clamp_(min=0.5)  # a partial sum cannot be clamped in place, so it is boxed
     (y * y).sum().backward()
     return full(x.grad)
 
@@ -182,8 +183,8 @@ def test_an_index_out_of_range_is_no_other_row() -> None:
 
 @pytest.mark.parametrize("function", [torch.cov, torch.corrcoef])
 def test_in_graphs(function: Callable[..., Any]) -> None:
-    """Planning asks torch what comes out: of meta tensors, not of the stand-ins of a capture, for
-    which torch's own checks have no values."""
+    """Planning infers outputs on meta tensors. It does not use the fake tensors of a capture, which
+    have no values for torch's own checks."""
 
     def on_ranks() -> torch.Tensor:
         x = (

@@ -1,4 +1,4 @@
-"""Views and rearrangements: every signature against plain torch, forward and gradient."""
+"""Tests of views and rearrangements: every signature against plain torch, forward and gradient."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
+@pytest.mark.sweep(3)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,7 +163,7 @@ def test_own_is_zeros_elsewhere() -> None:
 
 
 def places_in_memory(x: T) -> list[T]:
-    """What counts places in memory, by the strides that the tensor says it has."""
+    """Call functions that take memory strides, with the strides that the tensor reports."""
     turned, spread = x.transpose(0, 1), x[:, :1].expand(5, 3, 4)
     a, b, c = turned.stride()
     windows = turned.as_strided((2, 3, 2), (a, b, 2 * c))
@@ -203,7 +204,7 @@ def test_as_strided_of_what_lies_in_another_order(sbp: Any) -> None:
 
 
 def counted() -> None:
-    """Whole numbers that are global tensors, where torch wants a number."""
+    """Check integers that are global tensors in place of Python numbers."""
     line = flow.placement("cpu", [0, 1])
     n = torch.tensor([3, 5, 4]).to_global(line, B).to_global(sbp=S(0)).max()  # type: ignore[attr-defined]
     y = torch.arange(12.0).view(4, 3)
@@ -264,11 +265,12 @@ def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
     pytest.param(lambda x: x.as_strided((6, 4, 2), (4, 1, 4)), id="as_strided"),
 ])  # fmt: skip
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.sweep(3)
 def test_what_is_written_into_windows_reaches_their_base(
     view: Callable[[Any], Any], world: int
 ) -> None:
-    """Windows that overlap show an element several times: only the place that was written into may
-    count, and the others show what is written there."""
+    """Overlapping windows show an element several times. Only the position that was written may
+    count, and the other positions show the written value."""
 
     def on_ranks() -> None:
         place = flow.placement("cpu", [0, 1] if world == 2 else [[0, 1], [2, 3]])

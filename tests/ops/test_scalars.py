@@ -1,5 +1,5 @@
-"""Single numbers go from placement to placement by themselves, as torch lets them go from device to
-device; tensors with dims do not."""
+"""Tests that 0-dim tensors move between placements automatically, as torch moves them between
+devices. Tensors with dims do not move."""
 
 from __future__ import annotations
 

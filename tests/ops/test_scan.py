@@ -1,5 +1,5 @@
-"""Cumulative functions, extremes with their places, and topk over a split dim against plain torch,
-and how little of the operand moves for them."""
+"""Tests of cumulative functions, extremes with their indices, and topk over a split dim: results
+equal plain torch's, and little of the operand is moved."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
+@pytest.mark.sweep(4)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, kwargs = (
         (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
@@ -99,8 +100,10 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
+@pytest.mark.sweep(3)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
-    with use_cluster(Cluster(launch=0.0, latency=0.0)):  # or it would not pay for so few elements
+    # else the exchange would not pay off for so few elements
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):
         compare(*row, draws=3)
 
 
@@ -247,7 +250,7 @@ def traffic(function: Callable[..., Any]) -> tuple[Any, list[str], int, list[str
     )
 
 
-ROWS = 3 * WIDTH * 8  # bytes that the other three of four ranks give, one row each
+ROWS = 3 * WIDTH * 8  # bytes that the other three of four ranks send, one row each
 FORWARD, BACKWARD = ["all_gather"], ["reduce_scatter"]
 
 
@@ -321,7 +324,7 @@ def test_many_lanes_are_dealt_out_and_few_elements_gathered() -> None:
     } == {("all_gather",)}
 
 
-# ------------------------------------------------------------------ with an operation of the user's
+# -------------------------------------------------------------------------- user-defined operations
 
 
 def _after(left: Any, right: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Slices of a split dim, and what split and chunk give of it, stay split: ranks hand each other
-just what they lack."""
+"""Tests that slices, split and chunk of a split dim stay split. Ranks exchange only the missing
+elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placement_of(shape: tuple[int, ...]) -> Any:
 
 
 def same(shape: tuple[int, ...], layout: list[Any], x: torch.Tensor, function: Any) -> None:
-    """Forward and gradients of a function that gives a list of tensors, against one device."""
+    """Compare a function that returns a list of tensors with one device, forward and gradients."""
 
     def weighed(results: list[Any]) -> Any:
         return sum((y * y).sum() * (i + 1) for i, y in enumerate(results))
@@ -122,9 +122,9 @@ def test_cat(
 @pytest.mark.parametrize(
     ("function", "bytes_moved"),
     [
-        (lambda x: x[:, 1:], 6 * 8),  # one column over the border
-        (lambda x: x[:, :-1], 0),  # 4 and 3 columns: each has its own
-        (lambda x: x.chunk(2, 1)[0], 6 * 2 * 8),  # half of a half
+        (lambda x: x[:, 1:], 6 * 8),  # one column crosses the boundary
+        (lambda x: x[:, :-1], 0),  # 4 and 3 columns: each rank already has its columns
+        (lambda x: x.chunk(2, 1)[0], 6 * 2 * 8),  # half of the left half
         (lambda x: x.split(8, 1)[0], 0),
     ],
 )
@@ -146,7 +146,8 @@ def test_what_is_put_before_a_split_sequence_moves_little_of_it() -> None:
             assert torch.cat([first, x], 1).sbp == (S(1),)
         return sum(entry.bytes for entry in log)
 
-    assert max(simulate(4, on_ranks)) == 2 * 8 * 8  # one row: 66 are 17, 17, 16 and 16
+    # one row: 66 rows are split into 17, 17, 16 and 16
+    assert max(simulate(4, on_ranks)) == 2 * 8 * 8
 
 
 def test_a_run_too_short_for_all_ranks_is_taken_from_the_whole() -> None:

@@ -1,5 +1,5 @@
-"""Split space: convolutions, pools, pads, flips and rolls over a split dim against plain torch, and
-how little of the operand moves for them."""
+"""Tests of split spatial dims: convolutions, pools, pads, flips and rolls over a split dim. Results
+equal plain torch's, and little of the operand is moved."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ POWERS = [
     (partial(F.lp_pool2d, norm_type=2, kernel_size=2, ceil_mode=True), x(1, 2, 5, 5)),
 ]  # fmt: skip
 
-# torch says that it copies: so do we
+# torch warns of a copy here, and so does this library
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
 
 
@@ -220,6 +220,7 @@ def called(row: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", CONVS + POOLS + MOVES + SIZES, ids=name)
+@pytest.mark.sweep(4)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, args, kwargs = called(row)
     met = check(function, *args, most=25, grids=((2,), (3,), (2, 2)), **kwargs)
@@ -237,8 +238,8 @@ def on_space(
     grid: tuple[int, ...],
     twice: bool,
 ) -> None:
-    """Values, gradients, and the gradients of a sum of squares of gradients, of operand 0 laid out
-    so and the others broadcast."""
+    """Compare values, gradients, and gradients of a sum of squared gradients. Operand 0 has each of
+    `layouts`, and the other operands are broadcast."""
     n = int(torch.tensor(grid).prod())
     placement = flow.placement("cpu", torch.arange(n).reshape(grid).tolist())
     for layout in layouts:
@@ -263,6 +264,7 @@ def on_space(
 
 
 @pytest.mark.parametrize("row", CONVS[::3] + POOLS[::3] + POWERS + MOVES + SIZES, ids=name)
+@pytest.mark.sweep(4)
 def test_split_space_stays_split(row: tuple[Any, ...]) -> None:
     if "adaptive" in name(row) or "antialias" in name(row):
         pytest.skip("its windows do not divide the dim, or reach far")
@@ -304,8 +306,8 @@ def test_on_processes() -> None:
 
 
 def network(mode: str, plain: torch.nn.Module, picture: torch.Tensor) -> None:
-    """Layers in space, trained a step: each rank has a band of the picture, the weights are
-    everywhere."""
+    """Train spatial layers for one step. Each rank has a band of the picture, and the weights are
+    replicated."""
     plain = copy.deepcopy(plain)
     placement = flow.placement.all("cpu")
     ours = copy.deepcopy(plain).to_global(placement, B)
@@ -418,7 +420,7 @@ def test_a_world_of_one_has_the_same_splits() -> None:
 def seen() -> list[str]:
     bands = x(2, 3, 8, 6).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(2))
     with flow.no_boxing():
-        F.conv2d(bands, x(4, 3, 1, 1))  # no window reaches over
+        F.conv2d(bands, x(4, 3, 1, 1))  # no window crosses a boundary
         for f in (
             partial(F.conv2d, weight=x(4, 3, 3, 3)),
             partial(torch.cumsum, dim=2),
@@ -435,7 +437,7 @@ def seen() -> list[str]:
 def test_exchanges_are_seen_and_forbidden() -> None:
     row = 2 * 3 * 6 * 8  # bytes
     want = [
-        f"halo along dim 2  exchange  {row} B",
-        f"totals of the parts of a split dim  exchange  {row} B",
+        f"halo along dim 2  exchange  {row} B  ranks 0-1",
+        f"totals of the parts of a split dim  all_gather  {row} B  ranks 0-1",
     ]
     assert simulate(2, seen) == [want, want]

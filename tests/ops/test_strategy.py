@@ -1,4 +1,5 @@
-"""How an op's signature is chosen, and how a call is tried without its values."""
+"""Tests of the choice of an op's signature, and of inferring a call's outputs without its
+values."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(
     if not CHOOSING._price(op, specs, found, inf)[-1] and all(
         s in op.signatures(a) for a, s in enumerate(found.signatures)
     ):
-        return  # the operands fit it as they lie: others are not priced
+        return  # the operands' layouts fit this signature, so no others are priced
     every = [
         CHOOSING._choice(signatures, specs, outs)
         for signatures in itertools.product(*(list(op.signatures(a)) for a in range(2)))
@@ -145,7 +146,8 @@ def test_calls_are_tried_once_for_the_same_shapes_and_arguments() -> None:
     with memoized({}):
         assert asked(spec, 1) == asked(lies, 1) == ((4, 4), torch.int32)
         assert add.calls == 1
-        assert asked(spec, 1.0) == ((4, 4), torch.float32)  # equal to 1, and another argument
+        # 1.0 == 1, but it is a different argument
+        assert asked(spec, 1.0) == ((4, 4), torch.float32)
         assert asked(spec, 1, alpha=2) == ((4, 4), torch.int32)
         assert asked(spec.replace(shape=(2, 4)), 1) == ((2, 4), torch.int32)
         assert add.calls == 4

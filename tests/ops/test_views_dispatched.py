@@ -1,5 +1,5 @@
-"""Views and indexing through the whole library on simulated ranks: composites, in-place forms,
-shapes that depend on data."""
+"""Tests of views and indexing through the full library on simulated ranks: composites, in-place
+forms, shapes that depend on data."""
 
 from __future__ import annotations
 
@@ -133,13 +133,14 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
+@pytest.mark.sweep(3)
 def test_against_plain_torch(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     compare(function, *args, draws=4)
 
 
 def _picked_row() -> None:
     t = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.split(0))
-    t[1].mul_(2)  # what is written goes on into the tensor
+    t[1].mul_(2)  # the write reaches the tensor
     assert t.sum().item() == 15.0
     t[1] = t[1] * 2
     assert t.sum().item() == 21.0
@@ -153,7 +154,7 @@ def test_writing_into_a_picked_row() -> None:
 
 @pytest.mark.parametrize("sbp", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str)
 def test_a_slice_whose_end_is_a_tensor(sbp: Any) -> None:
-    """Its value decides the shape: no plan of another value may serve it."""
+    """The end's value decides the shape, so a plan made for one value must not serve another."""
 
     def run() -> None:
         whole = x(6, 2)

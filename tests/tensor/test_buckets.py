@@ -1,4 +1,5 @@
-"""Buckets: all ranks form the same ones, in whatever order their backward passes deliver."""
+"""Tests of gradient buckets: all ranks form the same ones, in whatever order their backward passes
+deliver gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from globaltensor.distributed.simulate import simulate
 
 
 def passed(arrivals: list[int], buckets: Buckets[int]) -> list[list[int]]:
-    """The buckets of one pass, in the order they went out."""
+    """Return the buckets of one pass, in the order they were sent."""
     out = [bucket for n in arrivals for bucket in buckets.add(n, n, 4 * n, n % 2)]
     return out + buckets.finish()
 
@@ -39,11 +40,12 @@ def test_the_same_whatever_the_order() -> None:
 
 
 def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[int]]:
-    """As `passed`; what the plan has once waits until all of its bucket is there."""
+    """Return the buckets as `passed` does. Leaves that the plan expects once wait until their
+    bucket is complete."""
     out: list[list[int]] = []
     came: dict[int, list[int]] = {
         i: [] for i, bucket in enumerate(buckets.plan) if set(bucket.values()) == {1}
-    }  # of buckets not seen to yet
+    }  # arrivals of the buckets that are not complete yet
     for n in arrivals:
         where = buckets.bucket.get(n, -1)
         if where not in came:
@@ -69,8 +71,8 @@ def test_whole_buckets_are_the_same(passes: list[list[int]], draw: random.Random
     one: Buckets[int] = Buckets(8, 24, lambda a, b: a)
     other: Buckets[int] = Buckets(8, 24, lambda a, b: a)
     for arrivals in passes:
-        # As often as before, or all of it comes at once: which of two arrivals a bucket leaves
-        # after is a matter of their order (see `Buckets`).
+        # Leaves arrive in the same order if one arrives twice, else in any order. If a leaf arrives
+        # twice, the order decides after which arrival its bucket leaves (see `Buckets`).
         order = (
             arrivals if len(set(arrivals)) < len(arrivals) else draw.sample(arrivals, len(arrivals))
         )
@@ -87,7 +89,7 @@ def test_a_leaf_that_stays_away_and_a_new_one() -> None:
 
 
 def _empty_part() -> None:
-    """One sample on two ranks: the rank without any has another local graph."""
+    """Split one sample over two ranks: the rank without a sample has a different local graph."""
     p = flow.placement("cpu", [0, 1])
     generator = torch.Generator().manual_seed(0)
     x, w, b = (
@@ -112,8 +114,8 @@ def test_a_rank_with_an_empty_part() -> None:
 
 
 def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room made beforehand: several steps, gradients that are kept, a weight used twice, one
-    that is left out, a gradient that is no row of memory."""
+    """Gradients go to preallocated memory in every case: several steps, kept gradients, a weight
+    used twice, an unused weight, and a gradient that is not contiguous."""
     monkeypatch.setattr(reducer, "ROOM_BYTES", 0)
 
     torch.manual_seed(0)
@@ -128,7 +130,7 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
             y = layers[1](layers[0](layers[0](x)))
             y = layers[2](y) if step % 2 else y @ layers[3].weight
             y.square().mean().backward()
-            if step == 2:  # two passes for one step
+            if step == 2:  # two backward passes in one step
                 (layers[0].weight * y.detach().mean()).sum().backward()
             if step != 3:
                 with torch.no_grad():
@@ -162,9 +164,9 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
 def test_gradients_of_leaves_that_come_and_stay_away(
     room: int, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    """Buckets wait until all of them is there: other leaves in each pass, other orders, two passes
-    before a step, gradients of gradients, some that are looked at on the way, others whose sums are
-    taken in another dtype."""
+    """Buckets wait until they are complete. Each pass has other leaves and another order. Some
+    steps have two passes, gradients of gradients, gradients read during the pass, or sums in
+    another dtype."""
     monkeypatch.setattr(reducer, "ROOM_BYTES", room)
     count = 6
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +227,7 @@ def test_gradients_of_leaves_that_come_and_stay_away(
 
 
 def _kept(p: Any, how: str) -> tuple[Any, Callable[[], Any]]:
-    """(what somebody keeps of ``p.grad``, its value)."""
+    """Return (an object that a program keeps of ``p.grad``, a function that reads its value)."""
     grad = p.grad
     if how == "the gradient":
         return grad, lambda: grad.numpy()

@@ -1,5 +1,5 @@
-"""Global tensors in files: distributed checkpoints written from one layout and read into another,
-and what torch.load allows."""
+"""Tests of global tensors in files: distributed checkpoints written from one layout and read into
+another, and the files that torch.load accepts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spread(t: torch.Tensor, sbp: Any, placement: Any = None) -> Any:
 
 
 def whole(x: Any) -> torch.Tensor:
-    """On every rank of the world, those outside the placement too."""
+    """Return the full tensor on every rank of the world, including ranks outside the placement."""
     return x.detach().to_global(flow.placement.all("cpu"), B).to_local() if x.is_global else x
 
 

@@ -1,5 +1,5 @@
-"""torch.compile around code on global tensors: the numbers are those of one device, on every rank
-alike; a warning says so, fullgraph=True is refused."""
+"""Tests of torch.compile around code on global tensors. The numbers are those of one device on
+every rank, a warning says that the code is not compiled, and fullgraph=True raises an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Two linear layers, a buffer, and a branch of Python."""
+    """A model of two linear layers, a buffer, and a Python branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Trainer:
         return self.state.m(x, twice=True).pow(2).mean()  # type: ignore[no-any-return]
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * 3 / 3  # of a plain tensor, before anything global is met
+        x = x * 3 / 3  # an op on a plain tensor, before any global tensor
         self.state.opt.zero_grad()
         loss = self.loss(x)
         loss.backward()
@@ -93,7 +93,7 @@ def by_method(m: Any, opt: Any, **options: Any) -> Step:
 
 
 def by_parts(m: Any, opt: Any, **options: Any) -> Step:
-    """The model, the loss and the optimizer's step, each compiled."""
+    """Compile the model, the loss and the optimizer's step separately."""
     model, square, update = (
         torch.compile(m, **options),
         torch.compile(lambda y: y.pow(2).mean(), **options),
@@ -111,7 +111,7 @@ def by_parts(m: Any, opt: Any, **options: Any) -> Step:
 
 
 def by_module(m: Any, opt: Any, **options: Any) -> Step:
-    """``module.compile()``, of the whole and of a part."""
+    """Call ``module.compile()`` on the model and on one of its layers."""
     m.down.compile(**options)
     m.compile(**options)
 
@@ -126,7 +126,7 @@ def by_module(m: Any, opt: Any, **options: Any) -> Step:
 
 
 def by_forward(m: Any, opt: Any, **options: Any) -> Step:
-    """The model's forward, exchanged for a compiled one, and the backward pass compiled too."""
+    """Replace the model's forward by a compiled one, and compile the backward pass too."""
     m.forward = torch.compile(m.forward, **options)
     back = torch.compile(lambda loss: loss.backward(), **options)
 
@@ -152,8 +152,8 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 def trained(
     spelling: str, plan: str | None, kind: Any = torch.optim.AdamW, **options: Any
 ) -> list[torch.Tensor]:
-    """The losses of some steps, then gradients and parameters; ``plan`` None: of one device,
-    without a compiler."""
+    """Return the losses of some steps, then gradients and parameters. With ``plan`` None they are
+    those of one device, without a compiler."""
     m = net()
     if plan is not None:
         flow.parallelize(m, flow.placement.all("cpu"), plan)
@@ -168,7 +168,7 @@ def differs(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def train_every_way(start: None) -> dict[str, float]:
-    """How far each way of compiling a training step is from one device."""
+    """Return the difference from one device for each way to compile a training step."""
     wanted = trained("by_function", None)
     found = {}
     with warnings.catch_warnings():
@@ -195,8 +195,8 @@ def test_numbers_are_those_of_one_device() -> None:
 
 
 def quietly(fn: Callable[[None], Any]) -> Any:
-    """Call ``fn(None)`` without warnings: that code is not compiled is told once in a process, to
-    whichever of these tests comes first."""
+    """Call ``fn(None)`` without warnings. The warning that code is not compiled appears once per
+    process, in the first of these tests to run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fn(None)
@@ -233,7 +233,7 @@ def meet_in_other_ways(start: None) -> dict[str, float]:
         return m(x)
 
     def through_another(x: torch.Tensor) -> torch.Tensor:
-        print(end="")  # the compiler stops here, and goes on behind it
+        print(end="")  # the compiler breaks the graph here, and continues after it
         return inner(x.sin()) if x.sum().item() > 1e9 else inner(x)
 
     def made_inside(x: torch.Tensor) -> torch.Tensor:
@@ -292,7 +292,7 @@ def flex_every_way(start: None) -> dict[str, float]:
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu")
     far = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch's compiler imports warns of itself
+        warnings.simplefilter("ignore")  # modules imported by torch's compiler warn
         compiled = torch.compile(flex_attention)
         for layout in (S(0), S(1), S(2), B):
             a, b, c = [t.to_global(everyone, B).to_global(sbp=layout) for t in (q, k, v)]
@@ -340,8 +340,8 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def library_optimizer(folder: str) -> Any:
-    """An optimizer that compiles its update with fullgraph=True, as torchao's do, in a file of this
-    folder."""
+    """Return an optimizer class that compiles its update with fullgraph=True, as torchao's do. Its
+    code appears to be in a file of `folder`."""
     module = types.ModuleType("imitated_optimizer")
     exec(
         compile(LIBRARY, os.path.join(folder, "imitated", "optimizer.py"), "exec"), module.__dict__
@@ -366,7 +366,7 @@ def test_optimizers_of_libraries_that_compile_their_step() -> None:
 
 
 def whole_graphs(start: None) -> dict[str, str]:
-    """What fullgraph=True says."""
+    """Return the error that each use of fullgraph=True raises."""
     everyone = flow.placement.all("cpu")
     m, x = flow.parallelize(net(), everyone, "tensor"), rows()
     opt, made = torch.optim.SGD(m.parameters(), lr=0.1), x.to_global(everyone, B)
@@ -374,7 +374,7 @@ def whole_graphs(start: None) -> dict[str, str]:
     for folder in (
         sysconfig.get_path("purelib"),
         "/home/user",
-    ):  # the same code, of a library and of the user
+    ):  # the same code, in a library and in user code
         weight = made.clone()
         weight.grad = made
         optimizers.append(library_optimizer(folder)([weight], 0.1))
@@ -439,7 +439,8 @@ def frames() -> int:
 
 
 def test_code_on_plain_tensors_is_compiled_as_ever() -> None:
-    """Also what was global in between, and what shares its code with global objects."""
+    """Plain code is compiled, including modules that were global in between, and code shared with
+    global objects."""
     torch._dynamo.reset()
     alone, other, x = net(), net(), rows()
 
@@ -461,7 +462,7 @@ def test_code_on_plain_tensors_is_compiled_as_ever() -> None:
     assert not run(x).is_global  # type: ignore[attr-defined]
     assert frames() > before
     wanted = alone(x).detach()
-    # what was compiled for plain parameters must not run on global ones
+    # code compiled for plain parameters must not run on global ones
     alone.to_global(flow.placement.all("cpu"), B)  # type: ignore[operator]
     assert run(x).is_global  # type: ignore[attr-defined]
     assert float((whole(run(x)) - wanted).abs().max()) < 1e-12

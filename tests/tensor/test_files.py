@@ -1,5 +1,5 @@
-"""Files know what they hold: parts that say which part they are, files that are replaced whole,
-states that are laid out as they are read."""
+"""Tests that files identify their contents: files name the shard that they hold, files are replaced
+atomically, and loaded states get the right layout."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def rows(n: int = 4) -> torch.Tensor:
 
 
 def whole(x: Any) -> torch.Tensor:
-    """The value, on every rank."""
+    """Return the full value, on every rank."""
     return torch.from_numpy(x.detach().numpy())
 
 
 def refused(path: Path, **options: Any) -> str:
-    """What reading says, and that it does so."""
+    """Check that reading the file raises an error, and return its text."""
     with pytest.raises(PartError) as caught:
         torch.load(path, **options)
     return str(caught.value)
 
 
-# ----------------------------------------------------------------------- a part is not another part
+# ------------------------------------------------------------------- shards are not interchangeable
 
 
 def read_by_others(folder: str) -> None:
@@ -99,7 +99,7 @@ def read_by_others(folder: str) -> None:
             f"rank {rank} of {n} needs part [{mine[0][0]}:{mine[0][0] + mine[1][0]}, 0:3]"
             in refused(path / "rows")
         )
-        assert "number 0 of the parts of a sum" in refused(path / "sum")
+        assert "number 0 of the summands" in refused(path / "sum")
     wholes = {
         "b": spread(rows(), B),
         "w": nn.Parameter(spread(rows(), B)),
@@ -114,11 +114,12 @@ def read_by_others(folder: str) -> None:
         assert torch.equal(got[name].to_local(), wholes[name].to_local())
         assert got[name].placement == line
     assert isinstance(got["w"], nn.Parameter)
-    assert torch.equal(whole(got["first"]), rows())  # on the rank that has it, wherever it was read
+    # rank 0 has the value, whichever rank reads it
+    assert torch.equal(whole(got["first"]), rows())
 
 
 def meet() -> None:
-    """All ranks have come here."""
+    """Wait until all ranks have reached this call."""
     flow.zeros(1, placement=flow.placement.all("cpu"), sbp=P).numpy()
 
 
@@ -195,7 +196,7 @@ def grids(folder: str) -> None:
     for name, value in values.items():
         for writer in range(4):
             alike = writer == rank or any({writer, rank} == set(pair) for pair in same[name])
-            alike = alike or (name == "half" and rank > 1)  # nothing is needed there
+            alike = alike or (name == "half" and rank > 1)  # these ranks need no data
             if alike:
                 got = torch.load(path / f"{name}.{writer}")
                 assert got._spec is value._spec
@@ -244,7 +245,7 @@ def test_worlds_of_other_sizes(tmp_path: Path) -> None:
         run_on(n, write_for_others, str(folder))
         for m in others:
             run_on(m, read_in_another_world, str(folder))
-        read_in_another_world(str(folder))  # a world of one
+        read_in_another_world(str(folder))  # this process is a world of one rank
 
 
 def forked(x: Any) -> Any:
@@ -254,7 +255,7 @@ def forked(x: Any) -> Any:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """A data set with a global tensor in it, which gives some of its own, too."""
+    """A data set that contains a global tensor and returns global tensors."""
 
     def __init__(self) -> None:
         self.x = spread(rows(), S(0))
@@ -303,7 +304,8 @@ def test_a_message_with_a_part_is_refused_by_another_rank() -> None:
 
 
 def test_a_file_names_one_function_of_this_library() -> None:
-    """Whatever moves in the package, files stay readable."""
+    """Files stay readable when code moves within the package, because they name only one function
+    of it."""
     x: Any = rows().to_global(flow.placement("cpu", [0]), S(0))  # type: ignore[attr-defined]
     names = [
         arg
@@ -326,7 +328,10 @@ def parts_and_wholes(folder: str) -> None:
         torch.save({"w": y}, f"{folder}/whole")
     with pytest.raises(
         WorldError,
-        match=r"rank 0 could not read the file: PartError: it holds a part of a global tensor",
+        match=(
+            r"rank 0 could not read the file: PartError: the file holds one rank's local tensor of "
+            r"a global tensor"
+        ),
     ):
         flow.load(f"{folder}/part", global_src_rank=0)
     assert torch.equal(whole(flow.load(f"{folder}/whole", global_src_rank=0)["w"]), rows())
@@ -343,7 +348,7 @@ def test_load_by_one_rank_of_a_file_with_parts(tmp_path: Path) -> None:
     run_on(2, parts_and_wholes, str(tmp_path))
 
 
-# -------------------------------------------------------------------------- a file that is replaced
+# --------------------------------------------------------------------------------- replacing a file
 
 SAVING = """
 import sys
@@ -361,7 +366,7 @@ for i in range(1, 10_000):
 
 
 def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Two ranks that run a script."""
+    """Start two ranks that run a script."""
     with reserved_port() as port:
         common = {
             "WORLD_SIZE": "2",
@@ -441,7 +446,7 @@ def test_a_file_is_whole_whenever_its_writer_is_killed(
 
 @contextlib.contextmanager
 def full_disk(room: int = 50_000) -> Iterator[None]:
-    """Files of this process may not become larger than this."""
+    """Limit the size of files that this process writes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -451,7 +456,7 @@ def full_disk(room: int = 50_000) -> Iterator[None]:
 
 
 class Full(io.BytesIO):
-    """A file on a disk that is full."""
+    """A file on a full disk."""
 
     def write(self, data: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -666,7 +671,7 @@ def laid_out_at_once(folder: str) -> None:
         stepped(plain, reference, 2)
         for name, (placement, sbp) in layouts().items():
             if maker == "lbfgs" and name == "some":
-                continue  # it has one state for all parameters, of none's shape
+                continue  # LBFGS has one state for all parameters, with the shape of none of them
             model = network()
             model.load_state_dict(plain.state_dict())
             model.to_global(placement, sbp)
@@ -689,21 +694,22 @@ def laid_out_at_once(folder: str) -> None:
 
 
 def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
-    """Each tensor of a parameter's shape lies as that does, and takes no more memory."""
+    """Check that each state tensor of a parameter's shape has that parameter's layout and takes no
+    extra memory."""
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         for key, want in reference.state.get(q, {}).items():
             got = optimizer.state[p][key]
             if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
                 layout = [
                     B if e.is_partial else e for e in p._spec.layout
-                ]  # of sums it steps the sum
+                ]  # a partial parameter is stepped as a replicated sum
                 assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
                 assert got._local.untyped_storage().nbytes() == got._local.nbytes
                 assert torch.equal(whole(got), want)
 
 
 def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
-    """It steps as one device does."""
+    """Check that the next step is that of one device."""
     other = network()
     other.load_state_dict(plain.state_dict())
     alone = make(groups(other))
@@ -752,7 +758,7 @@ def states_that_do_not_fit() -> None:
     plain.load_state_dict({name: whole(t) for name, t in model.state_dict().items()})
     reference.load_state_dict(
         copy.deepcopy(optimizer.state_dict())
-    )  # of parameters that each rank has for itself: whole, and plain
+    )  # plain parameters get full plain states
     assert not any(t.is_global for kept in reference.state.values() for t in kept.values())
     stepped(plain, reference)
     stepped(model, optimizer)
@@ -761,7 +767,7 @@ def states_that_do_not_fit() -> None:
 
 
 def shared_with_another() -> None:
-    """On one device, too, what `state_dict` gives are the optimizer's own tensors."""
+    """Check that `state_dict` returns the optimizer's own tensors, as on one device."""
     plain, model = network(), network().to_global(flow.placement.all("cpu"), S(0))
     reference, optimizer = (
         torch.optim.Adam(plain.parameters()),

@@ -1,5 +1,5 @@
-"""Autograd around global tensors: hooks, accumulation, checkpoints, derivatives of derivatives, and
-every optimizer, beside plain torch."""
+"""Tests of autograd with global tensors against plain torch: hooks, accumulation, checkpoints,
+higher derivatives, and every optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def pairs(*shapes: tuple[int, ...]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The same leaves, plain and global, in some layouts."""
+    """Return the same leaves, plain and global, in several layouts."""
     found = []
     for sbps in ((S(0),) * 4, (S(1),) * 4, (B,) * 4, (S(0), B, S(1), S(0)), (S(1), S(0), B, B)):
         plain = [values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
@@ -132,7 +132,7 @@ def test_second_and_third_derivatives() -> None:
 
 @on(2)
 def test_gradient_penalty() -> None:
-    """backward(create_graph=True): gradients that themselves have a graph."""
+    """backward(create_graph=True) returns gradients that have a graph."""
     for plain, ours in pairs((5, 4), (4, 3)):
         for x, w in (plain, ours):
             (g,) = torch.autograd.grad((x @ w).tanh().sum(), x, create_graph=True)
@@ -209,7 +209,7 @@ def test_leaves_made_of_reductions() -> None:
 def test_told_again_to_require_grad() -> None:
     for sbp in (B, S(0), P):
         x = leaf(values(4, 3), sbp)
-        x.requires_grad_()  # as module.requires_grad_(True) says of all parameters
+        x.requires_grad_()  # as module.requires_grad_(True) does for all parameters
         (x * 2).sum().backward()
         same(x.grad, torch.full((4, 3), 2.0).double())
         x.requires_grad_(False)
@@ -266,7 +266,7 @@ def test_hooks() -> None:
 
 @on(2)
 def test_hooks_after_accumulation() -> None:
-    """As optimizers in backward use them: each parameter steps when its gradient is there."""
+    """Optimizers in backward use such hooks: each parameter steps when its gradient is ready."""
     for sbp in LAYOUTS:
         w, x = leaf(values(4, 4), sbp), leaf(values(6, 4, seed=1), S(0)).detach()
         p, q = values(4, 4).requires_grad_(), values(6, 4, seed=1)
@@ -303,7 +303,7 @@ def test_hooks_of_modules() -> None:
 
 
 def _which_results_have_a_gradient() -> list[list[bool]]:
-    x = leaf(values(3, 5, 5), S(0))  # the fourth rank has none of the matrices
+    x = leaf(values(3, 5, 5), S(0))  # the fourth rank has no matrix
     return [
         [t.requires_grad for t in f(x)]
         for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)
@@ -320,7 +320,7 @@ def test_an_empty_part_has_the_gradients_of_the_others() -> None:
 
 
 def _gradient_without_memory() -> None:
-    """Autograd stands for some zeros with a tensor that has no memory (the gradient of a sign)."""
+    """Check zeros that autograd represents by a tensor without memory (the gradient of a sign)."""
     for sbp in (S(0), S(1), B, P):
         x = leaf(values(3, 2), sbp)
         x.sgn().sum().backward()
@@ -414,7 +414,7 @@ def test_checkpointed_dropout_draws_the_same_again() -> None:
     x = leaf(torch.ones(64, 8, dtype=torch.float64), S(0))
     y = checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False)
     y.sum().backward()
-    same(x.grad, full(y))  # where something was dropped the gradient is zero
+    same(x.grad, full(y))  # the gradient is zero for dropped elements
     assert 0.2 < float((full(y) == 0).double().mean()) < 0.8
 
 
@@ -486,7 +486,7 @@ def test_schedules(schedule: Any) -> None:
 
 @on(2)
 def test_the_state_of_an_optimizer() -> None:
-    """It lies as its parameters do, and goes into a fresh optimizer."""
+    """The state has the layout of its parameters, and can be loaded into a new optimizer."""
     ours = copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES["fsdp"])
     one = torch.optim.AdamW(ours.parameters(), lr=0.1)
     x = leaf(values(6, 4), S(0)).detach()
@@ -497,7 +497,8 @@ def test_the_state_of_an_optimizer() -> None:
         assert state["exp_avg"].sbp == p.sbp
     twin = copy.deepcopy(ours)
     two = torch.optim.AdamW(twin.parameters(), lr=0.1)
-    two.load_state_dict(copy.deepcopy(one.state_dict()))  # torch's optimizers share what they load
+    # torch's optimizers share the tensors that they load
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
     for model, optimizer in ((ours, one), (twin, two)):
         optimizer.zero_grad()
         model(x).square().mean().backward()

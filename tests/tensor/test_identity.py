@@ -1,7 +1,7 @@
-"""Functions that return their operand itself, or a view of it, do so on global tensors; others
-return tensors of their own.
+"""Tests of functions that return their operand or a view of it: they do so on global tensors, and
+other functions return new tensors.
 
-In-place code and `retain_grad` tell the difference.
+In-place code and `retain_grad` depend on the difference.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def test_on_processes() -> None:
 
 CHUNK = 90
 SAMPLES = 7
-#: What has no values to look at, and what is another storage or layout.
+#: Ops whose results have no defined values, or have another storage or layout.
 LEFT_OUT = ("empty", "new_empty", "resize_", "resize_as_", "to_sparse")
 
 
 def told(
     call: Callable[..., Any], operands: list[Any], sample: Any
 ) -> tuple[list[int | None], list[bool]]:
-    """(for each result the operand that it is, for each operand whether writing into the results
-    changes it)."""
+    """Return two lists. The first has the index of the operand that each result is, or None. The
+    second says for each operand if a write into the results changes it."""
     these = iter(operands)
     ins, named = swapped([sample.input, *sample.args], these), swapped(sample.kwargs, these)
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def told(
     for r in results:
         try:
             r.fill_(True if r.dtype is torch.bool else 77)
-        except RuntimeError:  # several elements share one place: torch lets nobody write
+        except RuntimeError:  # several elements share memory, so torch forbids writes
             return is_operand, []
     return is_operand, [
         not torch.equal((gather_global_value(t) if t.is_global else t).nan_to_num(), b.nan_to_num())
@@ -67,6 +67,7 @@ def told(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
+@pytest.mark.sweep(4)
 def test_every_function_returns_what_torch_returns(start: int) -> None:
     placement, wrong = flow.placement("cpu", [0]), []
     for op in OPS[start : start + CHUNK]:
@@ -106,7 +107,7 @@ def test_every_function_returns_what_torch_returns(start: int) -> None:
 # ------------------------------------------------------------------------------------------ by name
 
 DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout")
-#: Of a float tensor [4, 3]: the tensor itself.
+#: Functions that return their operand, a float tensor [4, 3].
 ITSELF: dict[str, Callable[[Any], Any]] = {
     **{name: lambda x, name=name: getattr(F, name)(x, 0.5, False) for name in DROPS},
     **{f"{name} with p=0": lambda x, name=name: getattr(F, name)(x, 0.0, True) for name in DROPS},
@@ -167,7 +168,7 @@ ITSELF: dict[str, Callable[[Any], Any]] = {
     "as_tensor": lambda x: torch.as_tensor(x),
     "alias without autograd": lambda x: torch.ops.aten.lift_fresh(x),
 }
-#: Of the same: tensors of their own, though nothing changes.
+#: Functions that return a new tensor with the same values.
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pad": lambda x: F.pad(x, (0, 0)),
     "pad round": lambda x: F.pad(x[None], (0, 0), "circular")[0],
@@ -244,7 +245,7 @@ def test_flat_tensors_and_numbers() -> None:
 
 
 class Kept(flow.nn.Graph):
-    """A graph whose functions give their operand itself."""
+    """A graph whose functions return their operand."""
 
     def build(self, x: Tensor) -> Tensor:
         return F.dropout((+x).flatten(1).contiguous(), 0.5, False) * 2 + F.pad(x, (0, 0)).roll(0, 0)

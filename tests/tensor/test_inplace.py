@@ -1,4 +1,5 @@
-"""In-place ops by the argument ``inplace=True``: the tensor itself changes, wherever it lies."""
+"""Tests of in-place ops by the argument ``inplace=True``: the tensor itself changes, on every
+placement and sbp."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ VIEWED: dict[str, Callable[[Tensor], Any]] = {
 def test_views_of_partial_sums_and_their_bases_change_together(
     name: str, layout: list[Any]
 ) -> None:
-    """No view would follow if its base, or another view of that, came to lie elsewhere."""
+    """No view would follow if its base, or another view of the base, got another layout."""
 
     def step(x: Any) -> Any:
         y = x * 1
@@ -162,7 +163,7 @@ def _of_itself(y: Tensor) -> tuple[Tensor, Tensor]:
     return y, z
 
 
-#: What writes into a tensor, or into one detached from it -> both.
+#: Writes into a tensor or into a detached one. Each function returns both tensors.
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "detached": lambda y: (y, y.detach().clamp_(0)),
     "data": lambda y: (y, y.data.add_(1)),
@@ -174,7 +175,7 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 @pytest.mark.parametrize("write", SHARED)
 def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
-    """Clamping cannot be done on parts of a sum: what comes out goes back as parts."""
+    """Clamping needs the full sum, so the result is boxed back to partial_sum."""
 
     def step(x: Any, w: Any) -> Any:
         x = x.detach().requires_grad_()
@@ -249,7 +250,7 @@ LISTS: dict[str, Callable[[list[Any], list[Any]], Any]] = {
     "neg": lambda x, y: torch._foreach_neg_(x),
     "zero": lambda x, y: torch._foreach_zero_(x),
 }
-#: These are not linear.
+#: In-place ops that are not linear.
 CURVED: dict[str, Callable[[list[Any], list[Any]], Any]] = {
     "abs": lambda x, y: torch._foreach_abs_(x),
     "maximum": lambda x, y: torch._foreach_maximum_(x, y),

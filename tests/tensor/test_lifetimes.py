@@ -1,5 +1,5 @@
-"""Memory that the library keeps from step to step: nobody's gradient is written over, and nothing
-outlives the model that it was for."""
+"""Tests of memory that the library reuses between steps. No gradient in use is overwritten, and no
+memory outlives the model that it was allocated for."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def rows(n: int, width: int, seed: int = 0) -> Any:
     return x.to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------ whose a gradient is
+# ------------------------------------------------------------------------------ owners of gradients
 
 
 @contextlib.contextmanager
 def counting_nothing() -> Iterator[None]:
-    """Inside, nobody learns from reference counts who holds an object: they are what an interpreter
-    or torch of another version may say."""
+    """Disable reference counts inside the block: another version of Python or torch may report
+    other counts."""
     before = sys.getrefcount, torch._C._storage_Use_Count  # type: ignore[attr-defined]
     sys.getrefcount = lambda x: 2  # type: ignore[assignment]
     torch._C._storage_Use_Count = lambda cdata: 2  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def of_storage(grad: Any) -> Tensor:
     return torch.tensor([]).set_(storage, grad.to_local().storage_offset(), grad.shape)  # type: ignore[no-any-return]
 
 
-#: What a program may keep of a gradient: what it keeps, and how that shows the values.
+#: Objects that a program may keep of a gradient: (how it gets one, how to read its values).
 HOLDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "itself": (lambda grad: grad, lambda grad: grad.to_local()),
     "in a list of all": (lambda grad: [grad], lambda grads: grads[0].to_local()),
@@ -86,7 +86,7 @@ HOLDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def steps(room: int, way: str) -> list[str]:
-    """What a program holds of gradients that later passes have changed."""
+    """Return the kinds of kept objects whose gradients changed in later passes."""
     before, reducer.ROOM_BYTES = reducer.ROOM_BYTES, room
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(len(HOLDS))]).to_global(everyone(), B)  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters())
@@ -115,7 +115,7 @@ def steps(room: int, way: str) -> list[str]:
                     hold(name, layer.weight.grad)
             if way == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                held.clear()  # what it has scaled in place
+                held.clear()  # clipping has scaled these gradients in place
                 for name, layer in zip(HOLDS, model, strict=True):
                     hold(name, layer.weight.grad)
             if way == "set to zero" and step == 0:
@@ -137,8 +137,8 @@ def test_gradients_that_are_held_stay_as_they_are(room: int, way: str) -> None:
 
 
 def served_again(room: int) -> list[bool]:
-    """Whether the gradients of a step lie where those of the step before did, which have been let
-    go."""
+    """Return, for each step, True if its gradients reuse the memory of the previous step's freed
+    gradients."""
     before, reducer.ROOM_BYTES = reducer.ROOM_BYTES, room
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to_global(everyone(), B)  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters())
@@ -159,7 +159,7 @@ def test_memory_that_is_let_go_serves_again(room: int) -> None:
 
 
 class Passing(flow.nn.Graph):
-    """Gives what its second stage has received."""
+    """A pipeline graph that returns the input of its second stage."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Passing(flow.nn.Graph):
 
 
 def received() -> list[bool]:
-    """Whether results of a pipeline are still what they were after further calls."""
+    """Return, for each result of a pipeline, True if further calls left it unchanged."""
     first, second = (flow.placement("cpu", [r]) for r in (0, 1))
     graph = Passing(
         flow.pipeline.cut(nn.Sequential(nn.Linear(6, 6), nn.Identity()), [first, second], at=["1"])
@@ -210,11 +210,11 @@ def test_a_room_is_free_when_its_loan_is_over() -> None:
     assert Room(0).lend(torch.float32).numel() == 0
 
 
-# ---------------------------------------------------------------------------- what outlives a model
+# --------------------------------------------------------------------- memory that outlives a model
 
 
 def nbytes() -> int:
-    """Of all tensors of this process."""
+    """Return the bytes of all tensors of this process."""
     found = {}
     for x in gc.get_objects():
         if (
@@ -228,7 +228,7 @@ def nbytes() -> int:
 
 
 WIDTH = 128
-MODEL = 4 * WIDTH * (WIDTH + 1) * 4  # bytes of its parameters
+MODEL = 4 * WIDTH * (WIDTH + 1) * 4  # bytes of the model's parameters
 
 
 def model(plan: Any) -> nn.Module:
@@ -250,13 +250,14 @@ def trained(plan: Any, times: int = 4) -> None:
 
 
 def held_at_its_end(plan: Any) -> None:
-    """The gradients are still there when the model goes."""
+    """Drop the model while its gradients are still alive."""
     made = model(plan)
     made(rows(4 * WIDTH, WIDTH)).square().mean().backward()
 
 
 def asked(plan: Any) -> None:
-    """Used without a backward pass, more than once: what comes next is gathered ahead."""
+    """Use the model several times without a backward pass: the next parameters are gathered
+    ahead."""
     made = model(plan)
     with torch.no_grad():
         for step in range(3):
@@ -273,7 +274,7 @@ def freed(plan: Any, back: bool) -> None:
 
 
 def cyclic(plan: Any) -> None:
-    """A model that only a collector lets go of."""
+    """Make a model that only the garbage collector frees."""
     made = model(plan)
     made.me = [made]  # type: ignore[assignment]
     for step in range(3):
@@ -281,7 +282,7 @@ def cyclic(plan: Any) -> None:
 
 
 def broken(plan: Any) -> None:
-    """A pass that fails half way."""
+    """Run a pass that fails halfway."""
 
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -346,8 +347,8 @@ USES: dict[str, Callable[[], None]] = {
 
 
 def left_behind(room: int) -> dict[str, int]:
-    """Bytes that are there after models have gone and others, small ones, have been used; of those
-    that are too many."""
+    """Return the bytes left after a model has gone and other, small ones have been used, for each
+    use that leaves too many."""
     small = nn.Linear(3, 3).to_global(everyone(), B)  # type: ignore[operator]
 
     def other() -> None:
@@ -368,13 +369,14 @@ def left_behind(room: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("room", [1 << 12, reducer.ROOM_BYTES], ids=["in rooms", "small"])
+@pytest.mark.sweep(2)
 def test_nothing_is_left_of_a_model_that_has_gone(room: int) -> None:
     assert run_on(2, left_behind, room) == [{}] * 2
 
 
 def kept() -> list[bool]:
-    """Whether what is kept for gradients is no more than those of the leaves that are there,
-    however these change."""
+    """Check that the memory cached for gradients never exceeds that of the current leaves'
+    gradients, however the leaves change."""
     roomy, reducer.ROOM_BYTES = reducer.ROOM_BYTES, 1 << 12
     flats, found = reducer.reducer().flats, []
     gc.collect()
@@ -404,8 +406,8 @@ def test_what_is_kept_for_gradients_is_bounded_by_them() -> None:
 
 
 def gone_on_one_rank() -> list[bool]:
-    """A second model is used after the first one in each pass, then no more. Of that one rank is
-    rid at once, the other later."""
+    """Use a second model after the first one in a few passes, and then no more. One rank frees it
+    at once, and the other later."""
     student, plain = model("fsdp"), nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     for p, q in zip(plain.parameters(), student.parameters(), strict=True):
         p.data.copy_(q.to_global(sbp=B).to_local())  # type: ignore[operator]

@@ -1,5 +1,5 @@
-"""The borders between global and local tensors and modules: gradients on all ranks, those outside
-the placement too; errors that change nothing."""
+"""Tests of conversions between global and local tensors and modules: gradients on all ranks,
+including ranks outside the placement, and errors that change nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_parts_without_elements_stay_in_the_graph_of_complex_numbers() -> None:
             )
             torch.view_as_real(
                 2j * torch.view_as_complex(x)
-            ).sum().backward()  # of a sum the gradient is one number, expanded
+            ).sum().backward()  # the gradient of a sum is one number, expanded
             torch.testing.assert_close(
                 torch.from_numpy(x.grad.numpy()),
                 torch.tensor([2.0, -2.0], dtype=torch.float64).expand(shape),

@@ -1,5 +1,5 @@
-"""What works on one device works on global tensors: detaching in place, exchanging what a tensor
-holds, ``out=``, results that are the argument itself."""
+"""Tests that code for one device works on global tensors: in-place detach, replaced data, ``out=``,
+and results that are the argument itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def everywhere() -> Any:
 
 
 def laid_out(value: Tensor, sbp: Any) -> Any:
-    """A leaf that lies so."""
+    """Return a leaf with this sbp."""
     return value.to_global(everywhere(), B).to_global(sbp=sbp).detach().clone()  # type: ignore[attr-defined]
 
 
@@ -64,7 +64,7 @@ def model() -> nn.Module:
 @on()
 def test_gradients_with_a_graph_are_set_to_zero() -> None:
     """``zero_grad(set_to_none=False)`` after ``create_graph=True`` detaches gradients in place,
-    which is forbidden of views."""
+    which is forbidden for views."""
 
     def trained(net: nn.Module, foreach: bool, penalty: bool) -> list[Tensor]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=foreach)
@@ -77,7 +77,9 @@ def test_gradients_with_a_graph_are_set_to_zero() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
-                )  # of the cycle between parameters and gradients, which the test wants
+                    # PyTorch warns of the cycle between parameters and gradients, which this
+                    # test needs
+                )
                 net(values(5, 4, seed=step)).square().sum().backward(create_graph=True)
             if penalty:
                 sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None).mul(
@@ -117,7 +119,7 @@ def test_what_is_computed_is_detached_in_place() -> None:
     x = laid_out(values(4, 3), S(0)).requires_grad_()
     base = x * 2
     row = base[0]
-    row.detach_()  # a view that had to move data
+    row.detach_()  # this view had to move data
     base.mul_(3)
     same(row, values(4, 3)[0] * 6)
     assert not row.requires_grad
@@ -140,7 +142,7 @@ def test_data_takes_the_value_of_a_plain_tensor() -> None:
             assert (x.sbp, x.placement) == ((kept,), everywhere())
             same(x, value)
             same(x * 2, value * 2)
-            if kept is not B:  # only this rank's part of the plain tensor would change
+            if kept is not B:  # only this rank's shard of the plain tensor would change
                 x.add_(1)
                 assert torch.equal(value, values(*shape, seed=1))
 
@@ -194,12 +196,12 @@ def test_set_takes_a_plain_tensor() -> None:
             x.set_(torch.zeros(3))
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         nn.Parameter(x).set_(values(4, 3))
-    with pytest.raises(InplaceError, match="a storage is the memory of one rank's part"):
+    with pytest.raises(InplaceError, match="a storage is the memory of one rank's local tensor"):
         x.set_(torch.zeros(3).untyped_storage())
 
 
 def resized(kind: str) -> list[list[float]]:
-    """A model of transformers gets a larger vocabulary after it was laid out."""
+    """Resize the vocabulary of a transformers model after its layout was chosen."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -247,7 +249,7 @@ def resized(kind: str) -> list[list[float]]:
         assert rows[0] == pytest.approx(rows[1], rel=1e-5), (
             kind,
             plan,
-        )  # transformers computes the loss of logits in float32
+        )  # transformers computes the loss in float32
         found += rows
     return found
 
@@ -261,7 +263,7 @@ def test_embeddings_are_resized(kind: str) -> None:
 # --------------------------------------------------------------------------------------------- out=
 
 
-#: Functions with results for ``out=``, and the dtype of each.
+#: Functions that accept ``out=``, and the dtype of each result.
 RESULTS: dict[str, tuple[Callable[..., Any], tuple[torch.dtype, ...]]] = {
     "add": (lambda x, **out: torch.add(x, 1, **out), (torch.float64,)),
     "cast": (lambda x, **out: torch.add(x, 1, **out), (torch.complex128,)),
@@ -346,12 +348,13 @@ def resized_with_a_warning() -> None:
 
 
 def test_an_out_that_is_resized_warns_as_on_one_device() -> None:
-    """On processes: what catches warnings is the whole process's, and simulated ranks share it."""
+    """This test runs on processes: warning filters are per process, and simulated ranks share one
+    process."""
     run_on(2, resized_with_a_warning)
 
 
 class Chunked(torch.autograd.Function):
-    """A mean of log-sum-exps whose logits are computed in pieces, into one buffer."""
+    """A mean of log-sum-exps that computes the logits in chunks, in one buffer."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -387,7 +390,7 @@ def test_buffers_of_custom_functions() -> None:
 
 
 def orthogonal(x: Any) -> Any:
-    """Steps of Newton and Schulz towards the nearest orthogonal matrix, in buffers of their own."""
+    """Run Newton-Schulz steps towards the nearest orthogonal matrix, with separate buffers."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = x.div(x.norm().clamp_min(1e-7))
     shape = (x.size(-2), x.size(-2))
@@ -410,7 +413,7 @@ def test_steps_in_buffers() -> None:
 
 
 class Buffered(flow.nn.Graph):
-    """A step that writes into a plain buffer."""
+    """A graph whose step writes into a plain buffer."""
 
     def build(self, x: Tensor) -> Tensor:
         return torch.add(x, 1, out=torch.empty(4, 3, dtype=torch.float64)) * x
@@ -441,8 +444,8 @@ def gathered(table: nn.Module, ids: Tensor) -> Tensor:
 
 @on()
 def test_gradients_that_would_be_sparse_are_dense() -> None:
-    """The values are those of one device, and so are the steps of optimizers that take both
-    kinds."""
+    """The values are those of one device. So are the steps of optimizers that accept both kinds of
+    gradients."""
     optimizers: list[Any] = [
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -498,7 +501,8 @@ def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     alone = nn.Embedding(5, 3, sparse=True)
     before = alone.weight.detach().clone()
     alone(torch.tensor([0, 1])).to_global(everywhere(), B).sum().backward()
-    with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns where nobody has said so
+    # torch warns if this setting is not explicit
+    with torch.sparse.check_sparse_tensor_invariants(False):
         torch.optim.SparseAdam(alone.parameters()).step()
     assert alone.weight.grad is not None
     assert alone.weight.grad.is_sparse
@@ -524,8 +528,8 @@ class Doubled(torch.autograd.Function):
 
 @on()
 def test_transforms_name_the_way_that_works() -> None:
-    """Whatever is transformed, and wherever the global tensors come from: an error on all ranks
-    that names `local_map`, before anything is sent."""
+    """A torch.func transform that involves a global tensor raises an error on all ranks. The error
+    names `local_map` and comes before any data is sent."""
     func, row, rows = torch.func, values(3), values(4, 3)
     for sbp in (B, S(0), S(1), P):
         g = laid_out(rows, sbp)
@@ -577,7 +581,7 @@ def test_transforms_name_the_way_that_works() -> None:
 
 @on()
 def test_a_plain_tensor_takes_the_type_of_a_global_one() -> None:
-    """OneFlow has it so; the shape is that of one device."""
+    """The plain tensor becomes global, as in OneFlow. Its shape is that of one device."""
     for sbp in (B, S(0), S(1), P):
         g = laid_out(values(4, 3), sbp)
         for shape in ((4, 3), (5, 2), (3,), ()):

@@ -1,5 +1,5 @@
-"""Parameters stay the same objects when a module becomes global, moves or becomes local: what was
-made before them still trains, averages and hooks them."""
+"""Tests that parameters stay the same objects when a module becomes global, moves or becomes local.
+Optimizers, averages and hooks made before still apply to them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def optimizers_made_before(axes: int) -> None:
     where = everyone(axes)
     for name, make in OPTIMIZERS.items():
         for plan in PLANS:
-            for before in (0, 1):  # steps that the optimizer has taken, so that it has state
+            for before in (0, 1):  # steps before the conversion, so that the optimizer has state
                 reference = mlp()
                 reference_optimizer = make(reference.parameters())
                 want = trained(reference, reference_optimizer, rows(), before) + trained(
@@ -140,7 +140,7 @@ def test_hooks_and_gradients_go_along() -> None:
 
 
 class Tied(nn.Module):
-    """Words in and out share a weight, and a list holds it as well."""
+    """A model whose input and output embeddings share a weight, which a list holds as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_a_graph_from_before_refuses_to_go_backward() -> None:
 
 
 def averages() -> None:
-    """An average of weights that was made before, plain, follows the model that became global."""
+    """Check that a plain average of weights, made earlier, follows the model that became global."""
     model, want = mlp(), mlp()
     mean, reference = (
         torch.optim.swa_utils.AveragedModel(m, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5)
@@ -263,7 +263,7 @@ def test_averages_made_before_follow() -> None:
 
 
 class Slotted(nn.Parameter):
-    """A parameter with a slot of its own."""
+    """A parameter whose class has its own slot."""
 
     __slots__ = ("mine",)
 

@@ -1,5 +1,5 @@
-"""Parameters, gradients and optimizers go when nobody holds the model any more, however it was
-trained."""
+"""Tests that parameters, gradients and optimizers are freed when the model is dropped, however it
+was trained."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def watched(held: list[Any]) -> list[tuple[str, weakref.ref[Any]]]:
 
 
 def left(name: str, times: int = 2) -> list[str]:
-    """What is still there of models that were trained so and dropped."""
+    """Return the objects that are still alive after models trained in this way were dropped."""
     kept: list[tuple[str, weakref.ref[Any]]] = []
     for _ in range(times):
         kept += watched(WAYS[name]())
@@ -162,5 +162,6 @@ def left(name: str, times: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.sweep(3)
 def test_a_model_that_is_dropped_goes(name: str) -> None:
     assert run_on(2, left, name) == [[], []]

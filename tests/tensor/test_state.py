@@ -1,4 +1,4 @@
-"""States of models and graphs on their way through files and through other placements."""
+"""Tests of states of models and graphs that go through files and other placements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_files_are_read_as_torch_reads_them_by_default() -> None:
         want = graph.step(1)
         file.seek(0)
         other = Training(model_of())
-        other.load_state_dict(torch.load(file))  # weights only
+        other.load_state_dict(torch.load(file))  # torch.load defaults to weights_only
         torch.testing.assert_close(other.step(1), want)
 
     simulate(2, on_ranks)
@@ -106,8 +106,8 @@ def bare(device: str) -> Any:
 
 
 def test_loaded_state_lies_on_the_device_of_the_parameter_on_ranks_without_a_part_too() -> None:
-    """A fused optimizer takes the empty parts with the rest: on GPUs they may not be on the host. A
-    placement on "meta" shows the device without one."""
+    """A fused optimizer passes empty local tensors to the kernel, too, and on GPUs they must not be
+    on the host. A placement on "meta" shows the device without a GPU."""
 
     def on_ranks() -> None:
         p = nn.Parameter(torch.empty(4, 3, device="meta").to_global(flow.placement("meta", [0]), B))  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""No raw memory: whoever reads storage behind torch's functions gets a refusal that names the way,
-the same on every rank, and never bytes.
+"""Tests that raw memory is not accessible. Code that reads storage without torch's functions gets
+an error that names an alternative, the same on every rank, and never bytes.
 
-A probe may crash the interpreter, so probes run in a child of their rank.
+A probe may crash the interpreter, so probes run in a child process of their rank.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
 
 def in_child(probes: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """What each probe comes to in a child process: ``value ...``, ``error ...``, or nothing where
-    the child has died of it."""
+    """Return the outcome of each probe in a child process: ``value ...``, ``error ...``, or
+    ``nothing ...`` if the child died."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -152,7 +152,7 @@ def tensors() -> dict[str, Any]:
         "view": spread(rows(), S(0))[:, 1:],
         "moved view": spread(rows(), S(0))[1],
     }
-    kept = found["S(0)"]._spec  # as ZeRO keeps a parameter that is shown whole
+    kept = found["S(0)"]._spec  # ZeRO stores a parameter in this way and shows it unsplit
     found["share"] = flow.GlobalTensor.wrap(
         found["S(0)"].to_local(), StorageSpec.of(kept, kept.replace(layout=[B]), [0])
     )
@@ -167,9 +167,9 @@ def tensors() -> dict[str, Any]:
 
 
 def read_in_children() -> dict[str, str]:
-    import safetensors.torch  # noqa: F401 - once, not in each child
+    import safetensors.torch  # noqa: F401 - import once, not in each child
 
-    with pytest.raises(RuntimeError):  # so does this, within torch
+    with pytest.raises(RuntimeError):  # set_ raises an error within torch
         torch.zeros(4, 3).set_(spread(rows(), S(0)))
     found = {}
     for name, x in tensors().items():
@@ -249,18 +249,16 @@ def identities() -> None:
         state = shared.state_dict()
         assert (
             len({t.data_ptr() for t in state.values()}) == len(state) - 1
-        )  # those without elements on some rank too
+        )  # also tensors without elements on some rank
         assert one.data_ptr() != 0
         assert one.untyped_storage().nbytes() == 80
         assert one.data_ptr() < one.data_ptr() + 4
         assert (one.data_ptr() + 8) - one.data_ptr() == 8
         assert sorted([one.data_ptr() + 4, other.data_ptr()])[0] == one.data_ptr()
         assert one.storage_offset() == 0
-        end = one.view(
-            -1
-        )[
-            -1
-        ]  # its value is on one rank; where it is looked for, as safetensors does, is in the memory of its base  # noqa: E501
+        # One rank has the value of `end`. Code that looks for its memory, as safetensors does,
+        # finds the memory of its base.
+        end = one.view(-1)[-1]
         assert plan is B or end.data_ptr() == other.view(-1)[-1].data_ptr()
         from safetensors.torch import _find_shared_tensors
 
@@ -314,11 +312,11 @@ def pretrained(folder: str) -> list[str]:
                 ]
             state = {k: v.to_global(sbp=B).to_local() for k, v in model.state_dict().items()}
             model.save_pretrained(path, **({} if plan == "data" else {"state_dict": state}))
-            if rank == 0:  # transformers writes there
+            if rank == 0:  # transformers writes on rank 0
                 got = load_file(f"{path}/model.safetensors")
                 assert len(got) == len(want) - (
                     tied and plan == "data"
-                )  # of plain copies transformers doesn't see that they were tied
+                )  # transformers does not see that plain copies were tied
                 assert all(torch.equal(got[k], want[k]) for k in got)
             if not tied:
                 os.makedirs(path, exist_ok=True)
@@ -335,8 +333,8 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 
 def with_accelerate() -> None:
-    """accelerate is not needed for it: what it does is to call `save_model` on every rank, and to
-    write on the first."""
+    """Imitate accelerate, which need not be installed: it calls `save_model` on every rank and
+    writes on the first."""
 
     class Accelerator:
         def save_model(
@@ -364,7 +362,7 @@ def with_accelerate() -> None:
         Accelerator().save_model(model, "x")
     assert (
         Accelerator().save_model(model, "x", safe_serialization=False) == "written"
-    )  # torch.save, whose parts say what they are
+    )  # torch.save is used, whose files identify their shards
 
 
 def test_accelerate_is_asked_on_every_rank() -> None:
@@ -375,7 +373,7 @@ def test_plain_data_is_as_before() -> None:
     p, q = nn.Parameter(torch.zeros(2)), torch.ones(3)
     version = p._version
     p.data.add_(1)
-    assert p._version == version  # autograd does not see it
+    assert p._version == version  # autograd does not track the write
     assert not p.data.requires_grad
     assert p.data.data_ptr() == p.data_ptr()
     p.data = q

@@ -1,5 +1,5 @@
-"""Questions about layout in memory: one answer on all ranks, that of one device, also where a part
-has one element of a dim or none at all."""
+"""Tests of questions about memory layout. All ranks give the answer of one device, even if a local
+tensor has size 1 in a dim or is empty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from globaltensor.distributed.world import world
 B, S = flow.sbp.broadcast, flow.sbp.split
 SHAPES = ((4, 3), (3, 4), (3, 3), (3, 2, 4), (2, 3, 2), (1, 3), (3, 1), (1, 1))
 
-#: What is looked at: views, views of views, results of ops.
+#: The tensors to ask about: views, views of views, results of ops.
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda x: x,
     "t": lambda x: x.transpose(0, 1),
@@ -45,8 +45,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x + 1,
     "clone": lambda x: x.clone(),
 }
-#: Questions, and functions that torch refuses by strides. Of these the result, or that it is
-#: refused.
+#: Questions, and functions that torch rejects for some strides. Their answer is the result, or
+#: "refused".
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "is_contiguous": lambda x: x.is_contiguous(),
     "as a function": lambda x: torch.Tensor.is_contiguous(x),
@@ -74,8 +74,8 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def answer(question: Callable[[Any], Any], x: Any) -> Any:
-    """Return the answer, or that it is refused; a tensor as its shape and values, where all ranks
-    have one."""
+    """Return the answer, or ("refused", text) if torch rejects the question. A tensor is returned
+    as (shape, values) if it has the same shape on all ranks."""
     try:
         out = question(x)
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def data(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def answers(shape: tuple[int, ...], laid: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return every answer; each question is asked of a tensor made anew."""
+    """Return every answer; each question is asked of a new tensor."""
     out = {}
     for program, make in PROGRAMS.items():
         for name, question in QUESTIONS.items():
@@ -125,8 +125,8 @@ def on_ranks(shape: tuple[int, ...], dims: list[int | None]) -> list[dict[str, A
     ]  # type: ignore[misc, attr-defined]
 
 
-#: What moves data here, or of which a part answers though all parts have one element of a dim: laid
-#: in memory by itself.
+#: Programs that move data here, or whose local tensors decide although all have size 1 in a dim:
+#: their results have their own memory layout.
 BY_ITSELF = (
     "row:",
     "column",
@@ -154,6 +154,7 @@ ABOUT_MEMORY = (
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sweep(4)
 def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
     dims: list[int | None] = [None, *range(len(shape))]
     first, second = run_on(2, on_ranks, shape, dims, timeout=120)
@@ -171,7 +172,8 @@ def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
                     or dim is None
                     or shape[dim] % 2 == 0
                 ), about
-            elif want[asked][0] != "refused":  # what one device takes is taken, and gives the same
+            # calls that one device accepts are accepted, with the same result
+            elif want[asked][0] != "refused":
                 assert answer == want[asked], about
             elif dim is not None and shape[dim] % 2 and not f"{program}:".startswith(BY_ITSELF):
                 assert answer[0] == "refused", about
@@ -196,6 +198,7 @@ def on_two_axes() -> list[dict[str, Any]]:
     ]  # type: ignore[misc, attr-defined]
 
 
+@pytest.mark.extended
 def test_four_ranks_on_two_axes_answer_alike() -> None:
     every = run_on(4, on_two_axes, timeout=120)
     want = answers((3, 5), lambda t: t)
@@ -209,10 +212,10 @@ def test_four_ranks_on_two_axes_answer_alike() -> None:
             ), (asked, answer, want[asked])
 
 
-# ---------------------------------------------------------------------------- memory that is shared
+# ------------------------------------------------------------------------------------ shared memory
 
-#: Views that one device has, of tensors whose parts have one element of a dim: which of them a part
-#: could view differs by rank.
+#: Views that one device supports, of tensors whose local tensors have size 1 in a dim. Some of
+#: these would be views of the local tensor on some ranks, but not on all.
 SHARED: dict[str, Callable[[Any], Any]] = {
     "view": lambda x: x.view(-1),
     "view of t t": lambda x: x.transpose(0, 1).transpose(0, 1).view(-1),
@@ -284,7 +287,7 @@ def test_gradients_of_such_views() -> None:
     assert run_on(2, trained_on_ranks) == [[want, want]] * 2
 
 
-# --------------------------------------------------------------------- local tensors laid otherwise
+# ----------------------------------------------------------------- local tensors with other strides
 
 
 def given_otherwise() -> list[Any]:

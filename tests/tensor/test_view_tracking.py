@@ -1,5 +1,5 @@
-"""Views and what is written into them: a view shows its base, and the base the view, wherever their
-parts lie."""
+"""Tests of views and writes into them: a view shows its base's writes, and the base the view's,
+wherever their local tensors are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACEMENTS = {
     (2, 2): [[S(0), S(1)], [S(0), S(0)], [B, S(1)]],
 }
 
-#: Of a tensor with dims -> views of it; those that need more dims, or more rows, leave it as it is.
+#: Functions from a tensor with dims to views of it. If one needs more dims or rows, it returns `x`.
 VIEWS: dict[str, Callable[[Any], list[Any]]] = {
     "first": lambda x: [x[0]],
     "last": lambda x: [x[-1]],
@@ -71,11 +71,11 @@ steps = st.lists(
         not {"transpose", "transpose_", "diagonal", "normal"} & {name for *_, name in program}
         > {"normal"}
     )
-)  # drawn in the order of memory
+)  # normal_ draws in memory order
 
 
 def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
-    """All tensors of a program, and what was read on its way."""
+    """Return all tensors of a program, and the values it read."""
     tensors, read = [x], []
     for number, (kind, which, name) in enumerate(program, 2):
         t = tensors[which % len(tensors)]
@@ -116,7 +116,7 @@ def test_a_program_of_views_and_writes(
     simulate(size, on_ranks)
 
 
-#: What torch lets be written into while gradients are recorded.
+#: Views that torch allows writes into while gradients are recorded.
 DIFFERENTIABLE = [
     name for name in VIEWS if name not in ("chunk", "split", "unbind", "detach", "data")
 ]
@@ -214,7 +214,7 @@ def test_a_view_without_gradient_lets_its_graph_go() -> None:
     def on_ranks() -> None:
         x = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0)).requires_grad_()
         y = x * 2
-        local = weakref.ref(y._local)  # as its graph, which holds it
+        local = weakref.ref(y._local)  # the graph holds this tensor, so it stands for the graph
         z = y * y
         first, second = y[1].detach(), y.detach()[1]
         with torch.no_grad():

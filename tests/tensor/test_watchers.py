@@ -1,5 +1,5 @@
-"""Who looks at gradients on their way sees the true ones, and makes the passes that it looks at
-slower, not those that come afterwards."""
+"""Tests of code that observes intermediate gradients. It sees the true gradients and slows down
+only the observed passes, not later ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _pools: dict[int, Pool] = {}
 
 
 def run_on(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``fn`` on ``n`` processes that run these tests alone: in others something may be left
-    that looks at gradients."""
+    """Call ``fn`` on ``n`` processes that run these tests alone: other processes may still hold an
+    object that observes gradients."""
     if n not in _pools:
         _pools[n] = Pool(n)
     try:
@@ -48,7 +48,7 @@ IGNORED = -100
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input; it notes the gradient that its backward is given."""
+    """A Function that doubles its input and records the gradient that its backward receives."""
 
     seen: list[Tensor] = []
 
@@ -63,8 +63,8 @@ class Doubled(torch.autograd.Function):
 
 
 class Task:
-    """A classifier of one weight [7, 5] on samples [9, 7], most of those that count on the first
-    rank: plain, or split over the samples."""
+    """A classifier with one weight [7, 5] on samples [9, 7], plain or split over the samples. More
+    samples are ignored on the first rank than on the other."""
 
     def __init__(self, plain: bool) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -96,13 +96,13 @@ def everyone() -> flow.placement:
 
 
 def same(values: list[Tensor]) -> list[float]:
-    """What a hook was given, or what was made of it, in numbers that do not depend on the
+    """Return the values that a hook received or produced, as numbers that do not depend on the
     layout."""
     return [float(s) for v in values for s in v.sum(1)]
 
 
-# Each looks at a pass or several of the task; what it gives is to be the same on one device.
-# Afterwards nobody looks any more.
+# Each function observes one or several passes of the task. It must return the same on one device.
+# Afterwards no code observes gradients.
 
 
 def hook_on_the_leaf(task: Task) -> Any:
@@ -152,13 +152,13 @@ def node_looked_at(task: Task) -> Any:
     task.step(hooked)
     if task.plain:
         return same(seen)
-    # a node sees parts
+    # a node sees local tensors
     return same([t.to_global(everyone(), S(0)) for t in seen])  # type: ignore[attr-defined]
 
 
 def node_behind_one(task: Task) -> Any:
-    """The node that adds to the leaf, got at by a tensor that goes at once: as libraries do that
-    hook into gradients."""
+    """Hook the node that accumulates into the leaf, through a temporary tensor, as libraries that
+    hook gradients do."""
     seen: list[Tensor] = []
     node = task.weight.expand_as(task.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     handle = node.register_hook(lambda _, grads: seen.append(grads[0].detach().clone()))
@@ -260,20 +260,20 @@ GONE = [
 
 
 def waited(task: Task) -> bool:
-    """Whether a pass waits for the number of targets before it begins."""
+    """Return True if a pass waits for the target count before backward begins."""
     task.step()
     return not isinstance(task.loss, DeferredMean)
 
 
 def apart(task: Task) -> bool:
-    """Whether that number needs a message of its own."""
+    """Return True if the target count needs its own message."""
     with record_collectives() as log:
         task.step()
     return [t.bytes for t in log] != [(7 * 5 + 1) * 8]
 
 
 def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
-    """What is wrong with a look, or with the passes after it."""
+    """Return the faults of an observed pass and of the passes after it."""
     ours, plain = Task(False), Task(True)
     flow.fuse_loss_count(rides)
     found = []
@@ -287,7 +287,7 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
         and not torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-14)
     ):
         found.append("other numbers")
-    ours.loss = None  # and with it the graph
+    ours.loss = None  # this frees the graph, too
     slow = [(apart if rides else waited)(ours) for _ in range(3)]
     plain.step()
     if not torch.allclose(
@@ -295,7 +295,7 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
     ):  # type: ignore[union-attr,arg-type]
         found.append("other numbers afterwards")
     flow.fuse_loss_count(False)
-    # Of what goes without an end the ranks have to tell each other first.
+    # If an observer is dropped but not ended, the ranks have to inform each other first.
     return found + [
         f"slow: {n} passes afterwards"
         for n, is_slow in enumerate(slow)
@@ -312,13 +312,14 @@ def looked() -> dict[str, list[str]]:
     return {name: wrong for name, wrong in found.items() if wrong}
 
 
+@pytest.mark.extended
 def test_the_pass_after_a_look_is_fast_again() -> None:
     assert run_on(2, looked) == [{}] * 2
 
 
 def held_on_one_rank() -> list[tuple[bool, bool]]:
-    """(whether the number travels with the gradients, whether these are right) of passes after a
-    look; what looked stays on the first rank for some of them."""
+    """Return (the count travels with the gradients, the gradients are right) for each pass after an
+    observed one. The observing object stays alive on the first rank for some passes."""
     flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
@@ -366,8 +367,8 @@ class Sharing(flow.nn.Graph):
 
 
 def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
-    """Return, for each step, True if its loss is that of one device. On the first rank alone an
-    object that has looked at gradients is still alive."""
+    """Return, for each step, True if its loss is that of one device. Only on the first rank an
+    object that observed gradients is still alive."""
     ours, found = Task(False), []
     ours.step(Doubled.apply)
     Doubled.seen.clear()
@@ -402,9 +403,10 @@ def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager, fsdp", "graph, ZeRO 2"])
+@pytest.mark.sweep(2)
 def test_a_look_that_one_rank_alone_still_holds_is_no_divergence(graphs: bool) -> None:
-    """When an object goes is a matter of each rank's garbage collector: what the ranks compare must
-    not depend on it."""
+    """Each rank's garbage collector decides when an object is freed. The values that the ranks
+    compare must not depend on that."""
     assert run_on(2, shared_out_while_held_on_one_rank, graphs) == [[True] * 4] * 2
 
 
@@ -423,11 +425,11 @@ class Accumulating(flow.nn.Graph):
 
 
 def accumulating() -> bool:
-    """Whether passes are slow after a graph that adds up those of micro-batches."""
+    """Return True if passes are slow after a graph that accumulates micro-batches."""
     gc.collect()
     task = Task(False)
     flow.fuse_loss_count()
-    for _ in range(3):  # the ranks tell each other that what looked in earlier tests has gone
+    for _ in range(3):  # the ranks inform each other that observers of earlier tests are gone
         task.step()
     assert not apart(task)
     flow.fuse_loss_count(False)
@@ -446,8 +448,8 @@ def test_a_graph_of_micro_batches_leaves_no_trace() -> None:
 
 
 def fewer_ranks() -> list[bool]:
-    """Leaves of the first two ranks keep contributions that are not summed; the others do not know
-    of them."""
+    """Check leaves of the first two ranks that hold unsummed contributions. The other ranks do not
+    know of them."""
     flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
@@ -475,8 +477,8 @@ def test_contributions_that_only_some_ranks_have() -> None:
 
 
 def watchers() -> tuple[int, int]:
-    """How many are there, and how many the program has begun and not ended, after many passes that
-    somebody looks at."""
+    """Return (observers alive, observers that the program began and did not end) after many
+    observed passes."""
     task = Task(False)
     before = reducer().watchers.open
     for _ in range(20):
@@ -499,8 +501,8 @@ def test_gathered_gradients_travel_together_again(through: str) -> None:
 
 
 def gathered(through: str) -> tuple[bool, bool]:
-    """(whether a hook on a split parameter makes passes send other messages, whether they are the
-    same again once it has been removed)."""
+    """Return (a hook on a split parameter changes the collectives of a pass, the collectives are
+    the same again after the hook's removal)."""
     model = flow.parallelize(
         nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), everyone(), "fsdp"
     )
@@ -520,13 +522,13 @@ def gathered(through: str) -> tuple[bool, bool]:
     )  # type: ignore[no-untyped-call]
     between = step()
     handle.remove()
-    step()  # whose buckets still are those of the pass before
+    step()  # this pass still has the buckets of the previous pass
     return between != before, step() == before
 
 
 def after_a_divergence() -> tuple[bool, list[bool]]:
-    """(whether the ranks have diverged, what is apart in later passes) where one rank alone has
-    hooked into a leaf."""
+    """Return (the ranks have diverged, which later passes send the count separately). One rank
+    alone has hooked a leaf."""
     flow.fuse_loss_count()
     for _ in range(2):
         Task(False).step()
@@ -568,8 +570,9 @@ def test_ranks_that_have_diverged_agree_again(fresh_pool: Any) -> None:
 
 
 def made_by_one_rank() -> tuple[list[bool], list[bool]]:
-    """What is apart in passes around which one rank alone copies leaves and reads them from memory,
-    and in those in which all ranks use such a leaf, of which each has a part that nobody sums."""
+    """Return which passes send the count separately, as two lists. In the first list's passes one
+    rank alone copies and unpickles leaves. In the second list's passes all ranks use such a leaf,
+    with unsummed contributions on each rank."""
     gc.collect()
     flow.fuse_loss_count()
     value = torch.linspace(-1, 1, 14, dtype=torch.float64).view(7, 2)

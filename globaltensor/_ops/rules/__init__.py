@@ -41,7 +41,17 @@ from .attention import sdpa
 from .spatial import convolution, pooling
 from . import gather_scatter, indexing, low_level, linalg, loss, matmul
 from .attention import multihead
-from . import nn_layers, vector_norm, topk, random, packed_sequence, concat, reduction
+from . import (
+    normalization,
+    dropout,
+    recurrent,
+    vector_norm,
+    topk,
+    random,
+    packed_sequence,
+    concat,
+    reduction,
+)
 from .spatial import interpolate
 from . import scan
 from .spatial import shift

@@ -21,6 +21,7 @@ import torch
 
 from ..._base import torch_private
 from ..._tensor.global_tensor import GlobalTensor, SlottedGlobalTensor
+from ..._tensor.gradients.reducer import Reducer
 from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import partial_sum
@@ -128,7 +129,7 @@ class PendingCount:
         the ranks without being observed. Collective.
         """
         here, part = world(), self.part
-        found = here.reducer
+        found = here.existing_state(Reducer)
         if (
             found is None
             or found.deferred
@@ -336,7 +337,7 @@ def materialize(x: GlobalTensor) -> GlobalTensor:
             if not isinstance(x, DeferredMean):
                 return x
         total, count = held.pop("_parts")
-        if not count.started and (reducer := world().reducer) is not None:
+        if not count.started and (reducer := world().existing_state(Reducer)) is not None:
             reducer.asked = True  # read before backward: from now on the reduction starts early
         # The value may be read without gradients (a meter under no_grad). The tensor keeps its own
         # gradient.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -205,6 +205,8 @@ register(moe_experts, _describe)
 
 # -------------------------------------------------------------------------------- local computation
 
+EXCHANGE: Final = "experts: tokens to their experts, and back"
+
 
 @dataclass(frozen=True)
 class _Homes:
@@ -259,6 +261,15 @@ def _run(
         return zeros_connected(tuple(x.shape), x.dtype, every)
     if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
         return _kept(function.whole(x, index, weights, *parameters, *shared), x, every)
+    with log.exchanges(EXCHANGE):
+        return _exchanged(x, index, weights, parameters, shared, function, homes)
+
+
+def _exchanged(
+    x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor],
+    shared: Sequence[Tensor], function: Function, homes: _Homes
+) -> Tensor:  # fmt: skip
+    """Return the sum of the experts' results for each token, which ranks send each other."""
     t, k = index.shape
     kind = _cast(x)
     place = homes.places(index).view(-1)
@@ -305,8 +316,8 @@ def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
     """
     if out.shape != rows.shape:
         raise ShapeError(
-            f"experts: the function gave {list(out.shape)} for rows {list(rows.shape)}; it must "
-            f"keep their shape"
+            f"experts: the function returned shape {list(out.shape)} for rows of shape "
+            f"{list(rows.shape)}; it must keep their shape"
         )
     out = out.to(rows.dtype)
     if torch.is_grad_enabled() and not out.requires_grad and any(i.requires_grad for i in inputs):
@@ -352,7 +363,7 @@ class _Way:
         sent, taken = tuple(table[homes.me]), tuple(row[homes.me] for row in table)
         longest = max(max(map(sum, table)), max(map(sum, zip(*table, strict=True))))
         log.exchange(
-            "experts: tokens to their experts, and back",
+            EXCHANGE,
             (sum(taken) + sum(sent) - 2 * sent[homes.me]) * row_bytes,
         )
         own = told[:, mine]
@@ -413,4 +424,5 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0].clone() if torch_private.is_zero_tensor(grads[0]) else grads[0]
-        return _Exchange.apply(grad, *ctx.way), None, None, None, None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of {EXCHANGE}"):
+            return _Exchange.apply(grad, *ctx.way), None, None, None, None  # type: ignore[no-untyped-call]

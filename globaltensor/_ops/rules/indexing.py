@@ -131,8 +131,8 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
             x, i = (x, i) if i.ndim else (x.unsqueeze(d), i.reshape(1))
             if (over := tuple(x.shape[d : d + i.ndim])) != tuple(i.shape):
                 raise IndexError(
-                    f"a mask of shape {list(i.shape)} for dims of sizes {list(over)}, dims {d} to "
-                    f"{d + i.ndim - 1} of {list(x.shape)}"
+                    f"a mask of shape {list(i.shape)} cannot index dims of sizes {list(over)}, "
+                    f"dims {d} to {d + i.ndim - 1} of shape {list(x.shape)}"
                 )
             found += i.nonzero(as_tuple=True)
         else:
@@ -411,7 +411,7 @@ def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
     """
     parts = parts_of(x, index)
     if sum(p.kind == "mask" for p in parts) != 1 or any(
-        p.kind in ("slice", "tensor", "int", "item", "new") for p in parts
+        p.kind in ("slice", "tensor", "int", "new") for p in parts
     ):
         return False
     mask = next(p for p in parts if p.kind == "mask")

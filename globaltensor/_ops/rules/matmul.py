@@ -206,7 +206,6 @@ def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     # Rows of the result form groups, one for each row of the first operand. A split within a group
     # cannot be kept.
     op.set(input, tuple(range(n - input.ndim, n)))
-    op.out = [tuple(range(n))]
     missing = range(n - input.ndim)
     op.out = [tuple(None if d in missing else d for d in range(n))]
     for d in range(n):

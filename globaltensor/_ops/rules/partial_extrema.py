@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 #: The reason that boxing_log() gives for a sum that starts before it is needed.
-AHEAD: Final = "settling"
+AHEAD: Final = "sum of partial values, started before it is needed"
 
 
 def reduce_partials(x: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
     route = plan_boxing(spec, whole)
     if not route.bytes:
         return lambda: reduce_partials(x)
-    log.record_boxing(route, AHEAD)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
-    handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(
-        local.view(-1), "sum"
-    )
+    with log.boxing_sent_here(route, AHEAD):
+        handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(
+            local.view(-1), "sum"
+        )
 
     def wait() -> Tensor:
         handle.wait()

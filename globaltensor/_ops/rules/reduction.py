@@ -306,7 +306,7 @@ def _trapezoid(op: OpDescription, y: Arg, x: Arg | None, dim: int, keepdim: bool
     if isinstance(x, Arg):
         op.set(x, op.dims[y.index] if x.ndim == y.ndim else (None,) * x.ndim)
         if x.ndim not in (1, y.ndim):
-            raise FormError("x must have one dim, or those of y")
+            raise FormError("x must have one dim, or as many dims as y")
         if x.ndim == y.ndim and x.shape != y.shape:
             op.set(
                 x,

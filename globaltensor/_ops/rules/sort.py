@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ __all__: list[str] = []
 _BITS = 4  # bits of a key that one round of the search determines
 _COMPARISON = 1e-9  # seconds of sorting per element and level
 
+
+_SEARCH: Final = "search in a split dim"
+_PLACES: Final = "elements to their places in a split dim"
 
 # --------------------------------------------------------------------------------------------- keys
 
@@ -68,7 +71,7 @@ def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...])
     """
     comm = world().comm(ranks)
     log.exchange(
-        "search in a split dim",
+        _SEARCH,
         lanes.shape[0] * targets.shape[1] * bits // _BITS * (1 << _BITS) * 8,
     )
     digits = torch.arange(1 << _BITS, device=lanes.device)
@@ -77,9 +80,9 @@ def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...])
     goal = targets.unsqueeze(-1)
     for shift in range(bits - _BITS, -1, -_BITS):
         candidates = found.unsqueeze(-1) + (digits << shift)
-        smaller = comm.all_reduce(
-            torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape)
-        )
+        counts = torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape)
+        with log.exchanges(_SEARCH):
+            smaller = comm.all_reduce(counts)
         # The first candidate never has too many smaller keys.
         digit = (smaller <= goal).sum(-1) - 1
         found = found + (digit << shift)
@@ -105,12 +108,9 @@ class _Route(NamedTuple):
 
 
 def _there(flat: Tensor, route: _Route) -> Tensor:
-    came = (
-        world()
-        .comm(route.ranks)
-        .all_to_all(flat[route.order].split(route.sends), route.receives, fresh=False)
-    )
-    return torch.cat(came)
+    pieces = flat[route.order].split(route.sends)
+    with log.exchanges(_PLACES):
+        return torch.cat(world().comm(route.ranks).all_to_all(pieces, route.receives, fresh=False))
 
 
 class _Routed(torch.autograd.Function):
@@ -126,11 +126,12 @@ class _Routed(torch.autograd.Function):
             return (_there(flat, route) if came is None else came)[route.places]
         received = torch.empty_like(flat)
         received[route.places] = flat
-        came = torch.cat(
-            world()
-            .comm(route.ranks)
-            .all_to_all(received.split(route.receives), route.sends, fresh=False)
-        )
+        with log.exchanges(f"backward of {_PLACES}"):
+            came = torch.cat(
+                world()
+                .comm(route.ranks)
+                .all_to_all(received.split(route.receives), route.sends, fresh=False)
+            )
         out = torch.empty_like(came)
         out[route.order] = came
         return out
@@ -274,7 +275,8 @@ def _middle_of_numbers(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
 def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
     if not lanes.dtype.is_floating_point:
         return torch.zeros(len(lanes), 1, dtype=torch.int64, device=lanes.device)
-    return world().comm(ranks).all_reduce(lanes.isnan().sum(1, keepdim=True))
+    with log.exchanges(_SEARCH):
+        return world().comm(ranks).all_reduce(lanes.isnan().sum(1, keepdim=True))
 
 
 # -------------------------------------------------------------------------------------------- rules

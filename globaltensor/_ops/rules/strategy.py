@@ -32,7 +32,7 @@ __all__ = ["SignatureChoice", "select_signature"]
 
 # The maximum number of combinations that are priced. Beyond it, each axis keeps only its cheapest
 # signatures.
-_MOST = 4096
+_MAX_SIGNATURES = 4096
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def select_signature(
             and (keep is None or found.outs[0].layout == specs[keep].layout)
         ):
             return found
-    while len(menu) and _count(menu) > _MOST:
+    while len(menu) and _count(menu) > _MAX_SIGNATURES:
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(
             key=lambda s: sum(

@@ -24,7 +24,7 @@ from ..._base.overridable import shown
 from ...boxing import box, log, plan_boxing
 from ...boxing.moves import gathers
 from ...distributed.communicator import flatten
-from ...distributed.world import World, world
+from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec, StorageSpec
 from ..global_tensor import GlobalTensor
@@ -50,13 +50,16 @@ BUCKET_BYTES = 16 << 20
 # takes longer than one more collective.
 ALONE_BYTES = 1 << 21
 UNDER_WAY = 1  # buckets of gradients in transit
-MOST_ALIVE = 256  # gathered parameters in the table before the freed ones are dropped
-MOST_EXPECTED = 1 << 14  # expected uses: above that number all are learnt again
+MAX_ALIVE = 256  # gathered parameters in the table before the freed ones are dropped
+MAX_EXPECTED = 1 << 14  # expected uses: above that number all are learnt again
 PASSES = 8  # a use that has not come again for this many passes is no longer expected
 # Under reshard_after_forward() a bucket is at most as large as the largest parameter. Below this
 # size a collective costs its latency.
-LEAST_BYTES = 128 << 10
+MIN_BATCH_BYTES = 128 << 10
 
+
+_UNNAMED = contextlib.nullcontext()
+RECALLED = "backward of a use under reshard_after_forward"  # why a parameter is gathered again
 
 # (parameter, the spec that it was gathered to, the gradient of the gathered tensor)
 Waiting = tuple[GlobalTensor, Spec, torch.Tensor]
@@ -118,7 +121,7 @@ class PrefetchOrder:
 
     def used(self, one: Gathering) -> None:
         """Record that this parameter is used next."""
-        if len(self.next) >= MOST_EXPECTED:
+        if len(self.next) >= MAX_EXPECTED:
             self.next.clear()
         self.next[self.recent] = one, self.passes
         self.recent = (self.recent[1], one.number)
@@ -126,7 +129,7 @@ class PrefetchOrder:
     def most(self, freed: bool) -> int:
         """Return the maximum bytes of a bucket."""
         return (
-            min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES)
+            min(max(self.largest, self.before, MIN_BATCH_BYTES), BUCKET_BYTES)
             if freed
             else BUCKET_BYTES
         )
@@ -198,15 +201,8 @@ def _let_go(state: weakref.ref[GatherState], number: int) -> None:
         found.let_go(number)
 
 
-_STATE: weakref.WeakKeyDictionary[World, GatherState] = weakref.WeakKeyDictionary()
-
-
 def _state() -> GatherState:
-    here = world()
-    found = _STATE.get(here)
-    if found is None:
-        found = _STATE[here] = GatherState()
-    return found
+    return world().state(GatherState)
 
 
 def reset_prefetch() -> None:
@@ -281,11 +277,14 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
     """
     if torch_private.function_mode_on():
         return shown(gather_param, leaf, src, dst, why)  # type: ignore[no-any-return]
-    state, local = _state(), leaf._local
-    if world().rank not in src.placement._coordinates:
+    state, local, here = _state(), leaf._local, world()
+    if here.rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
-    log.record_boxing(plan_boxing(src, dst), why)
-    whole = _whole(state, leaf, src, dst, bool(state.freed))
+    if here.dry:
+        log.record_boxing(plan_boxing(src, dst), why)
+    elif log.forbidden():
+        log.check(plan_boxing(src, dst), why)
+    whole = _whole(state, leaf, src, dst, bool(state.freed), why)
     if not (local.requires_grad and torch.is_grad_enabled()):
         out = whole
     else:
@@ -307,9 +306,9 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
 
 
 def _whole(
-    state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool
+    state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool, why: str
 ) -> torch.Tensor:
-    """Return the gathered tensor for the next use of a parameter."""
+    """Return the gathered tensor for the next use of a parameter, in the op ``why``."""
     local, order, one = (
         leaf._local,
         state.order(src.placement),
@@ -320,7 +319,9 @@ def _whole(
     if found is None or found[1] is not local or found[2] != local._version:
         order.largest = max(order.largest, _bytes(dst))
         with torch_private.unobserved():
-            _gather(state, _batch(state, one, order.most(freed), freed), local.device)
+            batch = _batch(state, one, order.most(freed), freed)
+            with _named_gather(batch, why):
+                _gather(state, batch, local.device)
         found = state.ready.pop(one.key)
     assert found is not None, "it is an argument of the call"
     return found[0]
@@ -373,6 +374,15 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
     return (
         kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
     )
+
+
+def _named_gather(batch: Sequence[Gathering], why: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the block that logs a gather: of one parameter, or of the following ones too."""
+    if not log.watched():
+        return _UNNAMED
+    if len(batch) == 1:
+        return log.boxing_sent_here(plan_boxing(batch[0].src, batch[0].dst), why)
+    return log.exchanges(f"parameters: {len(batch)} gathered together, first for {why}")
 
 
 def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device) -> None:
@@ -545,14 +555,18 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
         chunks = flat.split_with_sizes(
             [sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))]
         )
-    state.under_way.append(
-        (
-            [(leaf, grad.dtype) for leaf, _, grad in items],
-            world().comm(ranks).reduce_scatter_async(chunks, "sum"),
-        )
-    )
+    with _named_scatter(items):
+        handle = world().comm(ranks).reduce_scatter_async(chunks, "sum")
+    state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], handle))
     while len(state.under_way) > UNDER_WAY:
         _receive(state)
+
+
+def _named_scatter(items: list[Waiting]) -> contextlib.AbstractContextManager[Any]:
+    """Return the block that logs the gradients of gathered parameters."""
+    if not log.watched():
+        return _UNNAMED
+    return log.exchanges(f"gradients of gathered parameters: {len(items)} in one bucket")
 
 
 def _receive(state: GatherState) -> None:
@@ -614,7 +628,7 @@ def reshard_after_forward() -> Iterator[None]:
 
 def _remember(state: GatherState, use: GatheredParam) -> None:
     """Register a gathered parameter, to recognize it when autograd saves it."""
-    if len(state.alive) > MOST_ALIVE:
+    if len(state.alive) > MAX_ALIVE:
         _forget_gone(state)
     state.alive[use.storage.cdata] = use
 
@@ -665,7 +679,7 @@ def _recalled(kept: Any) -> torch.Tensor:
     if leaf._local is not kept.local or kept.local._version != kept.version:
         raise _changed(leaf, kept.version)
     with torch.no_grad():
-        return _whole(_state(), leaf, leaf._spec, kept.dst, True).as_strided(
+        return _whole(_state(), leaf, leaf._spec, kept.dst, True, RECALLED).as_strided(
             kept.size, kept.stride, kept.offset
         )
 

@@ -7,7 +7,6 @@ all keys follow the gradients of a block.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...._base import torch_private
+from ...._base.user_code import warn_user
 
 __all__ = [
     "HALF",
@@ -153,11 +153,10 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     except (RuntimeError, TypeError, AttributeError, ValueError):
         good = False
     if not good:
-        told = "ring attention computes scores in tables there, which takes more memory and time"
-        warnings.warn(
-            f"torch's flash attention for {dtype} on {device} does not give what is known of it; "
+        told = "ring attention computes tables of scores instead, which takes more memory and time"
+        warn_user(
+            f"torch's flash attention for {dtype} on {device} does not give the expected results; "
             f"{told}",
-            stacklevel=2,
         )
     return good
 

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from ...._base import torch_private
+from ....boxing import log
 from ....distributed.communicator import Communicator, flatten
 from ....distributed.world import world
-from ....sharding.spec import balanced_split
+from ....sharding.balanced_split import balanced_split
 from ..helpers import zeros_connected
 from .blocks import (
     HALF,
@@ -50,10 +51,13 @@ from .blocks import (
     wide,
 )
 
-__all__ = ["RingLayout", "ring_attention", "zigzag_chunks"]
+__all__ = ["BACKWARD", "FORWARD", "RingLayout", "ring_attention", "zigzag_chunks"]
 
 # The keys and values of a rank: flat in one tensor for sending, or as two tensors.
 Block: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+FORWARD: Final = "scaled_dot_product_attention: keys and values round the ring"
+BACKWARD: Final = f"backward of {FORWARD}"
 
 # The bytes of keys and values that are sent round the ring at a time, if they can be cut so.
 _BLOCK: Final = 1 << 20
@@ -486,7 +490,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, mask, out, total = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        with _uncast(q):
+        with log.exchanges(BACKWARD), _uncast(q):
             if torch.is_grad_enabled():
                 return (*_differentiably(grads[0], q, k, v, mask, ctx.way, needed), None)
             return (*_backward(grads[0], q, k, v, mask, out, total, ctx.way, needed), None)
@@ -684,7 +688,8 @@ class _AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Scattered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of {BACKWARD}"):
+            return _Scattered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
 
 
 class _Scattered(torch.autograd.Function):
@@ -697,4 +702,5 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllGatherRows.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
+        with log.exchanges(f"backward of {BACKWARD}"):
+            return _AllGatherRows.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ from ..helpers import register, skip_when_empty
 from ..notation import Arg, Dims, Factor, LocalContext, OpDescription, Signature, align
 from ..registry import rule
 from ..strategy import SignatureChoice
-from .ring import RingLayout, ring_attention, zigzag_chunks
+from .ring import FORWARD, RingLayout, ring_attention, zigzag_chunks
 
 __all__ = ["context_parallel"]
 
@@ -67,7 +67,7 @@ def context_parallel(method: str) -> Iterator[None]:
     ...     pass
     """
     if method not in METHODS:
-        raise SbpError(f"attention: no method {method!r}; there are {', '.join(METHODS)}")
+        raise SbpError(f"context_parallel: no method {method!r}; there are {', '.join(METHODS)}")
     token = _method.set(method)
     try:
         yield
@@ -305,8 +305,8 @@ class _Call:
         if self.method == "heads" and self.heads is None:
             shape = list(self.query.shape)
             raise SbpError(
-                f"attention('heads'): a query of shape {shape} has no dim of heads, or batch, to "
-                f"split; take attention('ring') or 'gather'"
+                f"context_parallel('heads'): a query of shape {shape} has no dim of heads, or "
+                f"batch, to split; use context_parallel('ring') or context_parallel('gather')"
             )
         if self.method != "auto":
             return ways[self.method] or rows
@@ -456,6 +456,7 @@ class _Call:
         )
         asked = _method.get() == "ring"  # each method has its own plans
         kind = split.outs[0].dtype
+        why = FORWARD if rounds else "scaled_dot_product_attention"
 
         def run(
             query: Tensor,
@@ -466,13 +467,7 @@ class _Call:
             **kwargs: Any,
         ) -> Tensor:
             if rounds or merged:
-                log.exchange(
-                    "scaled_dot_product_attention: keys and values round the ring"
-                    if rounds
-                    else "scaled_dot_product_attention",
-                    rounds,
-                    asked,
-                )
+                log.exchange(why, rounds, asked)
             # Autocast casts the arguments of torch's function, so the same is done here.
             query, key, value = query.to(kind), key.to(kind), value.to(kind)
             if attn_mask is not None:
@@ -484,7 +479,8 @@ class _Call:
                 else 1
             )
             if groups <= 1:  # as many key heads, or one that all query heads share
-                return ring_attention(query, key, value, attn_mask, way)
+                with log.exchanges(why):
+                    return ring_attention(query, key, value, attn_mask, way)
             query, key, value = (
                 query.unflatten(-3, (key.shape[-3], groups)),
                 key.unsqueeze(-3),
@@ -496,7 +492,8 @@ class _Call:
                     if attn_mask.shape[-3] == 1
                     else attn_mask.unflatten(-3, (key.shape[-4], groups))
                 )
-            return ring_attention(query, key, value, attn_mask, way).flatten(-4, -3)
+            with log.exchanges(why):
+                return ring_attention(query, key, value, attn_mask, way).flatten(-4, -3)
 
         return run
 

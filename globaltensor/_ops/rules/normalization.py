@@ -1,8 +1,7 @@
-"""Rules of normalisation, dropout and recurrent layers; `rules` imports them."""
+"""Rules of normalisation: layer, rms, group, instance, batch and local response norm."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .helpers import dims_of, dummy_like, reduced, register, skip_when_empty, split_in
-from .notation import Arg, Dims, Factor, LocalContext, OpDescription
+from .helpers import dummy_like, reduced, register, skip_when_empty, split_in
+from .notation import Arg, Factor, LocalContext, OpDescription
 from .partial_extrema import reduce_partials
 from .registry import rule
 
@@ -331,114 +330,3 @@ def _local_response_norm(op: OpDescription, input: Arg, *args: Any, **kwargs: An
     reduced(op, input, (1,), True, None)
     op.out = [op.dims[input.index]]
     op.local = skip_when_empty(op, F.local_response_norm)
-
-
-# -------------------------------------------------------------------------- dropout and activations
-
-
-def _dropout(function: Any, whole: int | None = None) -> None:
-    """Declare a dropout: random in training, otherwise the identity, which passes any partial.
-
-    ``whole``: the last ``whole`` dims are dropped together.
-    """
-    signature = inspect.signature(function) if inspect.isfunction(function) else None
-
-    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-        if signature is not None:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            call = bound.arguments
-            x, p, training = call["input"], call["p"], call.get("training", call.get("train"))
-        else:
-            x, p, training = (*args, *kwargs.values())[:3]
-        names = tuple(range(x.ndim))
-        op.set(x, names)
-        op.out = [names]
-        if not training or p == 0:
-            op.linear, op.carries = [frozenset([0])], True
-            return
-        op.random = True
-        if whole is not None:
-            lead = max(0, x.ndim - whole)
-            op.whole = set(range(lead, x.ndim))
-
-    register(function, describe)
-
-
-for _name, _whole in (
-    ("dropout", None), ("alpha_dropout", None), ("dropout1d", 1), ("dropout2d", 2),
-    ("dropout3d", 3), ("feature_dropout", 9), ("feature_alpha_dropout", 9),
-):  # fmt: skip
-    for _where in (F, torch):
-        if callable(_f := getattr(_where, _name, None)):
-            _dropout(_f, _whole)
-
-
-@rule([F.rrelu, torch.rrelu])
-def _rrelu(
-    op: OpDescription,
-    input: Arg,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: Any = False,
-) -> None:
-    names = tuple(range(input.ndim))
-    op.set(input, names)
-    op.out, op.random = [names], bool(training)
-
-
-@rule([F.glu])
-def _glu(op: OpDescription, input: Arg, dim: int = -1) -> None:
-    reduced(op, input, dims_of(input, dim), True, None)
-
-
-@rule("prelu")
-def _prelu(op: OpDescription, input: Arg, weight: Arg) -> None:
-    names = tuple(range(input.ndim))
-    op.set(input, names)
-    op.out = [names]
-    if weight.ndim == 1 and weight.shape[0] > 1:
-        op.set(weight, (1 if input.ndim > 1 else 0,))
-
-
-# --------------------------------------------------------------------------------- recurrent layers
-
-
-def _cell(op: OpDescription, input: Arg, hx: Any, *weights: Any) -> None:
-    lead: Dims = ("n",) if input.ndim == 2 else ()
-    for a in (input, *(hx if isinstance(hx, (tuple, list)) else [hx])):
-        op.set(a, (*lead, None))
-    op.out = [(*lead, None)]
-
-
-for _name in ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"):
-    register(getattr(torch, _name), _cell)
-
-
-def _recurrent(function: Any) -> None:
-    """Declare a recurrent layer over a sequence, which is parallel over the batch.
-
-    Packed sequences are replicated, as their batch changes from step to step.
-    """
-
-    def describe(op: OpDescription, input: Arg, hx: Any, *rest: Any) -> None:
-        if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)
-            op.whole_call = True
-            return
-        _, _, _layers, dropout, training, _, batch_first = rest
-        names: Dims = (None,) if input.ndim == 2 else ("n", None) if batch_first else (None, "n")
-        op.set(input, (*names, None))
-        states = hx if isinstance(hx, (tuple, list)) else [hx]
-        for h in states:
-            op.set(h, (None, "n", None) if input.ndim == 3 else (None, None))
-        hidden: Dims = (None, "n", None) if input.ndim == 3 else (None, None)
-        op.out = [(*names, None), *[hidden] * len(states)]
-        op.random = bool(training and dropout)
-        op.local = skip_when_empty(op, function)
-
-    register(function, describe)
-
-
-for _name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
-    _recurrent(getattr(torch, _name))

@@ -1,0 +1,436 @@
+"""Plans of calls with a rule: box the operands, run on the local tensors, wrap the results.
+
+_ops/plan_call.py makes the plans. `dispatch` runs those that need no boxing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from .._base.overridable import apply
+from .._base.pytree import replaced, tensors_in
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .._tensor.gradients import parameter_gather
+from .._tensor.promote import promote_plain_tensor
+from .._tensor.strides import Note, base_note, by_rows, differ, note_strides, results
+from .._tensor.view_tracking import (
+    RemoteView,
+    finish_inplace,
+    has_aliases,
+    has_partial_alias,
+    link_alias,
+)
+from ..boxing import box, log, plan_boxing
+from ..distributed.world import world
+from ..errors import InplaceError
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .call_plan import CallPlan, as_on_one_device
+from .nonmember import nonmember_outputs
+
+__all__ = [
+    "InPlacePlan",
+    "LocalPlan",
+    "LocalPlanList",
+    "LocalPlanMany",
+    "StridedViewPlan",
+    "box_partial_target",
+    "inplace_error",
+    "register_random",
+    "unpartial_norm_target",
+]
+
+
+_GETITEM = torch.Tensor.__getitem__
+
+#: Functions that torch refuses because of the strides of their base, and functions that copy then.
+_REFUSED, _COPIED = (
+    frozenset(("view", "unflatten", "view_as_complex")),
+    frozenset(("reshape", "flatten", "ravel")),
+)
+
+_PLACEHOLDER = torch.empty(0)  # placeholder for a tensor
+
+
+_run_random: Callable[..., Any] | None = None
+
+
+def register_random(run: Callable[..., Any]) -> None:
+    """Let plans call random functions through ``run``, as globaltensor._ops.random does.
+
+    ``run(function, args, kwargs, coordinates along split axes, placement)`` returns the result.
+    """
+    global _run_random
+    _run_random = run
+
+
+def inplace_error(name: str, spec: Spec) -> InplaceError:
+    return InplaceError(
+        f"in-place {name} would need the sbp of its target changed, which an in-place op must not "
+        f"do\n"
+        f"  target {spec!r}\n"
+        f"use the out-of-place form, or box the target first: x = x.to_global(sbp=...)"
+    )
+
+
+class LocalPlan(CallPlan):
+    """A plan: box the operands that need it, run on the local tensors, wrap the results."""
+
+    __slots__ = (
+        "coordinates",
+        "dst",
+        "gathers",
+        "inplace",
+        "name",
+        "outs",
+        "outside",
+        "random",
+        "routes",
+        "single",
+        "src",
+        "structure",
+        "traffic",
+    )
+
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
+        super().__init__()
+        self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
+        routes = [plan_boxing(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        self.routes = [r if r is not None and r.moves else None for r in routes]
+        self.gathers = [
+            r is not None and bool(parameter_gather.gather_axes(r.src, r.dst)) for r in self.routes
+        ]
+        self.traffic = any(r is not None and r.bytes for r in self.routes)
+        self.outside = src[0].placement.coordinate(world().rank) is None
+        self.inplace = False
+        self.random = False
+        self.single = False
+        self.coordinates: tuple[int, ...] | None = None
+        self.structure: Any = None  # the pytree of the results, with meta tensors
+
+    def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the operands' local tensors, boxed to the layouts that the op needs."""
+        if self.traffic and log.forbidden():
+            for i, route in enumerate(self.routes):
+                if route is not None:
+                    log.check(route, f"{self.name}: operand {i}")
+        out = []
+        for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
+            if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
+                out.append(parameter_gather.gather_param(t, src, dst, f"{self.name}: operand {i}"))
+                continue
+            local = (
+                t._local
+                if isinstance(t, GlobalTensor)
+                else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
+            )
+            # The result of a view function may be written into, so its boxed base must not share
+            # memory.
+            out.append(
+                local
+                if self.routes[i] is None
+                else box(
+                    local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0
+                )
+            )
+        return out
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        locals_ = self.locals(tensors)
+        if self.outside:
+            if self.random:  # the random stream advances here too
+                _run_random(
+                    lambda **k: None,
+                    (),
+                    {"generator": kwargs.get("generator")},
+                    (),
+                    self.src[0].placement,
+                )
+            result = nonmember_outputs(self.outs, locals_)
+            if self.inplace:
+                # without an autograd graph (an optimizer's step) it stays the leaf that it is
+                if result[0].requires_grad:
+                    tensors[0]._local = result[0]
+                return finish_inplace(tensors[0])
+        else:
+            these = iter(locals_)
+            function = self.function or func
+            new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
+            try:
+                if self.coordinates is not None:
+                    out = _run_random(
+                        function, new_args, new_kwargs, self.coordinates, self.src[0].placement
+                    )
+                else:
+                    out = (
+                        function(*new_args, **new_kwargs)
+                        if self.function is None
+                        else apply(function, new_args, new_kwargs)
+                    )
+            except (IndexError, RuntimeError) as error:
+                if (alone := as_on_one_device(error, func, args, kwargs, locals_)) is not None:
+                    raise alone from None
+                raise
+            if self.inplace:
+                tensors[0]._spec = self.outs[0]
+                return finish_inplace(tensors[0])
+            if self.single:
+                return (
+                    GlobalTensor.wrap(out, self.outs[0])
+                    if not self.view
+                    else self._view(out, self.outs[0], (func, args, kwargs, 0))
+                )  # type: ignore[arg-type]
+            result = tensors_in(out, [])
+        pairs = zip(result, self.outs, strict=True)
+        wrap = self._view if self.view else lambda local, spec, call: GlobalTensor.wrap(local, spec)
+        return replaced(
+            self.structure,
+            iter(
+                [
+                    wrap(local, spec, (func, args, kwargs, i))
+                    for i, (local, spec) in enumerate(pairs)
+                ]
+            ),
+        )  # type: ignore[arg-type]
+
+    def _view(
+        self,
+        local: torch.Tensor,
+        spec: Spec,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+    ) -> GlobalTensor:
+        """Wrap the ``i``-th result of a view function's call, and link it to its base."""
+        func, args, kwargs, i = call
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor):
+            return GlobalTensor.wrap(local, spec)
+        if self.routes[0] is None and not self.picks and type(base) in ORDINARY:
+            out = GlobalTensor.wrap(local, spec)
+            link_alias(base, out)
+            return out
+
+        index, places = args[1] if func is _GETITEM else None, repeat(_PLACEHOLDER)
+        # drop the references to the base
+        given, named = replaced(args, places), replaced(kwargs, places)
+
+        def taken(source: Any) -> Any:
+            these = iter([source, *others])
+            return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
+
+        return RemoteView.of(local, spec, base, taken, index)
+
+
+class StridedViewPlan(LocalPlan):
+    """A plan of a view function whose local tensors may not determine the global memory order.
+
+    The plan notes the strides that one device would have, and these decide (_tensor/strides.py)."""
+
+    __slots__ = ("decides", "known", "quick", "refuses", "rows")
+
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
+        super().__init__(name, src, dst, outs)
+        # note of the base -> notes of the results, or None if one device would copy
+        self.known: dict[Note, list[Note] | None] = {}
+        # the local tensors decide, on the ranks that have some
+        elsewhere = self.outside and not differ(src[0].plain)
+        self.refuses = name in _REFUSED and not elsewhere
+        self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        # the note that `base_note` returns in most cases
+        self.rows = (
+            Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
+        )
+        self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0] if args and self.quick else None
+        if type(base) not in ORDINARY or not self.single or self.picks:
+            return self._planned(func, args, kwargs)
+        laid = base.__dict__.get("_strides")
+        if laid is None:
+            if self.rows is not None and base._memory is None and base._local.is_contiguous():
+                laid = base.__dict__["_strides"] = self.rows
+            else:
+                laid = base_note(base, self.decides)
+        found = self.known.get(laid)
+        if found is None or (self.decides and not laid.exact):
+            return self._planned(func, args, kwargs)
+        out = GlobalTensor.wrap(
+            (self.function or func)(base._local, *args[1:], **kwargs), self.outs[0]
+        )  # type: ignore[arg-type]
+        link_alias(base, out)
+        out.__dict__["_strides"] = found[0]
+        return out
+
+    def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call on the general path.
+
+        It is for the first base with these strides, and for results that are no view of the local
+        tensor."""
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor) or others:
+            return super().run(func, args, kwargs)
+        # drop the references to the base
+        rest, named = replaced(args, repeat(_PLACEHOLDER)), replaced(kwargs, repeat(_PLACEHOLDER))
+
+        def taken(x: Any) -> Any:
+            these = iter([x])
+            return func(*replaced(rest, these), **replaced(named, these))
+
+        laid = base_note(base, self.decides)
+        notes = self._notes(base, laid, taken) if laid.exact or not self.refuses else []
+        if notes is None:
+            return self._of_copy(func, args, kwargs, base)
+        if self.decides and not laid.exact:
+            out = self._of_copy(func, args, kwargs, base)
+            return RemoteView.of(out._local, out._spec, base, taken)
+        out = super().run(func, args, kwargs)
+        for t, found in zip(tensors_in(out, []), notes, strict=True):
+            note_strides(t, found)  # type: ignore[arg-type]
+        return out
+
+    def _notes(
+        self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]
+    ) -> list[Note] | None:
+        """Return the notes of the results, or None if one device would copy.
+
+        Raises torch's error for strides that it refuses."""
+        if laid not in self.known:
+            exact = laid.exact and self.routes[0] is None and not self.picks
+            strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
+            self.known[laid] = (
+                None if strides is None else [Note(found, exact) for found in strides]
+            )
+        return self.known[laid]
+
+    def _of_copy(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor
+    ) -> GlobalTensor:
+        """Run the call on a contiguous copy of the local tensor."""
+        these = iter(
+            [
+                GlobalTensor.wrap(
+                    base._local.clone(memory_format=torch.contiguous_format), base._spec
+                )
+            ]
+        )
+        out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
+        if isinstance(out, RemoteView):
+            out.cut()
+        out._memory = None  # no other tensor shares the copy
+        return out
+
+
+class LocalPlanList(CallPlan):
+    """A plan for operands that need no boxing in a list, the first argument (cat, stack).
+
+    The result is one tensor."""
+
+    __slots__ = ()
+
+    def __init__(self, planned: LocalPlan) -> None:
+        super().__init__()
+        self.function, self.out = planned.function, planned.outs[0]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands, *others = args
+        locals_ = (
+            [t._local for t in operands]
+            if type(operands) is list
+            else tuple([t._local for t in operands])
+        )
+        if self.function is None:
+            return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
+        return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
+
+
+class InPlacePlan(CallPlan):
+    """A plan for an in-place call whose operands need no boxing and are flat among the arguments.
+
+    The first operand is the target."""
+
+    __slots__ = ()
+
+    def __init__(self, planned: LocalPlan) -> None:
+        super().__init__()
+        self.function, self.out = planned.function, planned.outs[0]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        locals_ = [a._local if type(a) in ORDINARY else a for a in args]
+        if kwargs:
+            kwargs = {k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()}
+        (self.function or func)(*locals_, **kwargs)
+        target = args[0]
+        target._spec = self.out
+        if target._memory is not None:  # as `mark_written` does
+            target._memory.writes += 1
+        return target
+
+
+class LocalPlanMany(CallPlan):
+    """A plan for flat operands that need no boxing, with several results (split, chunk, topk)."""
+
+    __slots__ = ("kind", "outs")
+
+    def __init__(self, planned: LocalPlan) -> None:
+        super().__init__()
+        self.function, self.outs, self.view, self.kind = (
+            planned.function,
+            planned.outs,
+            planned.view,
+            type(planned.structure),
+        )
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_args = tuple([a._local if isinstance(a, GlobalTensor) else a for a in args])
+        local_kwargs = {
+            k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()
+        }
+        out = (
+            func(*local_args, **local_kwargs)
+            if self.function is None
+            else apply(self.function, local_args, local_kwargs)
+        )
+        wrapped = [
+            GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)
+        ]  # type: ignore[arg-type]
+        if self.view:
+            for t in wrapped:
+                link_alias(args[0], t)
+        return self.kind(wrapped)
+
+
+def box_partial_target(name: str, target: GlobalTensor) -> None:
+    """Box a partial in-place target (maximum, norm) to broadcast before ``name`` writes to it.
+
+    Raises InplaceError if the user chose its sbp, if it has aliases, or if it is a leaf that
+    requires grad."""
+    if (
+        target._pinned
+        or has_aliases(target)
+        or has_partial_alias(target)
+        or (target._local.is_leaf and target._local.requires_grad)
+    ):
+        raise inplace_error(name, target._spec)
+    whole = target._spec.replace(
+        layout=[broadcast if e.is_partial else e for e in target._spec.layout]
+    )
+    with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+        target._local = box(target._local, target._spec, whole, why=name, alias=False)
+    target._spec = whole
+
+
+def unpartial_norm_target(name: str, target: GlobalTensor) -> None:
+    """Box a target that is partial as a norm to broadcast before ``name`` writes to it.
+
+    Local norms are never less than zero, but ``name`` may write any values."""
+    if any(e.reduce.startswith("norm") for e in target._spec.layout):
+        box_partial_target(name, target)
