@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from .._ops.dispatch import HANDLERS
+from .._ops.dispatch import register_handlers
 from .._tensor.global_tensor import GlobalTensor
-from ..boxing import box
+from ..boxing import box, log
 from ..distributed.world import world
 
 __all__: list[str] = []
@@ -33,9 +33,10 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found.masked_fill_(~torch.isfinite(whole).all(), 1.0)
     here = world()
     if here.size > 1:
-        found.copy_(
-            here.comm(tuple(range(here.size))).all_reduce(found.reshape(1), "max").reshape(())
-        )
+        with log.exchanges("GradScaler.unscale_: whether a gradient is not finite"):
+            found.copy_(
+                here.comm(tuple(range(here.size))).all_reduce(found.reshape(1), "max").reshape(())
+            )
 
 
-HANDLERS[torch_private.unscale_gradients] = _unscale
+register_handlers({torch_private.unscale_gradients: _unscale}, "list of tensors")

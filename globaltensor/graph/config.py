@@ -132,8 +132,8 @@ class Config:
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
         """Raise GraphError: OneFlow has removed this setting, and enable_zero() replaces it."""
         raise GraphError(
-            f"set_zero_redundancy_optimizer_mode({mode!r}) is no more: use "
-            f"config.enable_zero(True, stage=1)"
+            f"set_zero_redundancy_optimizer_mode({mode!r}) was removed: use "
+            "config.enable_zero(True, stage=1)"
         )
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
@@ -168,27 +168,27 @@ class Config:
 
         self.schedule = parse_schedule(schedule)
 
-    def follow(self, plan: Any) -> None:
+    def use_auto_plan(self, plan: Any) -> None:
         """Apply the choices of a ``flow.auto.plan`` other than the layouts.
 
         `flow.parallelize(model, placement, plan)` applies the layouts. This method sets the number
         of micro-batches, the schedule of the stages, and whether gathered parameters are freed
-        (`sharded.freed`). It also sets ZeRO, at the highest stage that the plan chooses for any
-        parameter. ZeRO then covers all parameters at least as large as the smallest one for which
-        the plan chooses it. Raises GraphError if ``plan`` is not a plan."""
+        (`flow.reshard_after_forward`). It also sets ZeRO, at the highest stage that the plan
+        chooses for any parameter. ZeRO then covers all parameters at least as large as the smallest
+        one for which the plan chooses it. Raises GraphError if ``plan`` is not a plan."""
         if not isinstance(getattr(plan, "choices", None), Mapping):
             raise GraphError(
-                f"config.follow takes a plan, of flow.auto.plan(...) or "
+                "config.use_auto_plan takes a plan, made by flow.auto.plan(...) or "
                 f"flow.auto.load_plan(file), got {plan!r}"
             )
         chosen = plan.choices
         self.set_gradient_accumulation_steps(chosen.get("micro_batches", 1))
         if chosen.get("schedule"):
             self.set_schedule(chosen["schedule"])
-        self.freed = bool(chosen.get("freed"))
+        self.freed = bool(chosen.get("reshard_after_forward"))
         shared = chosen.get("zero") or {}
         least = min(
-            (g.bytes // getattr(torch, g.dtype).itemsize for g in plan.given if g.name in shared),
+            (g.bytes // getattr(torch, g.dtype).itemsize for g in plan.placed if g.name in shared),
             default=1,
         )
         self.enable_zero(

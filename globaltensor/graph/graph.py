@@ -177,13 +177,12 @@ class Graph:
             return
         if isinstance(value, Graph):
             raise GraphError(
-                f"{type(self).__name__}.{name}: a graph cannot hold another graph; give both the "
-                f"modules that they share"
+                f"{type(self).__name__}.{name}: a graph cannot hold another graph; set the "
+                "modules that they share on both"
             )
         if isinstance(value, Optimizer):
             raise GraphError(
-                f"{type(self).__name__}.{name}: hand optimizers over with "
-                f"self.add_optimizer(optimizer)"
+                f"{type(self).__name__}.{name}: add an optimizer with self.add_optimizer(optimizer)"
             )
         self._modules.pop(name, None)
         self.__dict__[name] = value
@@ -297,7 +296,8 @@ class Graph:
         """
         if not callable(func):
             raise GraphError(
-                f"Graph.trace: a function or a module that takes and gives tensors, got {func!r}"
+                "Graph.trace: func must be a function or a module that accepts and returns "
+                f"tensors, got {func!r}"
             )
         graph = cls()
         graph._modules.update((f"module_{i}", module) for i, module in enumerate(modules_of(func)))
@@ -659,11 +659,11 @@ class Graph:
         if self._last is None or self._last.searched is None:
             raise GraphError(
                 f"{self.name} has no automatic plan of the inputs last seen: call "
-                f"config.enable_auto_parallel() before that, and not use_plan()"
+                "config.enable_auto_parallel() before the call, and do not call use_plan()"
             )
         return self._last.searched
 
-    def on_one_device(self) -> fx.GraphModule:
+    def single_device_module(self) -> fx.GraphModule:
         """Return the captured graph of the inputs last seen as a module of plain tensors.
 
         The module holds copies of the parameters as they are now. It serves inspection, tests and
@@ -687,8 +687,8 @@ class Graph:
         staged = None if self._last is None else self._last.staged
         if staged is None or not self.config.timeline:
             raise GraphError(
-                f"{self.name} has no timeline: it wants a pipeline of several stages, and "
-                f"config.enable_timeline() before the call"
+                f"{self.name} has no timeline: a timeline needs a pipeline of several stages, and "
+                "config.enable_timeline() before the call"
             )
         return measured(staged.pipeline, path)
 

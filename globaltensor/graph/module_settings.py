@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from .._tensor.global_tensor import SEEN_AS
+from .._ops.methods import register_view_class
 from ..errors import GraphError, RenamedError
 from ..sharding.placement import Placement
 
@@ -87,7 +87,7 @@ class GraphTensor(ModuleSettings):
         )  # type: ignore[no-untyped-call]
 
 
-SEEN_AS.add(GraphTensor)
+register_view_class(GraphTensor)
 
 
 def stage_of_tensor(
@@ -130,8 +130,8 @@ class ProxyModule:
     def __getattr__(self, name: str) -> Any:
         if name == "config" and not hasattr(self._module, name):
             raise RenamedError(
-                "a module's .config is gone: .to(nn.graph.GraphModule) has set_stage(stage_id, "
-                "placement) and activation_checkpointing"
+                "a module's .config was removed: use .to(nn.graph.GraphModule), which has "
+                "set_stage(stage_id, placement) and activation_checkpointing"
             )
         value = getattr(self._module, name)
         if (

@@ -61,11 +61,11 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
         )
         lines.append(
             f"optimizer {i} ({kind}), learning rate: "
-            f"{', '.join(type(s).__name__ for s in schedules if s is not None) or 'as it is'}"
+            f"{', '.join(type(s).__name__ for s in schedules if s is not None) or 'no scheduler'}"
         )
     if graph._scaler is not None:
         lines.append(f"grad scaler: {type(graph._scaler).__name__}")
-    return lines + [f"stage {k} lies on {p!r}" for k, p in enumerate(stages)]
+    return lines + [f"stage {k} is on {p!r}" for k, p in enumerate(stages)]
 
 
 def _shown(value: Any) -> str:
@@ -74,7 +74,7 @@ def _shown(value: Any) -> str:
         return (
             f"{value.item()!r} (tensor)"
             if value.numel() == 1
-            else f"a tensor of {value.numel()} numbers"
+            else f"a tensor of {value.numel()} elements"
         )
     text = repr(value)
     return text if " at 0x" not in text else type(value).__name__
@@ -115,8 +115,8 @@ def agree(name: str, report: Text | Exception | None) -> None:
         if bad:
             return
         raise GraphError(
-            f"{name}: this rank has run build() to its end, but rank {inside[0]} asks there what "
-            f"the others hold: build() must do the same on every rank"
+            f"{name}: this rank has finished build(), but rank {inside[0]} waits there for an "
+            "exchange with the other ranks: build() must do the same on every rank"
         )
     failed = [r for r, (wrong, _) in enumerate(everyone) if wrong]
     if failed:
@@ -138,9 +138,9 @@ def agree(name: str, report: Text | Exception | None) -> None:
         "config, optimizers and stages must be set alike on every rank",
     )
     _compare(
-        name, comm, ops, report.ops, "captured another graph", "; they part at op {}",
-        "build() and its inputs must be the same on every rank: no choice may depend on the rank, "
-        "and random numbers that shape it need one seed",
+        name, comm, ops, report.ops, "captured another graph", "; the graphs differ from op {} on",
+        "build() and its inputs must be the same on every rank: no branch may depend on the "
+        "rank, and random numbers that decide a branch need the same seed on every rank",
     )  # fmt: skip
     drawing = {r: seed for r, seed in enumerate(seeds) if seed is not None}
     odd = _odd(list(drawing.values()))
@@ -149,8 +149,8 @@ def agree(name: str, report: Text | Exception | None) -> None:
         usual, other = ranks[odd[0]], ranks[odd[1]]
         raise GraphError(
             f"{name}: rank {other} draws random numbers from another seed than rank {usual} "
-            f"({drawing[other]}, {drawing[usual]}): call torch.manual_seed "
-            "with the same number on every rank; for numbers of a rank's own (data), use a "
+            f"({drawing[other]}, {drawing[usual]}): call torch.manual_seed with the same number "
+            "on every rank; for random numbers that differ between ranks (data), use a "
             "torch.Generator"
         )
 

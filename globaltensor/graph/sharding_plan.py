@@ -190,12 +190,12 @@ class ShardingPlan:
             return ""
         mine, theirs = {op.name: op for op in self.ops}, {op.name: op for op in other.ops}
         lines = [
-            f"- {op.name} = {op.function}: only here"
+            f"- {op.name} = {op.function}: only in this plan"
             for name, op in mine.items()
             if name not in theirs
         ]
         lines += [
-            f"+ {op.name} = {op.function}: only there"
+            f"+ {op.name} = {op.function}: only in the other plan"
             for name, op in theirs.items()
             if name not in mine
         ]
@@ -224,11 +224,11 @@ def _parting(a: PlannedOp, b: PlannedOp) -> Iterator[str]:
         if x.of != y.of:
             yield f"operand {i} is {x.of} -> {y.of}"
         if x.came != y.came:
-            yield f"operand {i} comes as {_show(x.came)} -> {_show(y.came)}"
+            yield f"operand {i} arrives as {_show(x.came)} -> {_show(y.came)}"
         if x.wanted != y.wanted:
             yield f"operand {i} is taken as {_show(x.wanted)} -> {_show(y.wanted)}"
     if a.results != b.results:
-        yield f"gives {', '.join(map(_show, a.results))} -> {', '.join(map(_show, b.results))}"
+        yield f"returns {', '.join(map(_show, a.results))} -> {', '.join(map(_show, b.results))}"
     if a.boxings != b.boxings:
         yield f"moves {sum(m.bytes for m in a.boxings)} B -> {sum(m.bytes for m in b.boxings)} B"
 
@@ -427,7 +427,7 @@ class PlanFollower:
         except (ValueError, RuntimeError) as error:
             what = f"operand {i} ({op.operands[i].of}, {t._spec!r})"
             raise GraphError(
-                f"{op.name}: the plan wants {what} as {_show(wanted)}, which cannot be: {error}"
+                f"{op.name}: the plan wants {what} as {_show(wanted)}, which is impossible: {error}"
             ) from error
 
     def written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -480,7 +480,8 @@ class PlanFollower:
         if op is not None:
             where = f"{op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}"
             raise GraphError(
-                f"the plan is of another graph: build() is over where the plan has {where}"
+                "the plan is of another graph: build() has ended, but the plan goes on with "
+                f"{where}"
             )
 
     def _now(self) -> PlannedOp | None:
@@ -503,7 +504,7 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
     rule, tensors = RULES.get(func), tensors_in(kwargs, tensors_in(args, []))
     found = [t._spec.shown for t in tensors if isinstance(t, GlobalTensor)]
     if rule is None or not found:
-        return "it has no rule, so it takes every operand whole: B"
+        return "it has no rule, so it takes every operand replicated: B"
     placed = found[0].placement
     specs = [
         t._spec.shown
@@ -517,13 +518,13 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
         return (
-            f"its rule does not know this form of the call ({type(error).__name__}: {error}), "
-            f"so it takes every operand whole: B"
+            f"its rule does not know this form of the call ({type(error).__name__}: {error}), so "
+            "it takes every operand replicated: B"
         )
     if op.composite is not None or op.whole_call:
         return (
-            "it is composed of other ops, or takes its operands whole: bring the operands "
-            "there with to_global in build() instead"
+            "it is composed of other ops, or takes its operands replicated: box the operands with "
+            "to_global in build() instead"
         )
     lines = []
     for axis in range(placed.axes):

@@ -76,13 +76,13 @@ def _check(graph: Any, saved: Any) -> None:
     if missing:
         had = ", ".join(map(str, saved))
         raise RuntimeError(
-            f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass "
-            f"strict=False to leave them"
+            f"{graph.name}: the state has no entry for {', '.join(missing)} (it has {had}): pass "
+            "strict=False to leave these unchanged"
         )
     if other:
         raise RuntimeError(
-            f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not: "
-            f"pass strict=False to leave them"
+            f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not "
+            "have: pass strict=False to ignore these"
         )
     if graph._optimizers:
         has = [len(kept) for kept in saved["lr_schedulers"]]
@@ -100,8 +100,9 @@ def not_copied(graph: Any, protocol: Any) -> Any:
 
     A graph is code, and programs for the ranks of this job."""
     raise GraphError(
-        f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), "
-        f"and load_state_dict() it into a graph that the same class makes"
+        f"{graph.name} cannot be saved, pickled or copied: a graph is code. Save "
+        "graph.state_dict(), and load that state with load_state_dict() into a new graph of the "
+        "same class"
     )
 
 

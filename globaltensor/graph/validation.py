@@ -33,7 +33,8 @@ def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer])
     scheduler must be made for this optimizer and need no metric."""
     if not isinstance(optimizer, Optimizer):
         raise GraphError(
-            f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}"
+            "add_optimizer: an optimizer of torch.optim is expected, got "
+            f"{type(optimizer).__name__}"
         )
     if any(optimizer is other for other in others):
         raise GraphError(
@@ -49,7 +50,7 @@ def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer])
     for schedule in schedules if isinstance(schedules, (list, tuple)) else [schedules]:
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise GraphError(
-                "add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the "
+                "add_optimizer: ReduceLROnPlateau needs a metric: step it yourself, between the "
                 "calls of the graph"
             )
         if schedule is not None and not callable(getattr(schedule, "step", None)):
@@ -60,7 +61,7 @@ def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer])
         if getattr(schedule, "optimizer", optimizer) is not optimizer:
             raise GraphError(
                 f"add_optimizer: lr_sch, a {type(schedule).__name__}, was made for another "
-                f"optimizer: make it for the one that it is given with"
+                "optimizer: make the scheduler for the optimizer that it is passed with"
             )
 
 
@@ -104,8 +105,8 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
             else "they are not complete before the last micro-batch"
         )
         raise GraphError(
-            f"{graph.name}: build() reads gradients, but {why}: do it in a hook of the optimizer, "
-            f"which runs when they are: "
+            f"{graph.name}: build() reads gradients, but {why}: read them in a hook of the "
+            "optimizer, which runs when they are complete: "
             "optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: "
             "torch.nn.utils.clip_grad_norm_(parameters, 1.0))"
         )

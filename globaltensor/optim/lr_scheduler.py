@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._base.torch_namespace import directory as _directory
 from .._base.torch_namespace import names_of_torch as _names_of_torch
 
 __all__ = ["CosineDecayLR", "PolynomialLR", "WarmUpLR", "WarmupLR"]
 
 __getattr__ = _names_of_torch(__name__)
+__dir__ = _directory(__name__)
 
 
 def _tell(scheduler: Any) -> None:
@@ -175,7 +177,7 @@ class WarmupLR(_Scheduler):
         )
         if self.scheduler is None and warmup_iters <= 0:
             raise ValueError(
-                f"WarmupLR: warmup_iters must be positive where there is no scheduler to go on "
+                f"WarmupLR: warmup_iters must be positive where there is no scheduler to continue "
                 f"with, got {warmup_iters}"
             )
         self.warmup_factor, self.warmup_iters, self.warmup_method, self.warmup_prefix = (
@@ -219,7 +221,7 @@ class WarmupLR(_Scheduler):
         Raises ValueError for ``epoch``: each rate follows the one before."""
         if epoch is not None:
             raise ValueError(
-                "WarmupLR: step() takes no epoch; to go on from a step, load_state_dict"
+                "WarmupLR: step() takes no epoch; to continue from a step, call load_state_dict"
             )
         scheduler = self.scheduler
         if scheduler is not None and self.last_epoch >= (
@@ -258,7 +260,7 @@ class WarmupLR(_Scheduler):
         state = dict(state_dict)
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
-                "WarmupLR: the state and this one must both go on with a scheduler, or neither"
+                "WarmupLR: the state and this WarmupLR must both have a scheduler, or neither"
             )
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state.pop("scheduler"))

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather
-from .._tensor.gradients.reducer import LeafGradient, reducer
+from .._tensor.gradients.leaf import LeafGradient
+from .._tensor.gradients.reducer import reducer
 from .._tensor.set_data import replace_local
 from ..boxing import box
 from ..distributed.world import world
@@ -46,7 +47,7 @@ def freeing(
     wanted = (
         followed
         or (zero is not None and zero[0] == 3)
-        or (searched is not None and searched.choices.get("freed"))
+        or (searched is not None and searched.choices.get("reshard_after_forward"))
     )
     return parameter_gather.reshard_after_forward() if wanted else contextlib.nullcontext()
 
@@ -123,21 +124,21 @@ class Zero:
             )
         if type(shard_min_size) is not int or shard_min_size < 1:
             raise ZeroError(
-                f"shard_min_size is the least number of elements that a rank gets of a parameter, "
-                f"1 or more; got {shard_min_size!r}"
+                f"shard_min_size is the minimum number of elements in a rank's shard of a "
+                f"parameter, 1 or more; got {shard_min_size!r}"
             )
         for optimizer in optimizers:
             if type(optimizer) not in ELEMENTWISE:
                 raise ZeroError(
-                    f"ZeRO lets each rank step its share of a parameter, but what "
-                    f"{type(optimizer).__name__} does to an element may depend on the others; "
-                    f"those that work element by element: "
+                    f"ZeRO lets each rank step its shard of a parameter, but the step of "
+                    f"{type(optimizer).__name__} for one element may depend on other elements; "
+                    f"these optimizers work element by element: "
                     f"{', '.join(sorted(o.__name__ for o in ELEMENTWISE))}"
                 )
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 raise ZeroError(
-                    "ZeRO does not go with differentiable=True: the shares are gathered without a "
-                    "graph"
+                    "ZeRO does not support differentiable=True: the shards are gathered without "
+                    "an autograd graph"
                 )
         self.optimizers, self.stage, self.shard_min_size = list(optimizers), stage, shard_min_size
         self.shared: dict[GlobalTensor, StorageSpec] = {}  # the parameters sharded while attached

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.patches import patch
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.parameter_gather import to_logical
@@ -45,7 +46,7 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
                 return list(as_layout(value, axes, f"sbp of {pattern!r}"))
         raise SbpError(
             f"no pattern matches {path!r} (patterns: {', '.join(map(repr, choice))}): add a last "
-            f"one, '*': broadcast"
+            f"pattern '*': broadcast"
         )
     if callable(choice) and not isinstance(choice, Sbp):
         return list(
@@ -225,8 +226,8 @@ def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
             return forward(self, input)
         if self.process_group is not None:
             raise GlobalTensorError(
-                "SyncBatchNorm with a process_group got a global tensor: its statistics are those "
-                "of the whole batch; leave out process_group, "
+                "SyncBatchNorm with a process_group got a global tensor, whose statistics are "
+                "those of the global batch; leave out process_group, "
                 "or run the module on local tensors with globaltensor.local_map"
             )
         # (an inherited forward: it does not check the number of dims)
@@ -250,7 +251,12 @@ def _to(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     return run
 
 
-torch.nn.Module.to = _to(torch.nn.Module.to)  # type: ignore[method-assign, assignment]
-torch.nn.SyncBatchNorm.forward = _sync_batch_norm(torch.nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
-torch.nn.Module.to_global = module_to_global  # type: ignore[attr-defined]
-torch.nn.Module.to_local = module_to_local  # type: ignore[attr-defined]
+def install() -> None:
+    """Patch torch.nn.Module: add ``to_global`` and ``to_local``, let ``to`` take global tensors."""
+    patch("torch.nn:Module.to", _to)
+    patch("torch.nn:SyncBatchNorm.forward", _sync_batch_norm)
+    patch("torch.nn:Module.to_global", lambda before: module_to_global, missing=True)
+    patch("torch.nn:Module.to_local", lambda before: module_to_local, missing=True)
+
+
+install()

@@ -7,11 +7,7 @@ The plans are recipes for speed and memory.
 
 from __future__ import annotations
 
-import fnmatch
-import inspect
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +22,13 @@ from ..sharding.sbp import Sbp, broadcast, split
 from .adapters import Layer, layers_in
 from .expert_modules import dispatch_tokens, expert_parameters, experts_in
 from .module_to_global import SameModel, SbpChoice
+from .tensor_parallel_plan import (
+    SplitParameter,
+    cuts_heads,
+    declared_splits,
+    largest_splits,
+    paired_splits,
+)
 
 __all__ = ["PLANS", "parallelize"]
 
@@ -77,8 +80,8 @@ def parallelize(
       The search uses ``inputs`` (a tuple of example arguments), or the arguments of the first call.
       Pass the batch in any layout.
     - a plan from ``flow.auto.plan`` or ``flow.auto.load_plan``, for as many ranks as the placement
-      has. It defines layouts, and stages if it has several. ``graph.config.follow(plan)`` applies
-      its micro-batches, schedule and ZeRO.
+      has. It defines layouts, and stages if it has several. ``graph.config.use_auto_plan(plan)``
+      applies its micro-batches, schedule and ZeRO.
     - a list of one name for each axis, ``["fsdp", "tensor"]``. On several axes ``"tensor"``,
       ``"sequence"`` or ``"expert"`` alone means data over all but the last.
     - any sbp argument of ``module.to_global``: path patterns ``{"*.q_proj.weight": split(0), "*":
@@ -104,8 +107,8 @@ def parallelize(
     check_placement(placement)
     if not isinstance(model, nn.Module):
         raise SbpError(
-            f"parallelize takes a torch.nn.Module, not a {type(model).__name__}: a tensor becomes "
-            f"global by x.to_global(placement, sbp)"
+            f"parallelize takes a torch.nn.Module, not a {type(model).__name__}: to make a tensor "
+            f"global, use x.to_global(placement, sbp)"
         )
     # before shapes are read, because not every kind of parameter has one
     same = SameModel(model, placement)
@@ -209,8 +212,8 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     if given == ["hybrid"]:
         if axes != 2:
             raise SbpError(
-                f'plan "hybrid" needs a placement of two axes, replicas x ranks of one, not of '
-                f'{axes}: flow.placement("cpu", [[0, 1], [2, 3]])'
+                f'plan "hybrid" needs a placement of two axes (replicas x ranks of a replica), not '
+                f'of {axes}: for example flow.placement("cpu", [[0, 1], [2, 3]])'
             )
         given = ["data", "tensor"]
     elif given in (["tensor"], ["sequence"], ["expert"]):
@@ -221,8 +224,8 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     if unknown:
         known = ", ".join(map(repr, [*PLANS, "hybrid", "auto"]))
         raise SbpError(
-            f"unknown plan {unknown[0]!r}: there are {known}, a list of these for the axes, and "
-            f"path patterns"
+            f"unknown plan {unknown[0]!r}: there are {known}, a list of these with one for each "
+            f"axis, and path patterns"
         )
     if len(given) != axes:
         raise SbpError(
@@ -265,9 +268,9 @@ def _expert(model: nn.Module, size: int) -> Recipe:
     paths = _paths_of_experts(model)
     if not paths:
         raise SbpError(
-            'plan "expert": the model has no module of experts, which is one with parameters of '
-            "three dims, the first the experts, "
-            'and forward(hidden_states, top_k_index, top_k_weights); take "data", or "tensor"'
+            'plan "expert": the model has no module of experts. Such a module has parameters of '
+            "three dims, the first of which is the experts, "
+            'and forward(hidden_states, top_k_index, top_k_weights). Use "data" or "tensor" instead'
         )
     return Recipe(
         lambda path, tensor: split(0) if path in paths else broadcast,
@@ -280,12 +283,12 @@ def _tensor(model: nn.Module, size: int) -> Recipe:
     experts = _paths_of_experts(model)
     parts = [
         part
-        for part in _planned(model) or _structured(model) or _largest(model)
+        for part in declared_splits(model) or paired_splits(model) or largest_splits(model)
         if part.path not in experts
     ]
-    parts = [part for part in parts if not _cuts_heads(part, parts, model, size)]
+    parts = [part for part in parts if not cuts_heads(part, parts, model, size)]
     parts += [
-        _SplitParameter(path, 0, path.rpartition(".")[0], module, module, True)
+        SplitParameter(path, 0, path.rpartition(".")[0], module, module, True)
         for path, module in experts.items()
     ]
     dims = {part.path: part.dim for part in parts}
@@ -306,7 +309,7 @@ def _sequence(model: nn.Module, size: int) -> Recipe:
     }
     columns = [
         part.layer
-        for part in _planned(model) or _structured(model) or _largest(model)
+        for part in declared_splits(model) or paired_splits(model) or largest_splits(model)
         if part.column
     ]
     parents = [path.rpartition(".")[0] for path in dict.fromkeys(columns)]
@@ -342,286 +345,7 @@ PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {
 }
 
 
-class _SplitParameter(NamedTuple):
-    """A parameter that is split."""
-
-    path: str
-    dim: int
-    # the path of the outermost module in place of the layer, with its adapters if it has some
-    layer: str
-    module: nn.Module  # the module at that path
-    base: nn.Module  # the layer itself
-    whole: bool  # the module's result is replicated
-    column: bool = False  # the layer needs replicated activations
-
-
 # ------------------------------------------------------------------------- plans that models define
 
 
-def _planned(model: nn.Module) -> list[_SplitParameter]:
-    """Return the splits of the model's own ``tp_plan``, or of those of models inside it.
-
-    A ``tp_plan`` is {path pattern of a module or parameter: style}. The result is empty without
-    one."""
-    layers = layers_in(model)
-    found = [
-        part for path, module, plan in _plans(model) for part in _by(plan, path, module, layers)
-    ]
-    # A column layer that is wider than the inputs of the row layer with the same parent computes
-    # several tensors at once (queries, keys and values). Each of them remains split when the output
-    # is cut.
-    taken = {
-        _around(part): part.base.in_features
-        for part in found
-        if not part.column and isinstance(part.base, nn.Linear)
-    }
-    several = [
-        part.column
-        and isinstance(part.base, nn.Linear)
-        and part.base.out_features > taken.get(_around(part), math.inf)
-        for part in found
-    ]
-    return [
-        part._replace(whole=part.whole and not more)
-        for part, more in zip(found, several, strict=True)
-    ]
-
-
-def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Mapping[str, Any]]]:
-    """Yield (path, module, its plan) for the outermost modules with a plan of their own.
-
-    A wrapper around a model forwards the model's attributes, but has other paths. Such attributes
-    do not count."""
-    for name in ("tp_plan", "_tp_plan"):
-        if (
-            inspect.getattr_static(module, name, None) is not None
-            and isinstance(plan := getattr(module, name), Mapping)
-            and plan
-        ):
-            yield path, module, plan
-            return
-    for name, child in module.named_children():
-        yield from _plans(child, f"{path}.{name}".lstrip("."))
-
-
-def _by(
-    plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]
-) -> Iterator[_SplitParameter]:
-    """Yield the splits of parameters that the plan of the model at path ``at`` defines."""
-    # the head's logits stay split by words, because cross-entropy accepts them so
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-    def part(
-        path: str, dim: int | None, layer: str, module: nn.Module, base: nn.Module, style: str
-    ) -> Iterator[_SplitParameter]:
-        if dim is not None:
-            whole = "colwise" not in style or ("gather" in style and module is not head)
-            yield _SplitParameter(path, dim, layer, module, base, whole, "colwise" in style)
-
-    inside = {id(m) for layer in layers for m in layer.module.modules()}
-    for layer in layers:
-        if not at or layer.path == at or layer.path.startswith(f"{at}."):
-            style = _style(plan, layer.path.removeprefix(at).lstrip("."))
-            for path, parameter in layer.parameters():
-                name = path.rpartition(".")[2]
-                own = (
-                    _style(plan, f"{layer.path}.{name}".removeprefix(at).lstrip("."))
-                    if layer.own(path)
-                    else ""
-                )
-                yield from part(
-                    path,
-                    _dim(layer, parameter, own or style),
-                    layer.path,
-                    layer.module,
-                    layer.base,
-                    own or style,
-                )
-    for path, module in model.named_modules():
-        if id(module) not in inside:
-            for name, parameter in module._parameters.items():
-                full = f"{path}.{name}".lstrip(".")
-                if parameter is not None and (style := _style(plan, full) or _style(plan, path)):
-                    yield from part(
-                        f"{at}.{full}".lstrip("."),
-                        _dim_of(parameter, style),
-                        f"{at}.{path}".lstrip("."),
-                        module,
-                        module,
-                        style,
-                    )
-
-
-def _style(plan: Mapping[str, Any], path: str) -> str:
-    """Return the plan's style of a path, or "" if it has none."""
-    return str(
-        next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
-        or ""
-    )
-
-
-def _dim(layer: Layer, parameter: torch.Tensor, style: str) -> int | None:
-    """Return the dim along which a layer's parameter is split in this style, or None."""
-    if "embedding" in style:
-        return layer.of_inputs(parameter)
-    if "colwise" in style:
-        return layer.of_outputs(parameter)
-    return layer.of_inputs(parameter) if "rowwise" in style else None
-
-
-def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
-    """Return the dim along which a parameter outside of layers is split in this style, or None.
-
-    Words or experts are the first dim, then outputs, then inputs."""
-    if "embedding" in style or style == "grouped_gemm":
-        return 0
-    if "colwise" in style:
-        return max(0, parameter.dim() - 2)
-    return parameter.dim() - 1 if "rowwise" in style and parameter.dim() > 1 else None
-
-
-def _cuts_heads(
-    part: _SplitParameter, parts: Sequence[_SplitParameter], model: nn.Module, size: int
-) -> bool:
-    """Return True if splitting this layer would cut attention heads.
-
-    Such a layer has fewer heads than another layer with the same parent (those of keys and values).
-    If it were split, ranks would have fractions of a head. Every rank then computes them all, as in
-    Megatron-LM, and nothing is communicated."""
-    around, layer = _around(part), part.base
-    width = getattr(model.get_submodule(around), "head_dim", None)
-    if (
-        not part.column
-        or not isinstance(layer, nn.Linear)
-        or not isinstance(width, int)
-        or not width
-    ):
-        return False
-    widest = max(
-        p.base.out_features
-        for p in parts
-        if p.column and isinstance(p.base, nn.Linear) and _around(p) == around
-    )
-    return layer.out_features < widest and layer.out_features % (width * size) != 0
-
-
-def _around(part: _SplitParameter) -> str:
-    """Return the path of the module that contains a parameter's layer."""
-    return part.layer.rpartition(".")[0]
-
-
 # --------------------------------------------------------------- plans from the structure of models
-
-
-def _column(layer: Layer, whole: bool = False) -> Iterator[_SplitParameter]:
-    """Yield the splits of a layer by its outputs."""
-    for path, parameter in layer.parameters():
-        if (dim := layer.of_outputs(parameter)) is not None:
-            yield _SplitParameter(path, dim, layer.path, layer.module, layer.base, whole, True)
-
-
-def _row(layer: Layer) -> Iterator[_SplitParameter]:
-    """Yield the splits of a layer by its inputs, which are the words of a table.
-
-    The bias of an affine layer is replicated."""
-    for path, parameter in layer.parameters():
-        if (dim := layer.of_inputs(parameter)) is not None:
-            yield _SplitParameter(path, dim, layer.path, layer.module, layer.base, True)
-
-
-def _structured(model: nn.Module) -> list[_SplitParameter]:
-    """Return column-then-row pairs, found by the positions of layers.
-
-    In a block of a repeated list of layers, a layer that widens or makes heads comes before one
-    that closes."""
-    layers = layers_in(model)
-    linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
-    found: list[_SplitParameter] = []
-    for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
-        if scope:
-            families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
-            found += _paired(families)
-    return [*found, *_vocabulary(layers)]
-
-
-def _largest(model: nn.Module) -> Iterator[_SplitParameter]:
-    """Yield the split of the largest linear layer by its outputs, for a model without pairs.
-
-    In a convolutional model this is mostly the classifier (Krizhevsky 2014)."""
-    linears = [layer for layer in layers_in(model) if isinstance(layer.base, nn.Linear)]
-    if linears:
-        yield from _column(max(linears, key=lambda layer: layer.outputs * layer.inputs))
-
-
-def _scope(path: str) -> str:
-    """Return the repeated block that contains a module, as ``decoder.layers.3``.
-
-    Returns "" outside of any."""
-    parts = path.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
-    return ".".join(parts[: last + 1])
-
-
-def _paired(families: list[list[Layer]]) -> Iterator[_SplitParameter]:
-    """Yield the splits of the pairs in a block.
-
-    ``families``: the linear layers of the block, grouped by their parents."""
-    waiting: list[Layer] = []  # columns whose row has not been found yet
-    for i, family in enumerate(families):
-        first, last = family[0], family[-1]
-        if waiting and len(family) == 1 and _closes(waiting[0], last):
-            yield from _pair(waiting, last)
-            waiting = []
-        elif len(family) > 1 and _closes(first, last) and not _queries(family):
-            yield from _pair(family[:-1], last)
-            waiting = []
-        else:
-            after = families[i + 1] if i + 1 < len(families) else []
-            waiting = (
-                family
-                if len(after) == 1
-                and _closes(first, after[0])
-                and len({layer.inputs for layer in family}) == 1
-                else []
-            )
-
-
-def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_SplitParameter]:
-    for layer in columns:
-        # several in one (queries, keys and values): each remains split when the output is cut
-        several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0
-        yield from _column(
-            layer,
-            whole=layer.outputs != columns[0].outputs
-            or (layer.outputs != row.inputs and not several),
-        )
-    yield from _row(row)
-
-
-def _closes(first: Layer, last: Layer) -> bool:
-    """Return True if ``last`` maps the outputs of ``first`` back to the size of its inputs.
-
-    Its inputs may be a share of these outputs, because queries, keys and values may be one
-    layer."""
-    return first.outputs % last.inputs == 0 and last.outputs == first.inputs
-
-
-def _queries(family: list[Layer]) -> bool:
-    """Return True for three equal layers: queries, keys and values.
-
-    Their row layer has another parent."""
-    return len(family) == 3 and len({(layer.inputs, layer.outputs) for layer in family}) == 1
-
-
-def _vocabulary(layers: list[Layer]) -> Iterator[_SplitParameter]:
-    """Yield the splits of the head with a logit for each word, and of tables with as many words."""
-    outside = [layer for layer in layers if not _scope(layer.path)]
-    tables = [layer for layer in outside if isinstance(layer.base, nn.Embedding)]
-    heads = [layer for layer in outside if not isinstance(layer.base, nn.Embedding)]
-    words = {table.inputs for table in tables} & {head.outputs for head in heads}
-    for head in heads:
-        if head.outputs in words:
-            yield from _column(head)
-    for table in tables:
-        if table.inputs in words:
-            yield from _row(table)

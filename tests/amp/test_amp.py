@@ -1,5 +1,5 @@
-"""Mixed precision: autocast over every layout, GradScaler over all ranks, and gradients of half
-parameters summed in float32."""
+"""Tests of mixed precision: autocast over every layout, GradScaler over all ranks, and gradients of
+half parameters summed in float32."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ LAYOUTS = [
 
 
 def layouts(shapes: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
-    """Sbp of each operand: -1 is broadcast, -2 partial, others the dim that is split."""
+    """Return the sbp of each operand: -1 is broadcast, -2 partial, others the dim that is split."""
     found = [
         tuple(
             B if d == -1 or d >= len(s) else P if d == -2 else S(d)
@@ -134,7 +134,7 @@ def layouts(shapes: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
 
 
 def near(got: torch.Tensor, want: torch.Tensor, share: float = 0.03) -> None:
-    """Equal but for what halves round away: a share of the largest."""
+    """Check that two tensors are equal up to rounding to half precision: a share of the maximum."""
     worst = float((got.float() - want.float()).abs().max())
     assert worst <= share * max(1.0, float(want.float().abs().max())), f"off by {worst}"
 
@@ -169,6 +169,7 @@ def _autocast(name: str, dtype: torch.dtype, grid: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.sweep(4)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,7 +185,8 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_convolutions_where_a_rank_has_nothing_or_a_part_of_space() -> None:
-    """A bias is added apart there, and in the dtype of what it is added to."""
+    """Convolutions run where a rank has no elements, or a shard of a spatial dim. There the bias is
+    added separately, in the dtype of the convolution's result."""
 
     def body() -> None:
         line = flow.placement("cpu", [0, 1, 2])
@@ -209,7 +211,7 @@ def test_convolutions_where_a_rank_has_nothing_or_a_part_of_space() -> None:
 def _nested() -> None:
     x, w = spread(values(5, 4), S(0)), spread(values(3, 4), B)
     low, high = torch.bfloat16, torch.float32
-    for _ in range(2):  # planned, then from the plans kept
+    for _ in range(2):  # planned, then from cached plans
         assert F.linear(x, w).dtype is high
         with torch.autocast("cpu", dtype=low):
             y = F.linear(x, w)
@@ -241,7 +243,8 @@ def test_nested_autocast() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """As torch's documentation has it: inputs are cast, and autocast is off inside."""
+    """A function like the one in torch's documentation: inputs are cast, and autocast is off
+    inside."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -289,8 +292,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def scaled(table: Any, make: Any, clip: bool) -> list[list[float]]:
-    """Train beside plain torch, some batches with an inf in the last row: only the last rank's
-    share has it."""
+    """Train and compare with plain torch. Some batches have an inf in the last row, which is in the
+    last rank's shard."""
     plain, ours = (
         copy.deepcopy(START),
         copy.deepcopy(START).to_global(flow.placement.all("cpu"), table),
@@ -341,7 +344,8 @@ def test_grad_scaler(mode: str, name: str, clip: bool) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW fused", "SGD foreach"])
 def test_grad_scaler_where_somebody_watches_the_steps(name: str) -> None:
-    """Such steps go through the kernels over lists of global tensors."""
+    """GradScaler works with hooks on the optimizer's steps. Such steps run the kernels over lists
+    of global tensors."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         optimizer = OPTIMIZERS[name](parameters)
@@ -353,7 +357,7 @@ def test_grad_scaler_where_somebody_watches_the_steps(name: str) -> None:
 
 
 def _stages() -> None:
-    """Parameters on several placements: an inf in one stage stops the step of the others."""
+    """Train parameters on several placements. An inf in one stage skips the step of the others."""
     first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2])
     for bad in (False, True):
         a, b = (
@@ -396,7 +400,7 @@ def scaled_on_processes() -> None:
 
 
 def _one_rank_has_it() -> None:
-    """Of a split parameter one rank's part alone meets the inf; and some ranks hold nothing at
+    """Put the inf into one rank's shard of a split parameter. Some ranks hold no elements at
     all."""
     rank = flow.env.get_rank()
     for where in (flow.placement.all("cpu"), flow.placement("cpu", [0, 1])):
@@ -433,8 +437,8 @@ def test_one_rank_has_the_inf() -> None:
 
 
 def _partial_gradients() -> None:
-    """A partial leaf: its gradient is broadcast; and a hand-made partial gradient, whose summands
-    are finite and their sum is not."""
+    """Check partial gradients. A partial leaf's gradient is broadcast. A hand-made partial gradient
+    has finite summands and an infinite sum."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
     largest = torch.full((2,), torch.finfo(torch.float32).max)
@@ -503,8 +507,8 @@ def _model(table: Any, wanted: torch.dtype | None) -> nn.Module:
 
 
 def _sums(table: Any) -> None:
-    """Each rank's contribution is bfloat16; their sum, in float32, is rounded once. Twice the bytes
-    travel."""
+    """Check sums in float32: the ranks' bfloat16 contributions are summed in float32 and rounded
+    once. Twice as many bytes are sent."""
     batch = values(8, 4).bfloat16()
     share = batch.chunk(flow.env.get_world_size())[flow.env.get_rank()]
     local = copy.deepcopy(START).bfloat16()
@@ -521,7 +525,7 @@ def _sums(table: Any) -> None:
     for wanted in (None, torch.float32):
         model = _model(table, wanted)
         x = spread(batch, S(0))
-        for _ in range(2):  # the buckets of the first pass are not those of the second
+        for _ in range(2):  # the second pass uses other buckets than the first
             model.zero_grad()
             loss = model(x).float().square().sum()
             with record_collectives() as log:
@@ -537,7 +541,7 @@ def _sums(table: Any) -> None:
             model(x).float().square().sum().backward()
         for p, w in zip(model.parameters(), want, strict=True):
             if wanted is not None:
-                assert torch.equal(full(p.grad), w)  # summed when it is looked at
+                assert torch.equal(full(p.grad), w)  # summed when it is read
         found = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
         for g, w in zip(found, want, strict=True):
             assert g.dtype is torch.bfloat16
@@ -546,7 +550,7 @@ def _sums(table: Any) -> None:
     assert sent[None]
     assert (
         2 * sent[None] - 4 <= sent[torch.float32] <= 2 * sent[None]
-    )  # what a rank sends is rounded up to bytes
+    )  # the bytes of a rank are rounded up
 
 
 @pytest.mark.parametrize("mode", ["data", "fsdp"])
@@ -584,7 +588,7 @@ def test_sums_over_two_axes() -> None:
 
 
 def _kept() -> None:
-    """The choice stays with a parameter: through copies, pickles, casts and moves."""
+    """Check that a parameter keeps its reduce dtype through copies, pickles, casts and moves."""
     model = _model(TABLES["fsdp"], torch.float32)
     moved = copy.deepcopy(model).to_global(flow.placement.all("cpu"), B)
     others = [
@@ -611,7 +615,7 @@ def test_the_choice_stays() -> None:
 
 
 def _replicas() -> None:
-    """DistributedDataParallel over replicas that are themselves global."""
+    """Run DistributedDataParallel over replicas that are themselves global."""
     rank = flow.env.get_rank()
     where = flow.placement("cpu", [[0, 1], [2, 3]][rank // 2])
     plain = copy.deepcopy(START)
@@ -650,7 +654,7 @@ def test_complex_gradients_are_summed_as_they_are() -> None:
 
 
 def test_half_parameters_with_every_combination() -> None:
-    """Accumulation, scaler and sums in float32 together."""
+    """Accumulation, the scaler and sums in float32 work together."""
 
     def run(mode: str, wanted: Any) -> None:
         model = flow.set_grad_reduce_dtype(

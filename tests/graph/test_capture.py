@@ -1,8 +1,9 @@
-"""Capture: what build() is on one device, on split data and on split models; what it must not keep,
-run or take; what it refuses, and where.
+"""Tests of capture: build() on one device, on split data and on split models. They also cover
+tensors that capture must not save, kernels and memory that it must not use, and errors with their
+place.
 
-The first test of a captured graph is that it runs on one device (`Graph.on_one_device`) with the
-numbers of plain torch; then each rank's program does.
+The first test of a captured graph is that it runs on one device (`Graph.single_device_module`) with
+the numbers of plain torch. Then each rank's program must do so.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Seq2Seq(nn.Module):
 
 
 class Residual(nn.Module):
-    """As a ResNet: convolutions, batch norms with running statistics, in-place activations and
+    """A small ResNet: convolutions, batch norms with running statistics, in-place activations and
     sums."""
 
     def __init__(self) -> None:
@@ -118,8 +119,8 @@ class Residual(nn.Module):
 
 
 class Writes(nn.Module):
-    """In-place ops, views that are written into, buffers in several ways, parts without gradients,
-    constants."""
+    """A model with in-place ops, views that are written into, several kinds of buffer updates,
+    parts without gradients, and constants."""
 
     seen: Tensor
     steps: Tensor
@@ -144,7 +145,7 @@ class Writes(nn.Module):
             self.seen += self.linear.weight.sum(0)
             gate = self.linear(x).softmax(-1)
         mask = torch.tril(torch.ones(4, 4, dtype=torch.bool))
-        if not mask.all() and mask[0, 0]:  # follows from the code alone
+        if not mask.all() and mask[0, 0]:  # known from the code alone
             y = y.masked_fill(~mask[2], 0.5)
         return (
             y * self.seen.detach() * gate
@@ -210,8 +211,8 @@ def check(
     batches: list[dict[str, Tensor] | tuple[Tensor, ...]],
     within: float,
 ) -> None:
-    """Train ``model`` in a graph and ``plain`` without: the losses, all states, and what the
-    captured graph does on one device."""
+    """Train ``model`` in a graph and ``plain`` without. Compare the losses, all states, and the
+    captured graph's results on one device."""
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     names = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
@@ -222,8 +223,8 @@ def check(
         want = trained(plain, *args, **kwargs)
         got = graph(*[given(t) for t in args], **{k: given(t) for k, t in kwargs.items()})
         same(got, want, f"loss of step {step}", within)
-        if step == 0:  # the captured graph has the parameters of now: put the first ones in
-            single = graph.on_one_device()
+        if step == 0:  # the captured graph has the current parameters: restore the first ones
+            single = graph.single_device_module()
             state = {**dict(before.named_parameters()), **dict(before.named_buffers())}
             with torch.no_grad():
                 for name, t in [*single.named_parameters(), *single.named_buffers()]:
@@ -297,8 +298,9 @@ def batches_of(name: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _one_form_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtral's plain form loops over the experts that data has hit, which no static graph can;
-    `parallelize` puts its own in place of either."""
+    """Select the form of Mixtral's experts that a graph can capture. The plain form loops over the
+    experts that data has hit, which no static graph can. `parallelize` replaces either form by its
+    own."""
     model, config, settings, batch = FAMILIES["mixtral"]
     monkeypatch.setitem(
         FAMILIES,
@@ -328,6 +330,7 @@ def family_on_ranks(
 
 @pytest.mark.parametrize("plan", ["data", "tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sweep(3)
 def test_models_of_transformers_on_two_ranks(name: str, plan: str) -> None:
     simulate(
         2,
@@ -360,7 +363,8 @@ def test_models_of_transformers_on_a_grid(name: str) -> None:
 
 
 def test_random_numbers_are_those_of_the_loop() -> None:
-    """The generator ends where it would, from the first call on."""
+    """Random numbers equal those of the loop. The generator ends in the same state, from the first
+    call on."""
 
     def drawn(model: nn.Module, x: Tensor) -> Any:
         x = (
@@ -417,7 +421,7 @@ def test_dropout_of_global_tensors_is_that_of_the_loop() -> None:
     )
 
 
-# ----------------------------------------------------------------------- what comes in and goes out
+# ------------------------------------------------------------------------------- inputs and outputs
 
 
 @dataclasses.dataclass
@@ -478,7 +482,7 @@ def test_nests_of_all_kinds_go_in_and_out() -> None:
 
 
 class Allocated(TorchDispatchMode):
-    """Counts tensors with memory that ops give."""
+    """A mode that counts tensors with memory among the results of ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -511,7 +515,7 @@ def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None
         given = x.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp)
         graph = graph_of(nn.Identity(), lambda module, x: spectrum(x))
         same(graph(given), spectrum(x))
-        same(graph.on_one_device()(x)[0], spectrum(x))
+        same(graph.single_device_module()(x)[0], spectrum(x))
 
     simulate(2, body)
 
@@ -520,7 +524,8 @@ def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None
     "compare", [operator.eq, operator.ne, operator.lt, operator.ge], ids=lambda f: f.__name__
 )
 def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) -> None:
-    """A one-hot mask, ``torch.arange(5) == labels[:, None]``."""
+    """A plain tensor can be compared with a global one. An example is a one-hot mask,
+    ``torch.arange(5) == labels[:, None]``."""
 
     def on_ranks() -> None:
         labels = torch.arange(6) % 5
@@ -532,7 +537,8 @@ def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) 
 
 
 def test_data_of_uneven_parts() -> None:
-    """Targets that follow softly: ``t.data.mul_(0.9); t.data.add_(0.1 * p.data)``."""
+    """The `.data` of uneven shards can be updated. An example is a soft target update:
+    ``t.data.mul_(0.9); t.data.add_(0.1 * p.data)``."""
 
     def follow(target: Any, source: Any) -> None:
         target.data.mul_(0.5)
@@ -552,7 +558,7 @@ def test_data_of_uneven_parts() -> None:
             graph(source.detach())
             follow(*plain)
             same(target, plain[0])
-        alone = graph.on_one_device()
+        alone = graph.single_device_module()
         torch.testing.assert_close(alone(values(3))[0], values(3))
 
     simulate(2, on_ranks)
@@ -747,7 +753,7 @@ def test_a_custom_function_may_seed_in_each_step() -> None:
         torch.rand(1)
 
 
-# -------------------------------------------------------------------------------- functions of ours
+# ---------------------------------------------------------------------- the library's own functions
 
 
 def ours_on_ranks() -> None:
@@ -787,8 +793,8 @@ def ours_on_ranks() -> None:
         same(graph(given), whole(build(model, given)))
     with pytest.raises(
         RuntimeError, match=r"shape|size"
-    ):  # there its parts of two rows are all there is
-        graph.on_one_device()(x)
+    ):  # on one device, its two local rows are the full tensor
+        graph.single_device_module()(x)
 
     def random_numbers(m: nn.Module, x: Tensor) -> Any:
         return (
@@ -807,12 +813,12 @@ def ours_on_ranks() -> None:
         barrier()
         outs.append(whole(run()))
     torch.testing.assert_close(outs[0], outs[1])
-    assert drawing.on_one_device()(x)[0].shape == (4, 4)
+    assert drawing.single_device_module()(x)[0].shape == (4, 4)
 
     local = graph_of(model, lambda m, x: m(x).to_local() * 2)
     same(local(given), model(given).to_local() * 2)
     with pytest.raises(GraphError, match=FILE):
-        local.on_one_device()
+        local.single_device_module()
 
 
 def test_creation_local_map_and_to_local_in_build() -> None:
@@ -839,8 +845,8 @@ def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "another", "plain"])
 def test_a_mask_of_torchs_transformers(mask: str) -> None:
-    """They look whether a mask is the causal one, to take a shorter way: a graph takes the long
-    one, with the same numbers."""
+    """Torch's transformers check whether a mask is the causal one, to use a shorter path. A graph
+    uses the general path, with the same numbers."""
     torch.manual_seed(0)
     model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True).double().eval()
     x, y = values(4, 3, 8), values(4, 3, 8, seed=1)
@@ -862,8 +868,8 @@ def test_a_mask_of_torchs_transformers(mask: str) -> None:
 
 
 def test_gaussian_likelihoods() -> None:
-    """Of variances of every admitted shape; one below zero is told where the program has values to
-    look at."""
+    """Gaussian likelihoods accept variances of every valid shape. A negative variance raises when
+    the program has values to check."""
     x, y = values(5, 3), values(5, 3, seed=1)
 
     def body() -> None:
@@ -901,7 +907,7 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_torch_looks_into_first(name: str) -> None:
-    """Plain tensors in a graph: the look is for each run, when there are values."""
+    """Torch's checks of plain values in a graph run at each call, when there are values."""
 
     def build(model: nn.Module, x: Tensor) -> Tensor:
         loss = UNSEEN[name](model(x)).square().mean()
@@ -924,8 +930,8 @@ def test_what_torch_looks_into_first(name: str) -> None:
 
 
 def parts_on_ranks(n: int) -> None:
-    """A step on the part that a rank has, of which some have more and some none, by way of plain
-    tensors."""
+    """Run a step on each rank's local tensor, as a plain tensor. Some ranks have more rows and some
+    have none."""
     line = flow.placement("cpu", list(range(world().size)))
     model, plain = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
     with torch.no_grad():
@@ -1015,7 +1021,8 @@ PREPARED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("what", PREPARED)
 def test_what_a_rule_has_made_before_it_runs(what: str) -> None:
-    """Tensors that a split op keeps beside its operands are real, and the program has them."""
+    """Tensors that a rule prepares before it runs are real, and the program contains them. A split
+    op saves such tensors in addition to its operands."""
 
     def build(model: nn.Module, x: Tensor) -> Tensor:
         loss = PREPARED[what](model.weight).square().sum() + model(x).sum()  # type: ignore[arg-type]
@@ -1045,7 +1052,8 @@ def test_what_a_rule_has_made_before_it_runs(what: str) -> None:
 
 
 class Stopped(nn.Module):
-    """Modes that change right before an op that is kept whole, as one is that communicates."""
+    """A model whose modes change right before an op that stays one call, as an op that communicates
+    does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1094,7 +1102,7 @@ def test_modes_around_an_op_that_is_kept_whole(dtype: torch.dtype) -> None:
 
 
 class LayerDrop(nn.Module):
-    """As models of speech have it: a layer is dropped with some probability, often none."""
+    """A layer that is dropped with some probability, often none, as in models of speech."""
 
     def __init__(self, drop: Callable[[Tensor], Any]) -> None:
         super().__init__()

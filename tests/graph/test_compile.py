@@ -1,5 +1,5 @@
-"""Compiled graphs: pure parts go to torch.compile, steps of ours stay between them, layers that are
-alike are compiled once; the numbers stay."""
+"""Tests of compiled graphs. Pure parts go to torch.compile, and the library's own steps stay
+between them. Equal layers are compiled once, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def parts(graph: Any, kind: type = Compiled) -> list[Any]:
 
 def quietly(graph: Any, x: torch.Tensor, steps: int = 3) -> list[float]:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", category=DeprecationWarning
-        )  # of torch's compiler, about itself
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's compiler itself
         return [graph(x).item() for _ in range(steps)]
 
 
@@ -76,7 +74,7 @@ def reference() -> list[float]:
 
 
 def calls(graph: Any) -> list[Any]:
-    """The module that each call of the program goes to, in order."""
+    """Return the module of each call of the program, in order."""
     module: fx.GraphModule = graph.program()
     return [module.get_submodule(n.target) for n in module.graph.nodes if n.op == "call_module"]
 
@@ -85,7 +83,7 @@ def calls(graph: Any) -> list[Any]:
 def test_layers_are_compiled_once_and_numbers_stay(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile, "_TOGETHER_CALLS", 1)
+    monkeypatch.setattr(compile, "_MAX_FUSED_CALLS", 1)
     graph = Language(gpt(), backend)
     assert quietly(graph, rows()) == pytest.approx(reference(), rel=1e-12)
     called = calls(graph)
@@ -96,11 +94,12 @@ def test_layers_are_compiled_once_and_numbers_stay(
 
 
 @pytest.mark.parametrize(("together", "times"), [(10_000, 1), (50, 2), (30, 3)])
+@pytest.mark.sweep(3)
 def test_several_layers_are_compiled_together(
     together: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What compiling costs at each call is paid once for as many layers as compile quickly."""
-    monkeypatch.setattr(compile, "_TOGETHER_CALLS", together)
+    """The overhead of compiled code at each call is shared by as many layers as compile quickly."""
+    monkeypatch.setattr(compile, "_MAX_FUSED_CALLS", together)
     torch.manual_seed(0)
     model = GPT(6, 16, 2, 8).double()
     graph = Language(copy.deepcopy(model), "eager")
@@ -139,6 +138,7 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
 
 @pytest.mark.parametrize("kind", ["data", "tensor"])
 @pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.sweep(2)
 def test_collectives_stay_between_the_parts(kind: str, marked: bool) -> None:
     want = reference()
     for losses, made, inside, again in run_on(2, spread_out, kind, marked):
@@ -149,7 +149,8 @@ def test_collectives_stay_between_the_parts(kind: str, marked: bool) -> None:
 
 
 class Mixed(nn.Module):
-    """Random numbers, a state that moves, and writes into what was made here."""
+    """A model with random numbers, a state that changes, and writes into its own intermediate
+    values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a graph trains with and what may change between its calls: optimizers, schedules, gradients
-read in build(), scalers, precision, state, errors."""
+"""Tests of the features of graphs that train, and of changes between calls: optimizers, schedules,
+gradients read in build(), scalers, precision, state, errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ bodies = Bodies()
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
-    """The same numbers on every rank, from no generator that simulated ranks share."""
+    """Return a model with the same numbers on every rank, from a generator that simulated ranks do
+    not share."""
     numbers = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     with torch.no_grad():
@@ -103,7 +104,8 @@ def looped(
     step: Callable[..., Any] = backward,
     split: bool = False,
 ) -> None:
-    """A graph beside the plain loop, five steps; ``split``: on two ranks with data split."""
+    """Train five steps with a graph and with a plain loop, and compare. ``split``: on two ranks
+    with data split."""
     plain, model = model_of(), model_of()
     placement = flow.placement("cpu", [0, 1]) if split else None
     if placement is not None:
@@ -415,7 +417,7 @@ def test_shapes_are_captured_once_and_kept_up_to_a_bound() -> None:
             sizes.append(len(x))
             return self.model(x)
 
-    class Decorated(Evaluation):  # as OneFlow's users write it
+    class Decorated(Evaluation):  # the form that OneFlow's users write
         @flow.nn.Graph.with_dynamic_input_shape(size=2)
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model)
@@ -731,8 +733,8 @@ def sgd_of(model: nn.Module) -> optim.SGD:
             "config.enable_aMP cannot be set: there are .*enable_amp, .*set_schedule",
         ),
         (
-            lambda g: g.config.follow("plan.json"),
-            r"follow takes a plan, of flow.auto.plan.* got 'plan.json'",
+            lambda g: g.config.use_auto_plan("plan.json"),
+            r"use_auto_plan takes a plan, made by flow.auto.plan.* got 'plan.json'",
         ),
         (
             lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=0.5),
@@ -797,7 +799,8 @@ def test_a_misspelt_setting_of_a_module_is_told() -> None:
 
 
 def test_modules_of_a_module_are_found_as_they_are_of_any_module() -> None:
-    """By walking it, by name or by index: what is said of one so counts."""
+    """Submodules of a graph's module are found like those of any module: by iteration, by name or
+    by index. A setting made on a submodule found in any of these ways counts."""
     kind = flow.nn.graph.GraphModule
     parts = nn.ModuleDict(
         {"first": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "second": nn.Linear(4, 2)}
@@ -825,9 +828,9 @@ def test_modules_of_a_module_are_found_as_they_are_of_any_module() -> None:
 
     assert Evaluation(Own()).model.values() == 3
     with pytest.raises(
-        flow.errors.RenamedError, match=r"\.to\(nn.graph.GraphModule\) has set_stage"
+        flow.errors.RenamedError, match=r"\.to\(nn.graph.GraphModule\), which has set_stage"
     ):
-        Evaluation(parts).model["first"].config.stage_id = 0  # as OneFlow had it
+        Evaluation(parts).model["first"].config.stage_id = 0  # OneFlow's form
 
 
 def test_modules_of_a_graph_make_another() -> None:
@@ -886,12 +889,16 @@ def test_a_state_of_another_graph_is_told_before_any_of_it_is_taken() -> None:
             training(),
             "evaluation",
             (
-                r"the state has nothing for optimizers, lr_schedulers \(it has model, rng\): pass "
+                r"the state has no entry for optimizers, lr_schedulers \(it has model, rng\): pass "
                 r"strict=False"
             ),
         ),
-        (training("head", "tail"), "none", "the state has nothing for tail"),
-        (training(), "none", "the state has head, which the graph does not: pass strict=False"),
+        (training("head", "tail"), "none", "the state has no entry for tail"),
+        (
+            training(),
+            "none",
+            "the state has head, which the graph does not have: pass strict=False",
+        ),
         (
             training(schedules=1),
             "more",
@@ -911,7 +918,7 @@ def test_a_state_of_another_graph_is_told_before_any_of_it_is_taken() -> None:
         assert all(
             torch.equal(v, states[state]["model"][k]) for k, v in graph.model.state_dict().items()
         )
-    evaluation.load_state_dict(states["more"])  # what it does not train is left
+    evaluation.load_state_dict(states["more"])  # entries for untrained parts are ignored
     assert all(
         torch.equal(v, states["more"]["model"][k]) for k, v in evaluation.model.state_dict().items()
     )

@@ -1,4 +1,4 @@
-"""Writing by index tensors into split dims, in graphs: which indices are this rank's is known only
+"""Tests of writing by index tensors into split dims, in graphs. A rank's own indices are known only
 when the program runs."""
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def one_row(x: Any, v: Any, i: Any, j: Any) -> Any:
         (GRID, [S(0), S(0)]),
     ],
 )
+@pytest.mark.sweep(3)
 def test_writing_into_split_dims(write: Callable[..., Any], where: Any, sbp: Any) -> None:
     def step(x: Any, v: Any, i: Any, j: Any) -> Any:
         with torch.enable_grad():

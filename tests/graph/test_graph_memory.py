@@ -1,5 +1,5 @@
-"""What graphs keep in memory, measured: ZeRO's shares of parameters, gradients and optimizer state;
-activations of stages by the schedule."""
+"""Measurements of the memory that graphs hold: ZeRO's shards of parameters, gradients and optimizer
+state, and activations of stages by schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import globaltensor as flow
 from globaltensor._base import torch_private
 from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.distributed.simulate import simulate
-from globaltensor.optim import local_step
+from globaltensor.optim import shard_gather
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 
@@ -38,7 +38,7 @@ class Training(flow.nn.Graph):
 
 
 def _peak(stage: int, micros: int) -> int:
-    """The most bytes that one rank holds in a step of AdamW, of everything."""
+    """Return the peak bytes that one rank holds in a step of AdamW, of all tensors."""
     place = flow.placement.all("cpu")
     model = net(lambda: nn.Sequential(*[Layer(WIDTH) for _ in range(LAYERS)])).to_global(place, B)
     graph = Training(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -65,7 +65,8 @@ def _peak(stage: int, micros: int) -> int:
 
 @pytest.mark.parametrize(("n", "micros"), [(2, 1), (2, 2), (4, 1)])
 def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
-    """Of parameters, gradients and the two states of AdamW: four times the model, undivided."""
+    """A rank under ZeRO-3 holds its shard and one layer. Parameters, gradients and the two states
+    of AdamW are four times the model, undivided."""
     found = run_on(n, _peak, 3, micros)
     assert max(found) <= 4 * MODEL / n + 4 * LAYER + OTHERS, [f / MODEL for f in found]
 
@@ -87,13 +88,13 @@ def test_what_another_model_gathered_makes_no_buckets_larger() -> None:
 
 
 def _peak_with_small_buckets(stage: int) -> int:
-    """With buckets for gathered parameters that are small beside this model, as they are beside a
-    large one."""
-    kept, local_step.BUCKET_BYTES = local_step.BUCKET_BYTES, LAYER
+    """Measure with buckets for gathered parameters that are small compared with this model, as they
+    are in a large model."""
+    kept, shard_gather.BUCKET_BYTES = shard_gather.BUCKET_BYTES, LAYER
     try:
         return _peak(stage, 1)
     finally:
-        local_step.BUCKET_BYTES = kept
+        shard_gather.BUCKET_BYTES = kept
 
 
 def test_the_measure_sees_what_is_not_shared() -> None:
@@ -101,8 +102,8 @@ def test_the_measure_sees_what_is_not_shared() -> None:
         min(run_on(2, _peak_with_small_buckets, stage)) for stage in (0, 1, 2)
     )
     assert whole >= 4 * MODEL
-    # A collective's thread may let go of a bucket only after the next one is there (seen in one of
-    # ten runs, on one of the ranks): a layer more.
+    # A collective's thread may free a bucket only after the next one exists (seen in one of ten
+    # runs, on one of the ranks): one more layer.
     assert 3 * MODEL <= states < whole - MODEL / 2 + LAYER
     assert gradients <= states + LAYER
 
@@ -120,8 +121,8 @@ class _Saved:
 
 
 class Activations:
-    """Bytes that autograd keeps in this thread, weights and the batch aside, of which micro-batches
-    are views."""
+    """A count of the bytes that autograd saves in this thread. It excludes weights and the batch,
+    because micro-batches are views of the batch."""
 
     def __init__(self, weights: nn.Module, batch: Any) -> None:
         self.weights = {torch_private.storage_key(t._local) for t in (*weights.parameters(), batch)}
@@ -156,7 +157,7 @@ STACK = nn.Sequential(
 
 
 def _activations(name: str, stages: list[list[int]], micros: int) -> int:
-    """The most that this rank keeps of the micro-batches under way."""
+    """Return the peak bytes that this rank saves for the micro-batches in flight."""
     places = [flow.placement("cpu", ranks) for ranks in stages]
     model = flow.pipeline.cut(copy.deepcopy(STACK), places, [str(k) for k in range(1, 4)])
     graph = Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -176,7 +177,8 @@ def _activations(name: str, stages: list[list[int]], micros: int) -> int:
 def test_stages_keep_what_the_schedule_promises(
     name: str, promised: tuple[int, ...] | None
 ) -> None:
-    """In micro-batches: GPipe all of them, 1F1B on stage k of p no more than p - k."""
+    """Stages save as many activations as the schedule promises. Counted in micro-batches, GPipe
+    saves all of them, and 1F1B saves at most p - k on stage k of p."""
     found: dict[str, list[int]] = {"one": [0] * 4, "all": [0] * 4}
 
     def run() -> None:

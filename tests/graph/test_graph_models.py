@@ -1,4 +1,5 @@
-"""Models as people write them, in graphs: two steps on two ranks are two steps of plain torch."""
+"""Tests of models as users write them, in graphs. Two steps on two ranks equal two steps of plain
+torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 class Contrastive(nn.Module):
-    """Two encoders, whose pairs are found in both directions (Radford et al. 2021): the targets
+    """Two encoders, whose pairs are matched in both directions (Radford et al. 2021). The targets
     follow from the code alone."""
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Contrastive(nn.Module):
 
 
 class Residual(nn.Module):
-    """The derivative of a network by its inputs is what learns (Raissi et al. 2019): a leaf that is
+    """A network trained on its derivative by its inputs (Raissi et al. 2019), with a leaf that is
     made in the step."""
 
     def __init__(self) -> None:
@@ -50,8 +51,8 @@ class Residual(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """A step on inputs that a gradient has made worse (Goodfellow et al. 2015), which is read from
-    the leaf."""
+    """A step on inputs that a gradient has made worse (Goodfellow et al. 2015). The gradient is
+    read from the leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,8 @@ class Adversarial(nn.Module):
 
 
 class Variational(nn.Module):
-    """Distributions, which look at their arguments on one device (Kingma & Welling 2014)."""
+    """A model with distributions, which inspect the values of their arguments on one device (Kingma
+    & Welling 2014)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +89,8 @@ class Variational(nn.Module):
 
 
 class Transcribing(nn.Module):
-    """Sequences of several lengths, aligned with their texts (Graves et al. 2006): the kernel reads
-    the lengths."""
+    """A model of sequences of several lengths, aligned with their texts (Graves et al. 2006). The
+    kernel reads the lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class Transcribing(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """A filter between a transform of sound and its inverse, which looks whether the windows
+    """A filter between a transform of sound and its inverse. The inverse checks that the windows
     overlap."""
 
     def __init__(self) -> None:
@@ -120,8 +122,8 @@ class Vocoder(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A recurrence whose steps are found together where a compiler looks on (Gu & Dao 2023), by
-    torch's scan; step by step elsewhere."""
+    """A recurrence whose steps run in parallel by torch's scan under a compiler (Gu & Dao 2023),
+    and step by step otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +146,8 @@ def _after(left: Any, right: Any) -> Any:
 
 
 class Uncached(torch.autograd.Function):
-    """A layer that is run again on the way back (Gomez et al. 2017), whose parameters no argument
-    names: they get their gradients in its backward."""
+    """A layer that is recomputed in backward (Gomez et al. 2017). No argument names its parameters,
+    which get their gradients in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -162,7 +164,7 @@ class Uncached(torch.autograd.Function):
 
 
 class Reversible(nn.Module):
-    """And gradients that are read before the step: theirs too."""
+    """A model around such a layer, whose gradients too are read before the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,9 +176,9 @@ class Reversible(nn.Module):
 
 
 class Case(NamedTuple):
-    model: Callable[[], nn.Module]  # whose result is a loss
+    model: Callable[[], nn.Module]  # the result is a loss
     shape: tuple[int, ...] = (4, 3)
-    clip: float | None = None  # the norm of the gradients at most
+    clip: float | None = None  # the maximum norm of the gradients
 
 
 PLANS = {"columns": lambda path, t: S(t.dim() - 1) if t.dim() else B}
@@ -195,7 +197,7 @@ def made(name: str) -> nn.Module:
 
 
 def steps(model: nn.Module, batches: list[Tensor], step: Callable[[Tensor], Tensor]) -> list[Any]:
-    """The losses, then the parameters."""
+    """Return the losses, then the parameters."""
     losses = [step(x).item() for x in batches]
     return [
         torch.tensor(losses, dtype=torch.float64),
@@ -236,6 +238,7 @@ def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
 
 @pytest.mark.parametrize("plan", ["data", "tensor", "columns"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(3)
 def test_as_on_one_device(name: str, plan: str) -> None:
     plain = made(name)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -1,8 +1,8 @@
-"""Graphs train as one device does: four kinds of models, in every way of spreading them, over three
-steps, to 1e-9 in float64.
+"""Tests that graphs train as one device does: four kinds of models, in every way of distributing
+them, over three steps, to 1e-9 in float64.
 
-One device takes the same micro-batches (batch norms see one at a time, running statistics go
-through them in turn), so that nothing is left to differ.
+One device runs the same micro-batches, so no other difference remains. (Batch norms see one
+micro-batch at a time, and running statistics go through them in turn.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder; its head is the embedding of its words."""
+    """A decoder whose head is the embedding of its words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 class BERT(nn.Module):
-    """An encoder: word 0 is padding, which a mask that all layers share hides."""
+    """An encoder in which word 0 is padding. A mask that all layers share hides the padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,9 +162,9 @@ class Task(NamedTuple):
     batch: Callable[[int], tuple[Tensor, ...]]  # inputs, then targets
     run: Callable[..., Tensor]  # (model, *inputs) -> logits
     loss: Callable[[Tensor, Tensor], Tensor]
-    split: dict[str, Any]  # parameters for tensor parallelism
+    split: dict[str, Any]  # the layouts of parameters for tensor parallelism
     length: int  # the dim that sequence parallelism splits
-    at: dict[int, list[str]]  # where stages begin, by their number
+    at: dict[int, list[str]]  # the first modules of stages, by the number of stages
 
 
 HEADS = {"*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.o.weight": S(1)}
@@ -188,8 +188,8 @@ TASKS = {
 }  # fmt: skip
 
 
-# ranks are threads that share torch's generator and its initializers, which transformers changes
-# meanwhile: they copy one model
+# Ranks are threads that share torch's generator and initializers, which transformers changes
+# meanwhile. So all ranks copy one model.
 _making = threading.Lock()
 
 
@@ -216,7 +216,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def part(t: Tensor, micros: int, blocks: int, i: int) -> Tensor:
-    """Micro-batch ``i``: of each block of rows that a rank holds, some."""
+    """Return micro-batch ``i``: some rows of each block that a rank holds."""
     return t.unflatten(0, (blocks, micros, -1))[:, i].flatten(0, 1)
 
 
@@ -228,7 +228,7 @@ def reference(
     amp: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and state of one device."""
+    """Return the losses and the state of one device."""
     task, model = TASKS[name], copy.deepcopy(initial(name)).to(dtype)
     optimizer, losses = optimizer_of(model), []
     for step in range(STEPS):
@@ -248,12 +248,12 @@ def reference(
     return losses, {k: v.detach() for k, v in model.state_dict().items()}
 
 
-# ---------------------------------------------------------------------------------------- spreading
+# ------------------------------------------------------------------------------------ distributions
 
 
 class Spread(NamedTuple):
-    """How a case lies: the ranks of each stage (one: no pipeline), the parameters' and inputs' sbp
-    on each axis of a stage."""
+    """A distribution of a case: the ranks of each stage (one: no pipeline), and the sbp of
+    parameters and inputs on each axis of a stage."""
 
     stages: list[Any]
     tensor: bool = False  # the last axis splits the parameters
@@ -350,7 +350,8 @@ def train(
 
 
 def blocks_of(spread: Spread) -> int:
-    """Into how many blocks of rows the batch is split, if a micro-batch takes rows of each."""
+    """Return the number of row blocks into which the batch is split, if a micro-batch takes rows of
+    each block."""
     found = set()
     for stage in (spread.stages[0], spread.stages[-1]):
         shape = torch.tensor(stage).shape
@@ -371,7 +372,7 @@ def equal(
     dtype: torch.dtype = torch.float64,
     state_within: float | None = None,
 ) -> None:
-    """Runs on every rank: the losses and the state of one device."""
+    """Compare losses and state with those of one device, on every rank."""
     state_within = within if state_within is None else state_within
     want_losses, want_state = reference(name, spread.micros, blocks_of(spread), spread.amp, dtype)
     losses, state, _ = train(name, spread, dtype)
@@ -386,7 +387,7 @@ def equal(
             )  # type: ignore[misc]
     assert state.keys() == want_state.keys()
     for path, want in want_state.items():
-        if state[path].shape == want.shape:  # else it lies on other ranks
+        if state[path].shape == want.shape:  # otherwise it is on other ranks
             torch.testing.assert_close(
                 state[path],
                 want,
@@ -415,7 +416,7 @@ def sequence(name: str) -> Spread:
 
 
 def recompute(graph: Any) -> None:
-    """Of each stage a part is run again in backward."""
+    """Recompute a part of each stage in backward."""
     again = {
         "blocks.0",
         "blocks.2",
@@ -478,7 +479,7 @@ PIPED: dict[str, Spread] = {
     "staged-data-tensor-zero-3": Spread(CUBE, micros=2, tensor=True, zero=3),
     "staged-data-tensor-zb": Spread(CUBE, micros=2, tensor=True, schedule="zb-h1"),
 }
-#: One kind of model for each way of spreading, in the default run; all the others are slow.
+#: The default run has one kind of model for each distribution, and all other cases are slow.
 QUICK = {
     ("data", "resnet"), ("accumulating-4", "resnet"), ("tensor", "bert"), ("sequence", "gpt"),
     ("zero-3", "resnet"),
@@ -498,11 +499,13 @@ def tiers(ways: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "name"), tiers(FLAT))
+@pytest.mark.sweep(3)
 def test_spread_over_ranks(way: str, name: str) -> None:
     check(name, FLAT[way](name))
 
 
 @pytest.mark.parametrize(("way", "name"), tiers(PIPED))
+@pytest.mark.sweep(3)
 def test_in_stages(way: str, name: str) -> None:
     check(name, PIPED[way])
 
@@ -510,9 +513,10 @@ def test_in_stages(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
 def test_mixed_precision(way: str, name: str) -> None:
-    """bfloat16 products round as those of eager autocast on one device do; sums in another order
-    differ by units in the last place (2**-8). Where that turns the sign of a gradient near 0, AdamW
-    goes the other way: by its rate, 0.02, in each of three steps."""
+    """Mixed precision rounds bfloat16 products as eager autocast on one device does. Sums in
+    another order differ by units in the last place (2**-8). If such a difference changes the sign
+    of a gradient near 0, AdamW steps in the other direction: by its rate, 0.02, in each of three
+    steps."""
     spread = Spread(ONE, amp=True) if way == "data" else Spread(TWO, micros=2, amp=True)
     check(name, spread, within=2e-2, dtype=torch.float32, state_within=0.12)
 
@@ -535,7 +539,7 @@ DROPPING = Dropping().double()
 def dropped(
     stages: list[list[int]], schedule: str | None, seed: int, again: bool = False
 ) -> list[Tensor]:
-    """Losses of three steps with dropout, and the seed of a draw that comes after them."""
+    """Return the losses of three steps with dropout, and the seed of a draw after them."""
     places = [flow.placement("cpu", ranks) for ranks in stages]
     model = copy.deepcopy(DROPPING)
     if len(stages) == 1:
@@ -566,8 +570,8 @@ def dropped(
 
 
 def test_dropout_in_stages_is_that_of_one_device() -> None:
-    """The same masks whatever the schedule, also where a stage is run again, and the generator ends
-    where it would have."""
+    """Dropout in stages equals that of one device. The masks are the same for every schedule, also
+    if a stage is recomputed. The generator ends in the same state."""
 
     def run(stages: list[list[int]], *how: Any) -> list[Tensor]:
         found: dict[int, list[Tensor]] = {}

@@ -1,8 +1,8 @@
-"""Passes over programs: each on small programs, which give the same numbers with it as eager code
-does, with fewer or earlier collectives; then whole blocks.
+"""Tests of passes over programs. Each pass runs on small programs, which give the numbers of eager
+code with fewer or earlier collectives. Then whole blocks follow.
 
-`both` trains one step eagerly and one as a graph, on each simulated rank, and compares results,
-gradients and what moved.
+`both` trains one step eagerly and one as a graph, on each simulated rank. It compares results and
+gradients, and returns the traffic.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 
 def spread(value: Tensor, sbp: Any) -> Any:
-    """A value that all ranks hold, as a global tensor: uneven where the ranks do not divide it."""
+    """Return a value that all ranks hold as a global tensor, uneven if the ranks do not divide
+    it."""
     return value.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp)
 
 
 class Weights(nn.Module):
-    """Two pairs of factors whose product over the split dim is a partial sum: ``x @ u`` and ``x @
-    v``, with x split along its columns."""
+    """A module with two pairs of factors whose product over the split dim is a partial sum: ``x @
+    u`` and ``x @ v``, with x split along its columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +77,8 @@ def whole(x: Any) -> Tensor:
 def both(
     make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float = 1e-11
 ) -> tuple[Counter[str], Seen]:
-    """One step of eager training and one of a graph -> what moved in each. Raises where a loss or a
-    gradient differs."""
+    """Train one eager step and one graph step, and return the collectives of each. Raises if a loss
+    or a gradient differs."""
     model = make()
     with record_collectives() as eager:
         out = loss(model, *inputs)
@@ -149,8 +150,8 @@ def test_a_common_boxing_is_shared_and_so_is_that_of_its_gradient(ranks: int) ->
 
 
 class Tied(nn.Module):
-    """A split matrix that two calls want whole, as the table of a language model with tied
-    embeddings."""
+    """A module with a split matrix that two calls need replicated, like the table of a language
+    model with tied embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +218,8 @@ def test_a_boxing_told_how_its_gradient_passes_is_not_shared_with_another() -> N
 @pytest.mark.parametrize(
     ("first", "then", "moves"),
     [
-        ([S(0), B], B, []),  # there and back again is nowhere
-        ([B, S(0)], None, ["reduce_scatter"]),  # an all-reduce whose slices are wanted
+        ([S(0), B], B, []),  # there and back is a no-op
+        ([B, S(0)], None, ["reduce_scatter"]),  # an all-reduce whose slices are needed
         ([S(0), S(1)], None, ["reduce_scatter"]),
         ([S(0), B, S(1), B], None, ["all_reduce"]),
     ],
@@ -247,7 +248,7 @@ def test_a_tensor_that_both_ends_of_a_chain_need_is_boxed_once() -> None:
         assert graph.moved["all_reduce"] <= eager["all_reduce"]
         assert (
             boxings(graph.graph).count("reduce_scatter") == 0
-        )  # the slice of what is there anyway costs nothing
+        )  # the slice of the existing value is free
 
     simulate(2, body)
 
@@ -300,7 +301,7 @@ def test_sums_of_what_is_boxed_alike_are_boxed_once(kind: str, ranks: int) -> No
     def body() -> None:
         _, graph = both(Weights, sums(kind), column(4, 6))
         assert boxings(graph.graph) == ["all_reduce"], graph.order
-        assert graph.moved["all_reduce"] == 2  # and once for the gradient
+        assert graph.moved["all_reduce"] == 2  # one more for the gradient
 
     simulate(ranks, body)
 
@@ -424,8 +425,8 @@ def test_what_is_large_is_not_copied_to_be_joined() -> None:
 @pytest.mark.parametrize("sbp", [(P, B), (S(0), B), (S(1), B), (P, S(0)), (P, S(1))])
 @pytest.mark.parametrize("grid", [[0, 1, 2], [[0, 1], [2, 3]]])
 def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) -> None:
-    """Values and gradients of `CoalescedCollective`, and of its start and wait apart, against one
-    boxing at a time."""
+    """Values and gradients of `CoalescedCollective` equal those of one boxing at a time. The same
+    holds for its separate start and wait."""
 
     def body() -> None:
         where = Placement("cpu", grid)
@@ -463,7 +464,7 @@ def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) ->
 
 
 def branches(m: Any, x: Any, y: Any) -> Any:
-    """A partial sum, then something that does not need it, then the sum wanted whole."""
+    """Compute a partial sum, then a value that does not need it, then use the sum replicated."""
     p = x @ m.u
     aside = (y @ m.w).tanh() @ m.w.t()
     return ((p.to_global(sbp=B) + aside).sin() ** 2).sum()
@@ -507,7 +508,7 @@ def mean_loss(m: Any, x: Any, y: Any) -> Any:
 
 
 def calls(loss: Loss) -> list[str]:
-    """The calls of the program of a step with this loss, some targets ignored, in order."""
+    """Return the calls of a step's program with this loss, in order. Some targets are ignored."""
     _, graph = both(Words, loss, ids(5, 3, sbp=S(0)), ids(5, 3, sbp=S(0), seed=4))
     return [
         n.target.__name__ if not isinstance(n.target, str) else n.target
@@ -517,14 +518,15 @@ def calls(loss: Loss) -> list[str]:
 
 
 def test_the_count_of_a_split_batch_is_on_its_way_from_the_start() -> None:
-    """Where it is wanted before gradients can bring it."""
+    """The reduction of a split batch's count starts at the beginning of the program if the count is
+    needed before gradients can carry it."""
 
     def body() -> None:
         names = calls(lambda m, x, y: mean_loss(m, x, y) * 2)
         at = {name: i for i, name in enumerate(names)}
         assert at["begin_all_reduce"] < at["embedding"] < at["end_all_reduce"]
         assert names[at["end_all_reduce"] + 1] in ("div", "truediv")
-        assert "settled" not in names  # what changes no part is not called
+        assert "settled" not in names  # a call that changes no local tensor is omitted
 
     simulate(2, body)
     simulate(3, body)
@@ -555,7 +557,8 @@ class Once(flow.nn.Graph):
 
 
 def test_hooks_from_now_on_see_whole_gradients() -> None:
-    """The count rode with the gradients until somebody looked at those."""
+    """Hooks registered later see complete gradients. The count was reduced with the gradients until
+    a hook was registered."""
 
     def body() -> None:
         model, plain = (
@@ -585,7 +588,7 @@ def test_hooks_from_now_on_see_whole_gradients() -> None:
             torch.testing.assert_close(loss.to_global(sbp=B).to_local(), expected.detach())
             optimizer.step()
             torch.testing.assert_close(model.head.detach().to_local(), plain[1].detach())
-        assert [len(s) for s in sent] == [1, 1, 3, 3]  # later the count, and what the hook does
+        assert [len(s) for s in sent] == [1, 1, 3, 3]  # then also the count, and the hook's own
         assert len(seen) == 2
 
     simulate(2, body)
@@ -626,12 +629,12 @@ def test_micro_batches_each_have_their_own_count() -> None:
         x, y = ids(8, 3, sbp=B), ids(8, 3, sbp=B, seed=4)
         y = torch.where(
             spread(torch.arange(8)[:, None] < 3, B), -1, y
-        )  # more of them in the first micro-batch
+        )  # more ignored targets in the first micro-batch
         graph, optimizer = Accumulating(model), torch.optim.SGD(eager.parameters(), lr=0.5)
         for _ in range(3):
             told = graph(x.to_global(sbp=S(0)), y.to_global(sbp=S(0)))
             optimizer.zero_grad()
-            rows = [0, 1, 4, 5], [2, 3, 6, 7]  # of each block the first half, and the second
+            rows = [0, 1, 4, 5], [2, 3, 6, 7]  # the first half of each block, and the second
             losses = [mean_loss(eager, x[half], y[half]) / 2 for half in rows]
             sum(losses).backward()
             optimizer.step()
@@ -710,7 +713,8 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
     ],
 )
 def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -> None:
-    """A penalty on gradients: the gradients' collectives are differentiated in turn."""
+    """Started and coalesced collectives are differentiated twice. With a penalty on gradients, the
+    gradients' collectives are differentiated in turn."""
 
     def loss(m: Any, x: Any, y: Any) -> Any:
         once = apart(sbp)(m, x) if kind is CoalescedCollective else branches(m, x, y)
@@ -726,12 +730,12 @@ def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -
     simulate(2, body)
 
 
-# -------------------------------------------------------------------- the order in which ranks meet
+# ------------------------------------------------------------------------- the order of collectives
 
 
 def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that does something else on one rank would leave the others waiting: none of its work
-    is taken."""
+    """No boxing moves if the ranks' programs would diverge. A pass that acts differently on one
+    rank would leave the others waiting, so all its changes are dropped."""
 
     def odd(graph: fx.Graph) -> None:
         if world().rank == 1:
@@ -776,8 +780,8 @@ def row(x: Any, v: Any) -> Any:
     [row, lambda x, v: x.cumsum(0), lambda x, v: x.cummax(0)[0], lambda x, v: (x + 1, v.sum(0))[0]],
 )
 def test_what_one_rank_has_no_use_for_it_takes_part_in(step: Any) -> None:
-    """The row is written where it lies; the first part is summed on from nothing. What nobody has a
-    use for does not move."""
+    """A rank takes part in a collective whose result it does not need. The row is written on its
+    own rank, and the first shard's sum starts from zero. A value that no rank uses is not moved."""
 
     class Graph(flow.nn.Graph):
         def build(self, x: Any, v: Any) -> Any:
@@ -841,7 +845,7 @@ class Block(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Attention and mlp side by side, as in GPT-J: the sum of two partial sums."""
+    """A block with attention and mlp in parallel, as in GPT-J: the sum of two partial sums."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -880,6 +884,7 @@ SPLIT = {"*up.weight": S(0), "*up.bias": S(0), "*down.weight": S(1), "*q.weight"
 @pytest.mark.parametrize("plan", ["data", "tensor", "sequence", "fsdp", "by hand"])
 @pytest.mark.parametrize("block", [Block, Parallel])
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sweep(4)
 def test_decoders_train_as_they_do_eagerly(
     plan: str, block: Callable[[], nn.Module], ranks: int
 ) -> None:
@@ -906,9 +911,10 @@ def test_decoders_train_as_they_do_eagerly(
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
+@pytest.mark.sweep(3)
 def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) -> None:
-    """What is begun in a part that is computed again is awaited in it, and no compiler sees a
-    collective."""
+    """Programs still recompute and compile after the passes. A collective started in a recomputed
+    part is awaited in the same part, and no compiler sees a collective."""
 
     def body() -> None:
         models = []

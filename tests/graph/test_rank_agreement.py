@@ -1,5 +1,5 @@
-"""A rank whose graph, settings, seed or stages differ is named by every rank before the first step,
-and nobody waits for ever."""
+"""Tests that a rank with another graph, settings, seed or stages is named by every rank before the
+first step. No rank waits forever."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ SETTINGS = {
     "schedule": _setting("set_schedule", "gpipe"),
     "memory": _setting("set_memory_limit", 1 << 20),
 }
-#: What differs, and what every rank says of it.
+#: The difference, and the error that every rank raises for it.
 CASES = {
-    "code": r"captured another graph.*they part at op \d+.*mul",
+    "code": r"captured another graph.*the graphs differ from op \d+ on.*mul",
     "model": r"captured another graph",
     "accumulation": r"config.accumulation = 2",
     "amp": r"config.amp = torch.bfloat16",
@@ -81,14 +81,14 @@ CASES = {
     "parameters": r"2 parameters",
     "scheduler": r"initial_lr=0.1|learning rate: StepLR",
     "placement": r"rank 1 could not capture the graph: .*different placements.*ranks=\[0\]",
-    "order": r"stage 1 lies on globaltensor.placement\(type=\"cpu\", ranks=\[1, 0\]\)",
-    "stages": r"stage 0 lies on globaltensor.placement\(type=\"cpu\", ranks=\[0, 1\]\)",
+    "order": r"stage 1 is on globaltensor.placement\(type=\"cpu\", ranks=\[1, 0\]\)",
+    "stages": r"stage 0 is on globaltensor.placement\(type=\"cpu\", ranks=\[0, 1\]\)",
     "error": r"rank 1 could not capture the graph: .*ValueError: of its own",
 }
 
 
 def said(case: str, odd: int) -> str:
-    """What this rank raises where rank ``odd`` differs."""
+    """Return this rank's error if rank ``odd`` differs."""
     rank, size = flow.env.get_rank(), flow.env.get_world_size()
     differs = rank == odd
     where = flow.placement("cpu", list(range(size)))
@@ -183,8 +183,8 @@ def test_on_processes(case: str) -> None:
 
 
 def test_another_seed_on_processes() -> None:
-    """Ranks that drop out by different seeds would train different models; data drawn before by
-    each rank for itself does no harm."""
+    """A rank with another seed is named, since ranks that drop out by different seeds would train
+    different models. Data that each rank has drawn before on its own does no harm."""
     for text in run_on(2, said, "seed", ODD):
         assert "GraphError" in text
         assert (
@@ -195,7 +195,7 @@ def test_another_seed_on_processes() -> None:
 
 
 def test_a_rank_that_has_failed_while_programs_are_made() -> None:
-    """Not in build(), but after it: the others are told, too."""
+    """A rank that fails after build(), while programs are made, is reported to the others too."""
 
     def run() -> None:
         where = flow.placement("cpu", [0, 1])

@@ -1,5 +1,5 @@
-"""Recomputation in graphs: what is marked, what models mark themselves, what a memory limit
-chooses; the numbers stay, the bytes fall."""
+"""Tests of recomputation in graphs: marked modules, checkpoints in the model itself, and the choice
+by a memory limit. The numbers stay the same and the bytes fall."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def recomputed(graph: Any) -> list[Recomputed]:
 
 
 class Training(flow.nn.Graph):
-    """SGD on the mean of what the model gives."""
+    """A graph that trains by SGD on the mean square of the model's output."""
 
     def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def recompute(*names: str) -> Prepare:
 def train(
     model: nn.Module, x: torch.Tensor, prepare: Prepare | None, steps: int = 3
 ) -> tuple[list[float], list[torch.Tensor], Training]:
-    """Losses, and parameters and buffers after the steps."""
+    """Train and return the losses, and the parameters and buffers after the steps."""
     graph = Training(model)
     if prepare is not None:
         prepare(graph)
@@ -71,7 +71,8 @@ def train(
 
 
 def alike(model: nn.Module, x: torch.Tensor, prepare: Prepare, parts: int = 1) -> Training:
-    """Train with and without; all must be equal, and something recomputed."""
+    """Train with and without recomputation. All numbers must be equal, and something must be
+    recomputed."""
     want = train(copy.deepcopy(model), x, None)
     got = train(model, x, prepare)
     assert got[0] == want[0]
@@ -102,7 +103,7 @@ def data(rows: int = 6) -> torch.Tensor:
 
 
 class Held:
-    """A tensor that autograd keeps. Counts bytes, each memory once."""
+    """A tensor saved by autograd. The class counts bytes, each memory once."""
 
     now, peak = 0, 0
     alive: Counter[int] = Counter()
@@ -122,7 +123,7 @@ class Held:
 
 
 def peak_of(graph: Any, x: torch.Tensor, free: list[torch.Tensor]) -> int:
-    """The most bytes that autograd keeps at a time in one step, besides those of ``free``."""
+    """Return the peak bytes that autograd saves in one step, without those of ``free``."""
     Held.now = Held.peak = 0
     Held.alive, Held.free = Counter(), frozenset(t.untyped_storage().data_ptr() for t in free)
     with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.t):
@@ -162,8 +163,8 @@ def test_running_statistics_move_once() -> None:
 
 
 class Moving(nn.Module):
-    """Scales by a state, then moves the state: run again, it must scale by what the state was.
-    ``copied``: as autograd wants it where nothing runs again."""
+    """A module that scales by a state and then changes the state. When recomputed, it must scale by
+    the old state. ``copied``: copies the state, as autograd requires without recomputation."""
 
     def __init__(self, copied: bool) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class Shifted(Net):
 
 
 class Before(nn.Module):
-    """An input that is written to before anybody keeps it."""
+    """A module that writes to its input before any op saves it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class LaterOn(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x) + 1
         y = self.body(h).sin()
-        h += 1  # what the body was given is no more
+        h += 1  # the body's input has changed
         return self.last(y) + h
 
 
@@ -310,7 +311,7 @@ def test_without_gradients_nothing_is_in_the_way() -> None:
     torch.testing.assert_close(graph(data()), model(data()).detach())
 
 
-# ------------------------------------------------------------------- checkpoints of the model's own
+# ------------------------------------------------------------------ checkpoints in the model itself
 
 
 class Checkpointed(Net):
@@ -359,7 +360,7 @@ def first() -> nn.Module:
 
 
 def small() -> nn.Module:
-    """The same at each call, though simulated ranks share torch's random numbers."""
+    """Return the same model at each call, although simulated ranks share torch's random numbers."""
     return copy.deepcopy(first())
 
 
@@ -380,8 +381,8 @@ class Language(flow.nn.Graph):
 
 
 def gpt(kind: str, batch: int, limit: int | None) -> tuple[list[float], list[str]]:
-    """Losses of three steps; blocks recomputed, or what the limit chooses. And which calls were
-    chosen."""
+    """Return the losses of three steps and the last op of each recomputed part. Without a limit all
+    blocks are recomputed, and otherwise the limit chooses."""
     model, everyone = small(), flow.placement.all("cpu")
     spread(model, PARALLEL[kind], everyone)
     graph = Language(model)
@@ -477,13 +478,13 @@ def test_limits_are_kept_and_numbers_stay() -> None:
 
 def test_what_cannot_be_kept_is_refused_with_what_can() -> None:
     graph, rows, _ = big(1000)
-    with pytest.raises(GraphError, match="cannot be kept") as refused:
+    with pytest.raises(GraphError, match="cannot be met") as refused:
         graph(rows)
     least = int(str(refused.value).split(" bytes) at the peak")[0].rsplit("(", 1)[1])
     graph, rows, free = big(least)
     graph(rows)
     assert peak_of(graph, rows, free) <= least
-    with pytest.raises(GraphError, match="cannot be kept"):
+    with pytest.raises(GraphError, match="cannot be met"):
         big(least - 1)[0](rows)
 
 
@@ -511,7 +512,7 @@ def chain(seed: int, n: int) -> list[memory_budget.RecomputeUnit]:
 def bytes_of(
     calls: list[memory_budget.RecomputeUnit], cuts: tuple[int, ...], again: tuple[bool, ...]
 ) -> tuple[int, float]:
-    """(peak, seconds) of segments between cuts, recomputed or not."""
+    """Return (peak, seconds) of the segments between cuts, each recomputed or not."""
     kept = peak = 0
     seconds = 0.0
     for k, (i, j) in enumerate(itertools.pairwise(cuts)):
@@ -532,8 +533,8 @@ def bytes_of(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
-    """Beside every way to cut and to choose. Bytes are rounded, so the limit may be a little lower
-    than it says."""
+    """The choice is the best of all ways to cut and to recompute. Bytes are rounded, so the
+    effective limit may be a little lower than the given one."""
     n = 6
     calls = chain(seed, n)
     ways = []
@@ -554,5 +555,5 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
         )
         assert peak <= limit
         assert seconds <= min(s for b, s in ways if b <= limit * 0.99) + 1e-9
-    with pytest.raises(GraphError, match="cannot be kept"):
+    with pytest.raises(GraphError, match="cannot be met"):
         memory_budget.segments(calls, least - 1)

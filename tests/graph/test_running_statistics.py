@@ -1,5 +1,5 @@
-"""Running statistics that lie split, in graphs whose plan takes them whole: what a norm writes
-reaches the buffers of the module."""
+"""Tests of split running statistics in graphs whose plan needs them replicated: a norm's writes
+reach the module's buffers."""
 
 from __future__ import annotations
 

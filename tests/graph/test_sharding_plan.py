@@ -1,4 +1,4 @@
-"""Plans: what they say, that they come back from a file as they were, and that an edited one is
+"""Tests of plans: their text, their unchanged return from a file, and edited plans, which are
 followed or refused by name."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from globaltensor.sbp import split as S
 
 
 class Pair(nn.Module):
-    """Two matrices, the first split along its columns."""
+    """A module of two matrices, the first split along its columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_an_edited_plan_is_followed_with_the_same_numbers(ranks: int) -> None:
         want = [whole(plain(given())) for _ in range(3)]
         assert (whole(edited(given())) - want[0]).abs().max() < 1e-12
         before = edited.plan()
-        # Data parallel instead: the batch split, the parameters gathered.
+        # Change the plan to data parallel: the batch split, the parameters gathered.
         plan = (
             before.wanting("matmul", 0, S(0))
             .wanting("matmul", 1, B)
@@ -215,8 +215,8 @@ def test_what_an_op_cannot_do_is_refused_with_what_it_can() -> None:
     def body() -> None:
         graph = trained(Pair(), step)
         graph(given())
-        # Split along its contracted dim while the other operand is split along its columns: no
-        # signature of matmul.
+        # The operand is split along its contracted dim while the other operand is split along its
+        # columns. Matmul has no such signature.
         graph.use_plan(graph.plan().wanting("matmul", 0, S(1)))
         with pytest.raises(
             GraphError,
@@ -272,6 +272,7 @@ def test_the_plan_of_another_graph_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["data", "tensor", "fsdp", "hybrid"])
+@pytest.mark.sweep(2)
 def test_plans_of_whole_models_are_followed(kind: str) -> None:
     def body() -> None:
         def make() -> Any:

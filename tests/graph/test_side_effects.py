@@ -1,5 +1,5 @@
-"""What build() leaves in modules and in the graph, and what others put there between calls
-(graph/capture/side_effects.py)."""
+"""Tests of the side effects of build() on modules and on the graph, and of changes by others
+between calls (graph/capture/side_effects.py)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Notes:
 
 
 class Runs(nn.Module):
-    """Keeps a state in plain attributes, and a table that it makes again."""
+    """A module that stores a state in plain attributes, and a table that it makes again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,8 @@ def test_states_in_attributes() -> None:
 
 
 class Reads(nn.Module):
-    """Tensors that are neither parameters nor buffers, where people keep them."""
+    """A module with tensors that are neither parameters nor buffers, in the places where users put
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +208,7 @@ def test_plain_tensors_that_are_rebound(way: str) -> None:
 
 
 class Remembers(nn.Module):
-    """A recurrent layer whose state goes on from batch to batch, until somebody sets it back."""
+    """A recurrent layer whose state continues from batch to batch until it is reset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,9 +281,7 @@ def test_tensors_left_in_lists_and_dicts_are_told() -> None:
             self.outs.append(x * 2)
             self.notes.pair = x, x  # type: ignore[assignment]
             self.shown["more"] = x * 3
-            self.one = (
-                self.one + x[0, :2]
-            )  # written into the tensor it would change the other name's too
+            self.one = self.one + x[0, :2]  # an in-place write would change the other name too
             return x * 4
 
     model = Leaves()
@@ -296,7 +295,7 @@ def test_tensors_left_in_lists_and_dicts_are_told() -> None:
 
 
 def tensors_made_others() -> None:
-    """The model is as it was, on ranks too, and the graph says what it cannot do."""
+    """Check that the graph names what it cannot do and leaves the model unchanged, on ranks too."""
     placement = flow.placement("cpu", [0, 1])
     model, free = nn.Linear(4, 4).to_global(placement, B), values(4).to_global(placement, B)
     weight = whole(model.weight).clone()

@@ -1,5 +1,5 @@
-"""flow.optim: OneFlow's optimizer and schedulers that torch lacks, by their formulas, on one device
-and on ranks, in loops and in graphs."""
+"""Tests of the parts of flow.optim that torch lacks: OneFlow's optimizer and schedulers, against
+their formulas, on one device and on ranks, in loops and in graphs."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_polynomial_in_the_words_of_both() -> None:
             rates_of(lambda o, w=words: PolynomialLR(o, **w), 1)  # type: ignore[misc]
 
 
-#: The figures are those of OneFlow's documentation and of its definition of each case.
+#: The figures come from OneFlow's documentation and from its definition of each case.
 WARM: list[tuple[Callable[[Any], Any], list[float]]] = [
     (
         lambda o: WarmUpLR(o, warmup_factor=0.5, warmup_iters=5, warmup_method="constant"),
@@ -321,5 +321,5 @@ def test_what_a_warm_up_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "step 0: learning rates 0.03333\n"
     with pytest.raises(ValueError, match="takes no epoch"):
         alone.step(3)
-    with pytest.raises(ValueError, match="must both go on with a scheduler, or neither"):
+    with pytest.raises(ValueError, match="must both have a scheduler, or neither"):
         WarmupLR(exponential(optimizer)).load_state_dict(alone.state_dict())

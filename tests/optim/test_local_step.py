@@ -1,5 +1,5 @@
-"""torch.optim on global parameters: the numbers of plain ones, the state global between steps,
-whole through saving, loading and a step that fails."""
+"""Tests of torch.optim on global parameters. The numbers are those of plain parameters. The state
+is global between steps, and stays complete through saving, loading and a failed step."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def another_state(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> Non
     }
 
 
-#: What may happen between two steps: (after backward, where gradients are; before it).
+#: Changes between two steps: after backward, when gradients exist, and before backward.
 AFTER_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] = {
     "nothing": lambda o, p: None,
     "a gradient is looked at": lambda o, p: p[0].grad.mul_(2),  # type: ignore[union-attr]
@@ -145,12 +145,13 @@ BEFORE_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]]
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "split"])
 @pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
 def test_a_change_between_steps(change: str, shared: bool) -> None:
-    """A step that finds all as the one before left it looks at nothing but gradients."""
+    """A step that finds everything as the previous step left it reads only the gradients."""
     before = BEFORE_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
     after = AFTER_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
 
     def train(params: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        optimizer = optim.AdamW([params[2], *params[:2]], lr=0.1)  # the first has no gradient
+        # the first parameter has no gradient
+        optimizer = optim.AdamW([params[2], *params[:2]], lr=0.1)
         for i in range(6):
             optimizer.zero_grad()
             if i == 3:
@@ -200,8 +201,8 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
 @pytest.mark.parametrize("how", ["plainly", "with a closure", "in a loop"])
 @pytest.mark.parametrize("make", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop, optim.NAdam])
 def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
-    """No step of a summand is that of the sum: such a parameter is stepped whole, and lies as it
-    did afterwards."""
+    """An optimizer step on summands is not a step on their sum. So a partial parameter is stepped
+    in full and then gets its layout back."""
     settings = {"momentum": 0.9} if make is optim.SGD else {}
 
     def train(params: list[Any], x: Any) -> tuple[list[Any], optim.Optimizer, list[Any]]:
@@ -294,7 +295,7 @@ def _loaded() -> None:
     one, two = torch.optim.Adam([plain], lr=0.1), torch.optim.Adam([ours], lr=0.1)
     plain.grad, ours.grad = w.sin(), w.sin().to_global(p, flow.sbp.broadcast)  # type: ignore[attr-defined]
     one.step()
-    two.load_state_dict(one.state_dict())  # whole plain values: each rank keeps its part
+    two.load_state_dict(one.state_dict())  # full plain values: each rank keeps its shard
     with torch.no_grad():
         ours.copy_(plain)
     one.step(), two.step()
@@ -327,7 +328,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 def kernels_of(optimizer: optim.Optimizer) -> set[str]:
-    """Names of the fused kernels that a step runs."""
+    """Return the names of the fused kernels that a step runs."""
     with torch.profiler.profile(acc_events=True) as seen:
         optimizer.step()
     return {e.key for e in seen.key_averages() if "_fused_" in e.key}
@@ -355,7 +356,7 @@ def test_steps_with_the_fused_kernel_where_the_user_has_not_chosen(maker: str) -
         torch.testing.assert_close(
             one.to_local().detach(), two.to_local().detach(), rtol=1e-14, atol=1e-14
         )
-        if round_ == 1:  # states change places
+        if round_ == 1:  # the two optimizers exchange their states
             saved = copy.deepcopy((fused.state_dict(), loop.state_dict()))
             for optimizer, state in zip((loop, fused), saved, strict=True):
                 state["param_groups"][0]["foreach"] = optimizer.param_groups[0]["foreach"]
@@ -393,7 +394,7 @@ def test_foreach_writes_as_other_in_place_ops_do() -> None:
             rows.norm(dim=0),
             rows.sum(0),
             rows[0] * 0 + 2,
-        )  # parts of norms and of sums, left so by ops
+        )  # ops left the norms and the sums partial
         torch._foreach_mul_([norms, sums], [twos, twos])
         assert torch.allclose(full(norms), x.norm(dim=0) * 2)
         assert torch.allclose(full(sums), x.sum(0) * 2)
@@ -472,7 +473,7 @@ def test_who_looks_at_whole_tensors_steps_parts_of_a_sum(name: str) -> None:
                 for t, sbp in zip(start, layout, strict=True)
             ]
             for got, plain in zip(steps(params), want, strict=True):
-                near = 1e-2 if name == "Muon" else 1e-9  # which computes in bfloat16
+                near = 1e-2 if name == "Muon" else 1e-9  # Muon computes in bfloat16
                 assert torch.allclose(full(got), plain.detach(), rtol=near, atol=near)
 
     simulate(2, body, timeout=20.0)

@@ -1,5 +1,5 @@
-"""ZeRO: training in shares gives the numbers of one device, users see what they saw, and each rank
-keeps its share of the bytes."""
+"""Tests of ZeRO: training in shards gives the numbers of one device, users see the same tensors as
+before, and each rank stores its share of the bytes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """A tied embedding, sizes that no number of ranks divides, a number, and a parameter that is
-    not trained."""
+    """A model with a tied embedding, sizes that no number of ranks divides, a 0-dim parameter, and
+    a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Net(nn.Module):
 
 
 def net(make: Callable[[], Any] = Net) -> Any:
-    """The same on every rank. Ranks are threads that share torch's generator, so it draws from its
-    own."""
+    """Return the same model on every rank. Simulated ranks are threads that share torch's
+    generator, so the model draws from its own generator."""
     model, gen = make().double(), torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -78,7 +78,7 @@ def loss_of(model: Any, x: Any, y: Any) -> Any:
 
 
 def groups(model: Net, maker: str) -> list[optim.Optimizer]:
-    """Two optimizers, and two groups with different settings in one."""
+    """Return two optimizers; the first has two groups with different settings."""
     biases = [p for n, p in model.named_parameters() if n.endswith("bias") or p.dim() == 0]
     rest = [p for p in (*model.up.parameters(), *model.down.parameters()) if p.dim() > 1]
     other = [model.embedding.weight, model.norm.weight, model.frozen]
@@ -104,7 +104,7 @@ def reference(maker: str, steps: int) -> tuple[Net, list[optim.Optimizer]]:
 
 
 def tensor_parallel(path: str, tensor: torch.Tensor) -> list[Any]:
-    """Rows or columns of the two layers are split over the second axis."""
+    """Split rows or columns of the two layers over the second axis."""
     return [B, {"up.weight": S(0), "up.bias": S(0), "down.weight": S(1)}.get(path, B)]
 
 
@@ -159,7 +159,8 @@ def _equal(maker: str, ranks: Any, stage: int) -> None:
     place, model, sbp = placed(ranks)
     before = {n: (p.sbp, p.placement, p.shape) for n, p in model.named_parameters()}  # type: ignore[attr-defined]
     optimizers = groups(model, maker)
-    train(model, optimizers, place, sbp, [0], False)  # it has state when ZeRO comes
+    # the optimizer has state before ZeRO is attached
+    train(model, optimizers, place, sbp, [0], False)
     zero = Zero(optimizers, stage, shard_min_size=1).attach()
     assert zero.shared
     train(model, optimizers, place, sbp, [1], False)
@@ -183,11 +184,12 @@ def _equal(maker: str, ranks: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2], [0, 1, 2, 3], [[0, 1], [2, 3]]], ids=str)
 @pytest.mark.parametrize("maker", OPTIMIZERS)
+@pytest.mark.sweep(3)
 def test_training_equals_one_device(maker: str, ranks: Any, stage: int) -> None:
     simulate(torch.tensor(ranks).numel(), _equal, maker, ranks, stage, timeout=20.0)
 
 
-# ------------------------------------------------------------------------------------------- shares
+# ------------------------------------------------------------------------------------------- shards
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_only_large_parameters_are_shared() -> None:
     assert shares_of(Spec.make((64, 32), torch.float32, place, S(0))) is None
 
 
-# ----------------------------------------------------------------------------------- what users see
+# ---------------------------------------------------------------------------------- the user's view
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -283,7 +285,7 @@ def _seen(stage: int) -> None:
     torch.testing.assert_close(model.up.weight.grad.to_local(), other.up.weight.grad.to_local())
     assert (
         model.up.weight.to_local().data_ptr() == model.up.weight._local.data_ptr()
-    )  # it lies whole again
+    )  # the parameter is replicated again
     assert model.to_local().up.weight.shape == (13, 6)
 
 
@@ -317,7 +319,7 @@ def _goes_on(stage: int, then: int) -> None:
     same(other, others, reference("adamw", 4))
 
 
-# ------------------------------------------------------------------------------------- ways to step
+# ------------------------------------------------------------------------------- variants of a step
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -443,7 +445,7 @@ def test_optimizers_that_look_at_whole_tensors() -> None:
     p = [torch.ones(2, 2, requires_grad=True)]
 
     class Own(optim.SGD):
-        """It may do anything."""
+        """An optimizer of the user, about which nothing is known."""
 
     for optimizer in (optim.LBFGS(p), optim.Adafactor(p), optim.Muon(p), Own(p)):
         with pytest.raises(ZeroError, match="element by element"):
@@ -456,7 +458,8 @@ def test_optimizers_that_look_at_whole_tensors() -> None:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the memory that ops have met and that is still there; ``peak``: the most so far."""
+    """A mode that counts the bytes of memory that ops have used and that is still alive. ``peak``
+    is the maximum so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -493,11 +496,11 @@ class Layer(nn.Module):
 LAYERS, WIDTH = 6, 64
 LAYER = sum(p.numel() for p in Layer(WIDTH).parameters()) * 8
 MODEL = LAYERS * LAYER
-OTHERS = 96 << 10  # activations and the like
+OTHERS = 96 << 10  # activations and other small tensors
 
 
 def _bytes(stage: int) -> dict[str, int]:
-    """What one rank holds while it trains with AdamW, in the third step."""
+    """Return the bytes that one rank holds in the third step of training with AdamW."""
     place = flow.placement.all("cpu")
     model = net(lambda: nn.Sequential(*[Layer(WIDTH) for _ in range(LAYERS)])).to_global(place, B)
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
@@ -526,7 +529,7 @@ def _bytes(stage: int) -> dict[str, int]:
 
 
 def _stored(tensors: Any) -> int:
-    """Bytes of the memory in which this rank's parts lie."""
+    """Return the bytes of the memory that holds this rank's local tensors."""
     memory = [t._local.untyped_storage() for t in tensors]
     return sum({m.data_ptr(): m.nbytes() for m in memory}.values())
 
@@ -572,7 +575,7 @@ def _traffic(stage: int) -> None:
     assert [t.kind for t in log] == ([] if stage == 3 else ["all_gather"])
 
 
-# -------------------------------------------------------------------------------------------- freed
+# ------------------------------------------------------------------------------------- freed memory
 
 
 def test_what_is_freed_is_gathered_again() -> None:
@@ -630,7 +633,7 @@ def _freed_elsewhere() -> None:
             )
         return (x**2).sum()
 
-    for rows in (1, 4, 4):  # of one row a rank has none
+    for rows in (1, 4, 4):  # with one row, one rank has none
         x = values(rows, 5)
         with parameter_gather.reshard_after_forward():
             loss = passed(model, x.to_global(first, B))  # type: ignore[attr-defined]
@@ -742,8 +745,8 @@ def test_over_mpi() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_in_shares_of_what_is_split_already_are_clipped(stage: int) -> None:
-    """On two axes a bias that is split along one has shares along the other: its gradient lies on
-    the same ranks with the axes in another order."""
+    """A bias that is split along one of two axes is sharded along the other axis. Its gradient is
+    on the same ranks, with the axes in another order."""
 
     class Step(flow.nn.Graph):
         def __init__(self, model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""Modules of experts: which are found, how they are split, what moves, and unmodified Hugging Face
-models that train as on one device."""
+"""Tests of modules of experts: which modules are found, how they are split, which data is moved,
+and unmodified Hugging Face models that train as on one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 class Experts(nn.Module):
-    """Of the form, and written for one device."""
+    """A module with the interface of experts, written for one device."""
 
     def __init__(self, count: int, hidden: int, inner: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_a_module_of_ones_own(way: str) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------- who holds what
+# ------------------------------------------------------------------------------------------ layouts
 
 
 def held(model: nn.Module, plan: Any, ranks: Any) -> dict[str, str]:
@@ -179,7 +179,7 @@ def test_experts_are_split_by_expert() -> None:
         assert here["experts.norm.weight"] == rest
     assert (
         simulate(2, held, model, "fsdp", LINE)[0]["experts.up"] == "S(1)"
-    )  # tokens would go to experts that are split
+    )  # otherwise tokens would go to experts that are split
 
 
 def test_a_model_without_experts() -> None:
@@ -203,7 +203,7 @@ def moved(model: nn.Module, plan: str, sbp: Any) -> tuple[list[str], list[str]]:
     everyone = flow.placement.all("cpu")
     ours = flow.parallelize(copy.deepcopy(model), everyone, plan)
     x = values(8, 8).to_global(everyone, B).to_global(sbp=sbp).requires_grad_()
-    ours(x)  # plans are made
+    ours(x)  # the first call makes the plans
     with record_collectives() as there:
         out = ours(x)
     with record_collectives() as back:
@@ -212,8 +212,8 @@ def moved(model: nn.Module, plan: str, sbp: Any) -> tuple[list[str], list[str]]:
 
 
 def test_traffic() -> None:
-    """Of the plan: the exchanges, and the sum of the gradients of what is not split, in one
-    bucket."""
+    """The plan issues the exchanges, and one bucket that sums the gradients of parameters that are
+    not split."""
     model, exchanges = block(), ["all_to_all", "all_to_all"]
     assert (
         simulate(2, moved, model, "expert", S(0))
@@ -226,7 +226,7 @@ def test_traffic() -> None:
 
 
 def seen(plan: str, model: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of the indices that the module's own forward gets."""
+    """Return the shapes of the indices that the module's own forward receives."""
     ours, shapes = flow.parallelize(copy.deepcopy(model), flow.placement.all("cpu"), plan), []
 
     class Watched(Experts):
@@ -246,7 +246,7 @@ def test_where_all_experts_are_the_module_takes_the_tokens_as_they_are() -> None
     assert simulate(2, seen, "data", model) == [[(4, 2)]] * 2
     assert all(
         rows[0][1] == 1 for rows in simulate(2, seen, "expert", model)
-    )  # rows, each with one expert
+    )  # the module receives rows, each with one expert
 
 
 # ------------------------------------------------------------------------ the module stays a module
@@ -324,7 +324,8 @@ def in_a_graph(model: nn.Module, sbp: Any) -> None:
 
 @pytest.mark.parametrize("sbp", [S(0), B], ids=["split batch", "whole batch"])
 def test_in_a_graph(sbp: Any) -> None:
-    """A recorder of fake tensors must not take what it sees there, nothing, for the program."""
+    """A recorder of fake tensors must not treat the (empty) calls inside the module as the
+    program."""
     simulate(2, in_a_graph, block(), sbp)
 
 
@@ -373,7 +374,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DECODER, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
             "topk_group": 1,
                                    "moe_intermediate_size": 16, "first_k_dense_replace": 1}),
-    # matrices transposed, biases, another gate
+    # transposed matrices, biases, another gate
     "gpt_oss": ("GptOss",
         {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
 }  # fmt: skip
@@ -401,9 +402,10 @@ def loss_of(out: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", ["expert", "expert, whole batch", "data x expert"])
+@pytest.mark.sweep(3)
 def test_models_train_as_on_one_device(family: str, way: str) -> None:
-    """Parts of these models compute in float32, whose sums depend on their order: hence the
-    tolerance."""
+    """The tolerance is wider because parts of these models compute in float32, whose sums depend on
+    their order."""
     plan, ranks, sbp = WAYS[way]
     simulate(
         torch.tensor(ranks).numel(),
@@ -450,7 +452,7 @@ def test_models_on_real_processes(family: str) -> None:
 
 
 def test_a_models_own_grouped_matmul() -> None:
-    """The module's own forward runs on the parts, by whichever implementation it is set to; this
-    one has no float64."""
+    """The module's own forward runs on local tensors, with the implementation that it is set to.
+    This implementation has no float64."""
     model = build("mixtral", "grouped_mm").float()
     simulate(2, train, model, text(4), loss_of, "expert", LINE, [S(0)], 1e-4, timeout=30.0)

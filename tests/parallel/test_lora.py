@@ -1,9 +1,9 @@
-"""Adapters in models that are laid out by name: the layer that they are for lies as it would
-without them, they follow it, and training is that of one device.
+"""Tests of adapters in models that are laid out by name. The adapted layer has the layout that it
+would have without adapters, the adapters follow it, and training is that of one device.
 
-The modules are made as peft makes them: what stands for a layer has it as ``base_layer`` and
-low-rank matrices by the names of adapters; a module that is trained in place of another keeps both;
-the model that is given back hands on the attributes of the one inside.
+The modules are built as in peft. A module that replaces a layer has it as ``base_layer`` and has
+low-rank matrices under the names of adapters. A module that is trained in place of another keeps
+both. The returned model forwards the attributes of the inner model.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
 
 
 class Planned(Decoder):
-    """It says itself how it is laid out, as models of transformers do."""
+    """A model that has its own layout plan, as models of transformers do."""
 
     @property
     def tp_plan(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class Planned(Decoder):
 
 
 class Turned(nn.Module):
-    """A linear layer that keeps its weight as [inputs, outputs] (transformers' Conv1D)."""
+    """A linear layer that stores its weight as [inputs, outputs] (transformers' Conv1D)."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def sizes(base: Any) -> tuple[int, int]:
 
 
 class Lora(nn.Module):
-    """``peft.tuners.lora.Linear``."""
+    """A copy of ``peft.tuners.lora.Linear``."""
 
     def __init__(self, base_layer: nn.Module, bias: bool = False) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Lora(nn.Module):
 
 
 class Dora(Lora):
-    """Its magnitude is trained apart from its direction (Liu et al. 2024)."""
+    """An adapter that trains the magnitude separately from the direction (Liu et al. 2024)."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
@@ -204,7 +204,7 @@ class Dora(Lora):
 
 
 class LoraTable(nn.Module):
-    """``peft.tuners.lora.Embedding``."""
+    """A copy of ``peft.tuners.lora.Embedding``."""
 
     def __init__(self, base_layer: nn.Embedding) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class LoraTable(nn.Module):
 
 
 class Saved(nn.Module):
-    """``peft.utils.ModulesToSaveWrapper``: a copy is trained in place of the module."""
+    """A copy of ``peft.utils.ModulesToSaveWrapper``: it trains a copy in place of the module."""
 
     def __init__(self, original_module: nn.Module) -> None:
         super().__init__()
@@ -237,7 +237,8 @@ class Saved(nn.Module):
 
 
 class Scaled(nn.Module):
-    """``peft.tuners.ia3.Linear``: its outputs, or what it takes, times a vector."""
+    """A copy of ``peft.tuners.ia3.Linear``: it multiplies its outputs, or its inputs, by a
+    vector."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -259,7 +260,7 @@ class Scaled(nn.Module):
 
 
 class Own(nn.Module):
-    """Somebody's own, without any of these names; its matrices are applied from the right."""
+    """A user's own adapter without any of these names; its matrices are applied from the right."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -274,7 +275,7 @@ class Own(nn.Module):
 
 
 class Added(nn.Module):
-    """A parametrization: what LoRA adds to a weight."""
+    """A parametrization that adds LoRA's product to a weight."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -288,7 +289,8 @@ class Added(nn.Module):
 
 
 class Around(nn.Module):
-    """``peft.PeftModel``: paths are longer by it, and it has what the model inside has."""
+    """A copy of ``peft.PeftModel``: it makes paths longer, and it forwards the inner model's
+    attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -322,7 +324,8 @@ def parametrized(layer: nn.Linear) -> nn.Module:
 
 def by_a_hook(layer: nn.Linear) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it has a successor
+        # PyTorch warns that this function is deprecated
+        warnings.simplefilter("ignore", FutureWarning)
         return older_weight_norm(layer)
 
 
@@ -391,7 +394,8 @@ def made(kind: str, cls: type[Decoder], around: bool = True) -> nn.Module:
 
 
 def layouts(kind: str, named: str, plan: str, around: bool) -> dict[str, str]:
-    """How what belongs to the layers of the first block, the table and the head lies, by path."""
+    """Return, by path, the layouts of parameters of the first block's layers, the table and the
+    head."""
     model = flow.parallelize(made(kind, CLASSES[named], around), flow.placement.all("cpu"), plan)
     found = {
         name.removeprefix("base_model.model.").removeprefix("layers.0."): p.sbp[0]
@@ -460,7 +464,7 @@ OTHERS: dict[str, dict[str, str]] = {
 
 
 def all_layouts(named: str) -> list[str]:
-    """Where parameters lie otherwise than they should."""
+    """Return the parameters that have another layout than expected."""
     wrong = []
     for plan, around in (("tensor", True), ("tensor", False), ("sequence", True)):
         found = layouts("lora", named, plan, around)
@@ -486,7 +490,7 @@ def test_adapters_follow_the_layers_they_are_for(named: str) -> None:
 
 
 def traffic(named: str) -> list[str]:
-    """By plan, where a forward pass sends more with adapters than without."""
+    """Return, by plan, the cases in which a forward pass sends more with adapters than without."""
     words = torch.arange(8).view(2, 4).to_global(everyone := flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
     wrong = []
     for plan in ("tensor", "sequence"):
@@ -526,7 +530,7 @@ def whole(x: Any) -> Tensor:
 
 
 def steps(model: nn.Module, words: Tensor, read: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
-    """The loss and the gradients of each of some steps, at last the parameters."""
+    """Yield the loss and the gradients of each of some steps, and finally the parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     for _ in range(3):
@@ -547,7 +551,7 @@ def steps(model: nn.Module, words: Tensor, read: Callable[[Any], Tensor]) -> Ite
 def trains(
     kinds: Sequence[str], plans: Sequence[tuple[Any, Any, Any]], classes: Sequence[str]
 ) -> list[str]:
-    """Where training is another than on one device."""
+    """Return the cases in which training differs from one device."""
     words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2))
     wrong = []
     for kind in kinds:
@@ -578,6 +582,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+@pytest.mark.sweep(4)
 def test_training_is_that_of_one_device(kind: str) -> None:
     assert run_on(2, trains, [kind], ON_TWO, list(CLASSES)) == [[]] * 2
 
@@ -599,7 +604,7 @@ def changed(model: nn.Module, **settings: Any) -> Iterator[None]:
 
 
 def used_otherwise() -> list[str]:
-    """Adapters turned off, another one of them, two at a time, merged."""
+    """Check adapters that are turned off, exchanged, used two at a time, and merged."""
     words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2))
     everyone, wrong = flow.placement.all("cpu"), []
     for plan in ("tensor", "sequence", "fsdp"):
@@ -637,11 +642,11 @@ def test_adapters_may_be_turned_off_changed_and_merged() -> None:
     assert run_on(2, used_otherwise) == [[]] * 2
 
 
-# ------------------------------------------------------------------------------- what is no adapter
+# ------------------------------------------------------------------------- modules without adapters
 
 
 class Pair(nn.Module):
-    """A model of two, each with a plan of its own."""
+    """A model of two models, each with its own plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -671,7 +676,7 @@ def test_models_of_several_and_of_one_layer() -> None:
 
 
 @pytest.mark.parametrize("module", [
-    nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 16)),  # one after the other
+    nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 16)),  # layers in a row
     nn.ModuleDict({"wide": nn.Linear(16, 64), "narrow": nn.Linear(64, 16)}),
     nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 8), "v": nn.Linear(16, 8),
         "out": nn.Linear(16, 16)}),

@@ -1,5 +1,5 @@
-"""A model on the meta device, laid out by every plan on real processes, then filled: by
-reset_parameters, a state dict, a checkpoint, a safetensors file."""
+"""Tests of a model on the meta device that is laid out by every plan on real processes and then
+filled: by reset_parameters, a state dict, a checkpoint, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 class Experts(nn.Module):
-    """Two experts, chosen by position."""
+    """A module of two experts, chosen by position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Linear pairs, a norm with buffers, experts; a tied weight."""
+    """A model of linear pairs, a norm with buffers, experts, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ def laid_out(plan: Any, axes: int) -> Model:
 
 
 def trains(model: Model, axes: int) -> None:
-    """As one device does with the same numbers."""
+    """Check that training equals one device with the same numbers."""
     want = whole()
     want.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
     x = rows().to_global(places(axes), [B] * axes)  # type: ignore[attr-defined]
     for m, given in ((want, rows()), (model, x)):
         optimizer = torch.optim.SGD(
             m.parameters(), lr=0.1, momentum=0.9
-        )  # AdamW would turn the rounding of a bias before the norm into steps
+        )  # AdamW would turn rounding errors in the gradient of a bias before the norm into steps
         for _ in range(2):
             optimizer.zero_grad()
             m(given).square().mean().backward()
@@ -192,7 +192,7 @@ def without_values() -> list[str]:
     said = []
     x = torch.empty(4, 2, device="meta")
     g = x.to_global(flow.placement("meta", [0, 1]), S(0), check_meta=False)  # type: ignore[attr-defined]
-    moved = g.to_global(sbp=B)  # shapes move
+    moved = g.to_global(sbp=B)  # boxing works on shapes alone
     assert moved.to_local().shape == moved.shape == (8, 2)
     assert (moved @ torch.empty(2, 3, device="meta")).shape == (8, 3)
     cpu: Any = places(1)

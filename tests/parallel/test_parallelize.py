@@ -1,4 +1,4 @@
-"""flow.parallelize: who holds what under each plan, what it costs in collectives, and unmodified
+"""Tests of flow.parallelize: the layouts under each plan, its cost in collectives, and unmodified
 Hugging Face models that train as on one device."""
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def steps(model: nn.Module, batch: dict[str, Tensor]) -> list[float]:
 
 
 def train(family: str, plans: list[tuple[Any, list[int] | list[list[int]], Any]], n: int) -> None:
-    """Some models have parts in float32, whose sums depend on their order: hence the tolerance."""
+    """Check training under each plan. The tolerance allows for parts of some models in float32,
+    whose sums depend on their order."""
     torch.manual_seed(n)
     batch = FAMILIES[family][3](n)
     plain = build(family)
@@ -162,6 +163,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sweep(3)
 def test_trains_as_on_one_device(family: str) -> None:
     run_on(2, train, family, ON_TWO, 3)
 
@@ -172,11 +174,11 @@ def test_trains_as_on_one_device_on_a_grid(family: str) -> None:
     run_on(4, train, family, ON_FOUR, 4)
 
 
-# -------------------------------------------------------------------------------- what a plan costs
+# ---------------------------------------------------------------------------------- costs of a plan
 
 
 def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[str]]:
-    """The collectives of a forward and of a backward pass of the body, the loss aside."""
+    """Return the collectives of a forward and of a backward pass of the body, without the loss."""
     FAMILIES[family][2]["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     torch.manual_seed(0)
     batch, everyone = text(2), flow.placement.all("cpu")
@@ -184,7 +186,7 @@ def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[st
     shared = {key: value.to_global(everyone, B) for key, value in batch.items()}  # type: ignore[attr-defined]
     if plan == "data":
         shared = {key: value.to_global(sbp=S(0)) for key, value in shared.items()}  # type: ignore[attr-defined]
-    model(**shared)  # plans are made
+    model(**shared)  # the first call makes the plans
     here = world()
     here.trace = forward = []
     out = (
@@ -206,7 +208,8 @@ def tensor_plan(family: str) -> None:
 
 
 def sequence_plan(family: str) -> None:
-    """Of every all-reduce there is a reduce-scatter and an all-gather, which move as many bytes."""
+    """Check that each all-reduce becomes a reduce-scatter and an all-gather, which move as many
+    bytes."""
     one, two = collectives(family, "sequence", 1), collectives(family, "sequence", 2)
     for fewer, more in zip(one, two, strict=True):
         assert [
@@ -221,8 +224,8 @@ def test_a_block_split_in_time(family: str) -> None:
 
 
 def fused_plan(family: str) -> None:
-    """Queries, keys and values in one: ranks hand each other what they lack of each, and nothing is
-    gathered."""
+    """Check queries, keys and values in one projection: ranks exchange only the missing shards, and
+    nothing is gathered."""
     torch.manual_seed(0)
     batch, everyone = text(2), flow.placement.all("cpu")
     model = flow.parallelize(build(family), everyone, "tensor")
@@ -236,7 +239,7 @@ def fused_plan(family: str) -> None:
     exchanged = [entry.bytes for entry in log if not hasattr(entry, "plan")]
     gathered = (
         2 * sum([96] if family == "gpt2" else [96, 128]) * 2 * LENGTH * 8 // 2
-    )  # by each of two ranks, in two layers
+    )  # bytes gathered by each of two ranks, in two layers
     assert 0 < sum(exchanged) <= gathered / 2, exchanged
 
 
@@ -250,8 +253,8 @@ def test_a_megatron_block_reduces_twice_each_way(family: str) -> None:
     run_on(2, tensor_plan, family)
 
 
-#: The settings that say how many layers a family has, where it is another; layers of an encoder and
-#: of a decoder together.
+#: The settings for the number of layers, for families with another name for it. An encoder and
+#: a decoder grow together.
 DEPTHS = {
     "gpt2": ["n_layer"],
     "t5": ["num_layers", "num_decoder_layers"],
@@ -271,8 +274,8 @@ def of_depth(family: str, layers: int) -> nn.Module:
 
 
 def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], Counter[str]]:
-    """A training step on four ranks -> what the forward and the backward of the tensor plan
-    issue."""
+    """Run a training step on four ranks. Return the collectives of the forward and the backward
+    pass under the tensor plan."""
     placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
     flow.parallelize(model, placement, "tensor")
     shared = {key: value.to_global(placement, B) for key, value in batch.items()}  # type: ignore[attr-defined]
@@ -289,22 +292,24 @@ def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], C
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sweep(3)
 def test_a_layer_on_four_ranks(family: str) -> None:
-    """Two all-reduces each way; an encoder's and a decoder's layer, with attention between them,
-    five. What gives queries, keys and values in one exchanges."""
+    """A layer issues two all-reduces in each direction. An encoder and a decoder layer, with
+    attention between them, issue five. A fused projection of queries, keys and values issues
+    exchanges."""
     transformers.logging.set_verbosity_error()
     batch = FAMILIES[family][3](4)
     (fewer, more) = (simulate(4, one_step, of_depth(family, n), batch)[0] for n in (1, 2))
     fused = {"gpt2": {"exchange": 1}, "phi3": {"exchange": 4}}.get(
         family, {}
-    )  # phi3: those of both its pairs
+    )  # phi3 exchanges in both its pairs
     for one, two in zip(fewer, more, strict=True):
         assert dict(two - one) == {"all_reduce": 5 if family in ("t5", "whisper") else 2, **fused}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_data_parallel_forward_on_four_ranks(family: str) -> None:
-    """Up to the loss, whose count of targets is everybody's, nothing moves."""
+    """Nothing is moved before the loss, whose target count is summed over all ranks."""
     base = build(family)
     inputs = {key: value for key, value in FAMILIES[family][3](4).items() if key != "labels"}
     if family in ("t5", "whisper"):
@@ -313,7 +318,8 @@ def test_data_parallel_forward_on_four_ranks(family: str) -> None:
     def run() -> None:
         placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
         flow.parallelize(model, placement, "data")
-        model.config.pad_token_id = None  # for which GPT-2 looks through the words, to warn of it
+        # else GPT-2 searches the tokens for the padding token, to warn of it
+        model.config.pad_token_id = None
         shared = {
             key: value.to_global(placement, B).to_global(sbp=S(0)) for key, value in inputs.items()
         }  # type: ignore[attr-defined]
@@ -324,8 +330,8 @@ def test_data_parallel_forward_on_four_ranks(family: str) -> None:
 
 
 def few_heads(plan: str) -> None:
-    """Two heads of keys and values, four of queries: on four ranks each has one of queries, and all
-    compute those of keys."""
+    """Check two heads of keys and values with four heads of queries on four ranks. Each rank has
+    one query head, and all ranks compute all key heads."""
     one, two = collectives("llama", plan, 1), collectives("llama", plan, 2)
     wanted = {"tensor": {"all_reduce": 2}, "sequence": {"reduce_scatter": 2, "all_gather": 2}}[plan]
     for fewer, more in zip(one, two, strict=True):
@@ -335,6 +341,7 @@ def few_heads(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
+@pytest.mark.sweep(2)
 def test_a_megatron_block_with_fewer_heads_of_keys_than_ranks(plan: str) -> None:
     run_on(4, few_heads, plan)
 
@@ -351,7 +358,7 @@ def test_data_parallel_forward_does_not_communicate() -> None:
     run_on(2, data_plan)
 
 
-# ----------------------------------------------------------------------------------- who holds what
+# ------------------------------------------------------------------------------------------ layouts
 
 
 class Classifier(nn.Module):
@@ -414,8 +421,8 @@ def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
 
 
 def parametrized(plain: nn.Module) -> None:
-    """A weight that is computed anew whenever somebody asks is not asked: spectral norm's would be
-    another one."""
+    """Check that laying out a model does not evaluate parametrized weights: an evaluation would
+    change spectral norm's state."""
     kept = [b.clone() for b in plain.buffers()]
     for plan in ("tensor", "sequence"):
         model = flow.parallelize(copy.deepcopy(plain), flow.placement("cpu", [0, 1]), plan)

@@ -1,6 +1,6 @@
 """Recording of backward passes in build(), and of gradients that build() reads afterwards.
 
-build() may read gradients to clip them, to scale them, or to add them to the loss. `recorders`
+build() may read gradients to clip them, to scale them, or to add them to the loss. `local_recorder`
 derives from the class here."""
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Differentiated(Recorder):
             self.scale = self.placeholder("scale", 1.0)
         if not retain_graph and any(id(t) in self._spent for t in locals_):
             raise GraphError(
-                f"build() calls backward() twice from one loss: say retain_graph=True the first "
+                "build() calls backward() twice from one loss: pass retain_graph=True the first "
                 f"time, or add the losses\n  {line()}"
             )
         self._spent.update(map(id, locals_))
@@ -221,10 +221,10 @@ class Differentiated(Recorder):
         found: list[Any] = []
         if not torch.is_grad_enabled() and not any(o.requires_grad for o in outs):
             raise GraphError(
-                "build() asks for gradients of what was computed without them: a graph without an "
-                "optimizer runs as under torch.no_grad(); compute it under "
-                f"torch.enable_grad(), from x.detach().requires_grad_() where x is an input\n  "
-                f"{line()}"
+                "build() asks for gradients of a tensor that was computed without autograd: a "
+                "graph without an optimizer runs as under torch.no_grad(); compute the tensor "
+                "under torch.enable_grad(), from x.detach().requires_grad_() where x is an "
+                f"input\n  {line()}"
             )
         for t, here in zip(wanted, reached(outs, wanted), strict=True):
             if not here and not unused:
@@ -250,8 +250,8 @@ class Differentiated(Recorder):
 
     def _retained(self, *args: Any) -> None:
         raise GraphError(
-            f"inside build(), retain_grad() keeps nothing: torch.autograd.grad gives the gradient "
-            f"of a tensor that is no parameter\n  {line()}"
+            "inside build(), retain_grad() has no effect: torch.autograd.grad returns the "
+            f"gradient of a tensor that is not a parameter\n  {line()}"
         )
 
     def _plain_backward(

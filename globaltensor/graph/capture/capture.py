@@ -27,8 +27,9 @@ from ...sharding.spec import Spec
 from ..program.nodes import backward
 from .checkpoint_regions import marked
 from .dry_world import DryWorld
+from .local_recorder import LocalRecorder
+from .logical_recorder import LogicalRecorder
 from .recorder_base import of_user
-from .recorders import LocalRecorder, LogicalRecorder
 from .single_device import on_one_device
 
 __all__ = ["CaptureResult", "Result", "capture"]
@@ -148,9 +149,9 @@ def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
         if lost and done:
             raise GraphError(
                 f"build() makes {lost[0]} another tensor (of another dtype, sbp or placement, or "
-                f"swapped): it runs once, on stand-ins, and the graph goes on "
-                "with the tensor as it was. Do that before the graph is called (module.to(dtype), "
-                "to_global); what is written into a tensor as it lies counts"
+                "swapped): build() runs once, on fake tensors, and the graph keeps using the "
+                "original tensor. Change the tensor before the graph is called (module.to(dtype), "
+                "to_global); in-place writes that change none of these are part of the graph"
             )
 
 

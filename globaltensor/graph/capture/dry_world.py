@@ -11,7 +11,7 @@ import torch
 
 from ..._base import torch_private
 from ...distributed.communicator import Communicator
-from ...distributed.world import World
+from ...distributed.world_base import World
 from ...errors import GraphError
 
 __all__ = ["INSIDE", "DryComm", "DryWorld", "Left", "Untraceable"]
@@ -46,8 +46,8 @@ class DryComm(Communicator):
         GraphError for a group of some ranks only, and Left if another rank has left build()."""
         if len(self.ranks) != self.world.size:
             raise GraphError(
-                "inside build() some ranks cannot tell each other what they hold (to_global of a "
-                "local tensor exchanges shapes: pass check_meta=False, or make "
+                "inside build(), only all ranks together can exchange data, not some of them "
+                "(to_global of a local tensor exchanges shapes: pass check_meta=False, or make "
                 "the tensor global before the call)"
             )
         with torch_private.real_tensors():
@@ -55,8 +55,8 @@ class DryComm(Communicator):
         away = [r for r, (what, _) in enumerate(told) if what != INSIDE]
         if away:
             raise Left(
-                f"rank {away[0]} has left build(), where this rank asks what the others hold: "
-                f"{told[away[0]][1]}"
+                f"rank {away[0]} has left build(), but this rank waits there for an exchange with "
+                f"it: {told[away[0]][1]}"
             )
         return [v for _, v in told]
 
@@ -74,7 +74,7 @@ class DryWorld(World):
     def real(self) -> World:
         """The world that this one copies."""
         found = self._real()
-        assert found is not None, "whoever captures is in it"
+        assert found is not None, "the capturing rank is in the real world"
         return found
 
     def __init__(self, real: World) -> None:

@@ -19,7 +19,7 @@ from ...errors import GraphError
 from ...sharding.placement import Placement
 from ..module_settings import ModuleSettings
 from .batch_norm_average import averaged
-from .recorders import LogicalRecorder
+from .logical_recorder import LogicalRecorder
 from .side_effects import restoring_modules
 
 __all__ = ["block_of", "lying", "stages_of", "watched"]
@@ -191,13 +191,13 @@ def stages_of(
         )
         if where is None:
             raise GraphError(
-                f"{name}: {path} is in stage {stage}, but has no global parameters: say where it "
-                f"lies, set_stage(..., placement)"
+                f"{name}: {path} is in stage {stage}, but has no global parameters: name its "
+                "placement with set_stage(..., placement)"
             )
         if found.setdefault(stage, where) is not where:
             raise GraphError(
-                f"{name}: stage {stage} lies on {found[stage]!r} and, with {path}, on {where!r}: "
-                f"a stage has one placement"
+                f"{name}: stage {stage} is on {found[stage]!r}, but its module {path} is on "
+                f"{where!r}: a stage has one placement"
             )
         for own, t in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(t, GlobalTensor) and t.placement is not where:
@@ -205,9 +205,9 @@ def stages_of(
     for path, t, stage, where in astray:
         if len(users[id(t)]) == 1:
             raise GraphError(
-                f"{name}: {path} lies on {t.placement!r}, but its stage {stage} on {where!r}, and "
-                f"no other stage uses it: bring it there with to_global "
-                "(flow.pipeline.cut does so)"
+                f"{name}: {path} is on {t.placement!r}, but its stage {stage} is on {where!r}, "
+                "and no other stage uses it: move it there with to_global (flow.pipeline.cut does "
+                "so)"
             )
     for node in logical.nodes:
         stage = node.meta.get("starts")
@@ -215,8 +215,8 @@ def stages_of(
             here = node.meta["val"].placement
             if found.setdefault(stage, here) is not here:
                 raise GraphError(
-                    f"{name}: stage {stage} lies on {found[stage]!r} and, with the tensor "
-                    f"{node.name}, on {here!r}: a stage has one placement"
+                    f"{name}: stage {stage} is on {found[stage]!r}, but its tensor {node.name} is "
+                    f"on {here!r}: a stage has one placement"
                 )
     if sorted(found) != list(range(len(found))):
         missing = min(set(range(len(found))) - set(found))

@@ -1,6 +1,6 @@
 """The common base of both recorders: nodes, names, and the current line of the user's code.
 
-`recorders` and `autograd_recorder` build on it."""
+`logical_recorder`, `local_recorder` and `autograd_recorder` build on it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,10 +17,11 @@ import torch
 
 from ..._base import torch_private
 from ..._base.pytree import tensors_in
+from ..._base.user_code import warn_user
 from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GraphError
+from .logical_recorder import LogicalRecorder
 from .recorder_base import Recorder, of_user
-from .recorders import LogicalRecorder
 
 __all__ = ["restoring_modules"]
 
@@ -51,9 +51,9 @@ def restoring_modules(
     ]
     if hooked and torch.is_grad_enabled():
         raise GraphError(
-            f"{hooked[0]} has backward hooks, which run on the autograd graph of build()'s one "
-            f"run: hook a tensor in forward instead "
-            "(x.register_hook(...)), or a parameter"
+            f"{hooked[0]} has backward hooks, which would run on the autograd graph of build()'s "
+            "single run only: hook a tensor in forward instead (x.register_hook(...)), or a "
+            "parameter"
         )
     before = {path: (dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
     places: dict[int, _TensorContainer] = {}
@@ -89,8 +89,8 @@ def restoring_modules(
     if random.getstate() != drawn[0] or _numpy_state() != drawn[1]:
         raise GraphError(
             "build() draws numbers from Python's or NumPy's generator: it runs once, so each step "
-            "would use the same number again. Draw with torch "
-            "(torch.rand, torch.randint), or hand the number to the graph as a tensor"
+            "would use the same number again. Draw with torch (torch.rand, torch.randint), or "
+            "pass the number to the graph as a tensor"
         )
     with torch.no_grad():
         memory = {logical.local.memory(held) for held, _ in writes}
@@ -174,11 +174,10 @@ class _TensorContainer:
                 writes += pairs
                 logical.slots.append((self.held, k))  # type: ignore[union-attr]
             else:
-                warnings.warn(
+                warn_user(
                     f"{_named(self.path, self.held, k)} is given a tensor inside build(), which "
-                    f"runs once, on tensors without values: it is as it was before. "
-                    "Return the tensor from build() instead, or keep it in a buffer",
-                    stacklevel=2,
+                    "runs once, on tensors without values: its old value was restored. Return "
+                    "the tensor from build() instead, or keep it in a buffer",
                 )
         return writes
 
@@ -278,10 +277,9 @@ def _restored(
             old, new = then.get(name), given[name]
             if kind == "parameter" or not _fits(old, new):
                 raise GraphError(
-                    f"build() gives {path}.{name} another {kind}: a graph's modules keep their "
-                    f"parameters and buffers. Write into the buffer "
-                    f"({name}.copy_(value), of one shape), or keep the value as an input and an "
-                    f"output of the graph"
+                    f"build() replaces the {kind} {path}.{name}: a graph's modules keep their "
+                    f"parameters and buffers. Write into the buffer ({name}.copy_(value), of one "
+                    "shape), or keep the value as an input and an output of the graph"
                 )
             writes.append((old, new))
     torch_private.refresh_weights(part)

@@ -1,6 +1,6 @@
 """The captured graph on one device: the meaning of `build` without ranks.
 
-A program must give the same results. `Graph.on_one_device` calls this module."""
+A program must give the same results. `Graph.single_device_module` calls this module."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _translated(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> Any
         if all(e.is_broadcast for e in spec.layout):
             return made[node.args[0]]  # type: ignore[index]
         raise GraphError(
-            f"to_local() of {spec!r} is this rank's part: it has no counterpart on one device\n  "
-            f"{where}"
+            f"to_local() of {spec!r} is this rank's local tensor: it has no counterpart on one "
+            f"device\n  {where}"
         )
     if target in overridable.ALONE:
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("placement", "sbp")}

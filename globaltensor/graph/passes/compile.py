@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._base.user_code import warn_user
 from ..program.nodes import ProgramCall, autocast, backward, set_grad_enabled
 from .recompute import Recomputed
 from .subgraph import Subgraph, constants_first, mutated_operands, put_back, storages
@@ -25,11 +26,11 @@ from .subgraph import Subgraph, constants_first, mutated_operands, put_back, sto
 __all__ = ["Compiled", "compile_parts"]
 
 _EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
-_LEAST_CALLS = 2  # with fewer calls there is nothing to fuse
+_MIN_CALLS = 2  # with fewer calls there is nothing to fuse
 _LAYER_CALLS = 6  # a smaller repeated part is not worth a boundary that stops fusion
 # Each call of a compiled function costs 0.2 ms with its backward. A function therefore serves
 # several layers, as long as compiling stays quick.
-_TOGETHER_CALLS = 200
+_MAX_FUSED_CALLS = 200
 _VIEWS = frozenset(
     (
         "view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand "
@@ -53,10 +54,9 @@ class Compiler:
         if not self.failed:
             self.failed = True
             said = str(error).strip().splitlines() or [""]
-            warnings.warn(
-                f"enable_compile: {self.backend} cannot compile a part of the program, which runs "
-                f"as it is: {type(error).__name__}: {said[0]}",
-                stacklevel=4,
+            warn_user(
+                f"enable_compile: {self.backend} cannot compile a part of the program, which "
+                f"runs uncompiled: {type(error).__name__}: {said[0]}",
             )
 
 
@@ -108,7 +108,7 @@ def _compile(
             inner.whole = any(n.op == "call_module" for n in body.nodes)
     for nodes in _layers(list(_pure(graph))):
         part = Subgraph(nodes)
-        if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:
+        if sum(map(_computes, nodes)) < _MIN_CALLS or not part.gives:
             continue
         key = _key(part)
         name = known.get(key)
@@ -192,7 +192,7 @@ def _together(layers: int, calls: int) -> int:
     >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
     (4, 8, 7, 1)
     """
-    most = max(1, min(layers, _TOGETHER_CALLS // max(1, calls)))
+    most = max(1, min(layers, _MAX_FUSED_CALLS // max(1, calls)))
     even = max(n for n in range(1, most + 1) if layers % n == 0)
     return even if 2 * even > most else -(-layers // -(-layers // most))
 

@@ -29,7 +29,7 @@ from .overlap import ancestors
 __all__ = ["defer_mean_count"]
 
 _DIVISIONS = (operator.truediv, torch.div, "div", "true_divide")
-_ALIKE = (torch.ones_like, torch.zeros_like)
+_LIKE_FUNCTIONS = (torch.ones_like, torch.zeros_like)
 
 
 def defer_mean_count(graph: fx.Graph) -> None:
@@ -61,7 +61,7 @@ def defer_mean_count(graph: fx.Graph) -> None:
         not isinstance(box, fx.Node)
         or not is_boxing(box)
         or set(box.users) != {loss}
-        or seed.target not in _ALIKE
+        or seed.target not in _LIKE_FUNCTIONS
         or seed.args != (loss,)
         or seed.kwargs
     ):

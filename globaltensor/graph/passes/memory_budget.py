@@ -50,8 +50,8 @@ __all__ = ["RecomputeUnit", "choose_recompute", "kept_bytes", "segments"]
 _FLOPS_PER_BYTE = 50.0  # of the assumed machine: FLOP/s over memory bandwidth
 _LAUNCH = 5e-6  # minimum seconds of a call
 _BINS = 2048  # the limit is divided into so many units
-_MOST_CUTS = 64
-_MOST_PEAKS = 48  # sizes of the largest recomputed segment that are tried
+_MAX_CUTS = 64
+_MAX_PEAKS = 48  # sizes of the largest recomputed segment that are tried
 
 
 class RecomputeUnit(NamedTuple):
@@ -313,14 +313,14 @@ def segments(calls: Sequence[RecomputeUnit], limit: int) -> list[tuple[int, int]
     least = min((chain.least(w) + w, w) for w in peaks)
     if least[0] > limit:
         raise GraphError(
-            f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be kept: recomputing "
-            f"all it can, autograd keeps {show_bytes(int(least[0]))} "
+            f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be met: with "
+            f"everything recomputed that can be, autograd still saves {show_bytes(int(least[0]))} "
             f"({int(least[0])} bytes) at the peak; make the batch smaller "
-            f"(set_gradient_accumulation_steps), or allow that much"
+            "(set_gradient_accumulation_steps), or raise the limit to that"
         )
     fitting = [w for w in peaks if w <= limit and chain.least(w) + w <= limit]
     tried = {
-        fitting[round(i * (len(fitting) - 1) / max(1, _MOST_PEAKS - 1))] for i in range(_MOST_PEAKS)
+        fitting[round(i * (len(fitting) - 1) / max(1, _MAX_PEAKS - 1))] for i in range(_MAX_PEAKS)
     } | {least[1]}
     found = min(
         (best for w in sorted(tried) if (best := chain.cheapest(w, limit)) is not None),
@@ -349,7 +349,7 @@ class _Segments:
         ranked = sorted(c.crossing for c in calls[:-1])
         bound = ranked[min(len(ranked) - 1, max(16, len(ranked) // 8))] if ranked else 0
         free = [i for i in range(1, n) if calls[i - 1].crossing <= bound and i not in must]
-        free = free[:: max(1, -(-len(free) // _MOST_CUTS))]
+        free = free[:: max(1, -(-len(free) // _MAX_CUTS))]
         self.cuts = [0, *sorted({*must, *free}), n]
         m = len(self.cuts)
         at = [calls[c - 1] if 0 < c < n else None for c in self.cuts]

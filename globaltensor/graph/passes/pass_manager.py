@@ -91,15 +91,14 @@ def verify(graph: fx.Graph, after: str) -> None:
     try:
         graph.lint()
     except RuntimeError as error:
-        raise GraphError(
-            f"the pass {after} has left a graph that is not in order: {error}"
-        ) from error
+        raise GraphError(f"the pass {after} has produced an invalid graph: {error}") from error
     for node in graph.nodes:
         for given, src in _takes(node):
             lies = given.meta.get("box")
             if lies is not None and lies[1] is not src and not _alike(lies[1], src):
                 raise GraphError(
-                    f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}"
+                    f"after the pass {after}, {node.name} expects {src!r}, but its operand is "
+                    f"{lies[1]!r}"
                 )
         if isinstance(node.target, StartCollective) and not _awaited(node):
             raise GraphError(
@@ -110,7 +109,8 @@ def verify(graph: fx.Graph, after: str) -> None:
             u.target is not operator.getitem for u in node.users
         ):
             raise GraphError(
-                f"after the pass {after}, the results of {node.name} are not taken apart"
+                f"after the pass {after}, the tuple of results of {node.name} is used without "
+                "being unpacked"
             )
 
 

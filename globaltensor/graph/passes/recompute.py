@@ -113,11 +113,10 @@ def _check(part: Subgraph) -> None:
     for node in part.nodes:
         if node.target is backward:
             raise GraphError(
-                f"a part that is recomputed calls backward() (in "
-                f"{node.meta.get('module') or 'build()'}): it cannot run again in a pass that it "
-                f"starts; "
-                "take activation_checkpointing from the module that calls backward(), or call it "
-                "in build()"
+                "a part that is recomputed calls backward() (in "
+                f"{node.meta.get('module') or 'build()'}): the part cannot run again in the "
+                "backward pass that it starts; remove activation_checkpointing from the module "
+                "that calls backward(), or call backward() in build()"
             )
 
 

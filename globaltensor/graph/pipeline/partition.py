@@ -113,9 +113,9 @@ class StagePartitioner:
             if p is placement:
                 return k
         raise GraphError(
-            f"a tensor of a pipeline lies on {placement!r}, where no stage is (they are on "
-            f"{', '.join(map(repr, self.placements))}): bring it to the "
-            "placement of the stage that uses it before the call, or with to_global in build()"
+            f"a tensor of a pipeline is on {placement!r}, but the stages are on "
+            f"{', '.join(map(repr, self.placements))}: move the tensor to the placement of the "
+            "stage that uses it, before the call or with to_global in build()"
         )
 
     def source(self, node: fx.Node, spec: Spec) -> int:
@@ -275,8 +275,8 @@ class StagePartitioner:
         spec = value.meta.get("spec")
         if spec is None:
             raise GraphError(
-                "the loss of a pipeline must be a global tensor: compute it from what the stages "
-                "give, without to_local()"
+                "the loss of a pipeline must be a global tensor: compute it from the outputs of "
+                "the stages, without to_local()"
             )
         return self.source(value, spec), value, spec
 
@@ -316,7 +316,7 @@ class StagePartitioner:
             return self._crossing(node, part)
         elif self.stages[node] in (None, part.number):
             raise GraphError(
-                f"stage {part.number} of the pipeline uses {node.name} before it is made"
+                f"stage {part.number} of the pipeline uses {node.name} before it is computed"
             )
         else:
             return self._from_other(node, part)
@@ -345,8 +345,8 @@ class StagePartitioner:
             spec = t._spec
             if spec.placement is not where:
                 raise GraphError(
-                    f"stage {part.number} on {where!r} uses an input that lies on "
-                    f"{spec.placement!r}: bring it there with to_global"
+                    f"stage {part.number} on {where!r} uses an input that is on "
+                    f"{spec.placement!r}: move the input to the stage's placement with to_global"
                 )
         else:
             spec = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
@@ -405,8 +405,9 @@ class StagePartitioner:
         if spec is None or "value" not in node.meta:
             raise GraphError(
                 f"stage {part.number} of the pipeline uses {self._said(node)}, a plain tensor of "
-                f"stage {self.stages[node]}: only global tensors cross stages; "
-                "make it global (to_global) where it is made, or make it again where it is used"
+                f"stage {self.stages[node]}: only global tensors cross stages; make the tensor "
+                "global (to_global) where it is computed, or compute it again in the stage that "
+                "uses it"
             )
         whole = _whole(spec)
         came = self.need(
@@ -446,9 +447,8 @@ class StagePartitioner:
                     raise GraphError(
                         f"stage {k} of the pipeline needs "
                         f"{self._said(self._output(need.key, {}))} of stage {need.source}, which "
-                        f"does not come before "
-                        "it: compute it in an earlier stage; a weight that both use must lie in "
-                        "the earlier one"
+                        "does not come before it: compute the value in an earlier stage; a weight "
+                        "that both stages use must be in the earlier one"
                     )
                 edges.append(
                     Edge(
@@ -483,8 +483,8 @@ class StagePartitioner:
         for node, spec in zip(out, _specs(self.captured.structure), strict=True):
             if spec is None:
                 raise GraphError(
-                    "what build() of a pipeline returns must be global tensors (or no tensors): a "
-                    "plain one is known on some ranks only"
+                    "the results of build() in a pipeline must be global tensors (or no tensors): "
+                    "a plain tensor exists on some ranks only"
                 )
             results.append((node, spec))
         return results

@@ -108,7 +108,7 @@ class Pipeline:
         if self._failed:
             raise WorldError(
                 f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of "
-                f"that run may be on their way: make another world"
+                "the failed run may still be in transit: create a new world"
             )
         _check_inputs(inputs or {}, self._into, self.schedule.micros)
         found: dict[int, list[tuple[Tensor | None, ...]]] = {
@@ -148,7 +148,7 @@ class Pipeline:
         del given
         if len(outputs) <= max(self._taken[stage], default=-1):
             raise ScheduleError(
-                f"stage {stage} gives {len(outputs)} outputs; an edge takes number "
+                f"stage {stage} returns {len(outputs)} outputs; an edge uses output number "
                 f"{max(self._taken[stage])}"
             )
         leaving = self._transfer.leaving("F", stage)
@@ -247,7 +247,7 @@ def _check(
     mine = [k for k, p in enumerate(placements) if p.coordinate(rank) is not None]
     if sorted(stages) != mine:
         raise ScheduleError(
-            f"rank {rank} stands in the placements of stages {mine}, but was given stages "
+            f"rank {rank} is in the placements of stages {mine}, but was passed stages "
             f"{sorted(stages)}"
         )
     if credits < 1:
@@ -258,8 +258,8 @@ def _check(
         other = lies.setdefault((edge.source, edge.output), edge)
         if edge.source >= 0 and other.src is not edge.src:
             raise ScheduleError(
-                f"output {edge.output} of stage {edge.source} lies as {other.src} for one edge "
-                f"and as {edge.src} for another"
+                f"output {edge.output} of stage {edge.source} has the layout {other.src} for one "
+                f"edge and {edge.src} for another"
             )
     for k in range(schedule.stages):
         into = sorted(e.input for e in edges if e.target == k)
@@ -271,8 +271,8 @@ def _check(
         wanted = {e.input for e in edges if e.target == k and e.differentiable}
         if not wanted <= stage.differentiable:
             raise ScheduleError(
-                f"edges into stage {k} want gradients of its inputs {sorted(wanted)}; it gives "
-                f"those of {sorted(stage.differentiable)}"
+                f"edges into stage {k} need gradients of its inputs {sorted(wanted)}; the stage "
+                f"computes those of {sorted(stage.differentiable)}"
             )
 
 
@@ -283,8 +283,8 @@ def _check_edge(edge: Edge, placements: Sequence[Placement]) -> None:
     )
     if not -1 <= edge.source < edge.target < len(placements):
         raise ScheduleError(
-            f"{name} does not lead on: its source must come before its target, which is one of "
-            f"{len(placements)} stages"
+            f"{name} does not go forward: its source must come before its target, which must be "
+            f"one of {len(placements)} stages"
         )
     if edge.dst.placement is not placements[edge.target] or (
         edge.source >= 0 and edge.src.placement is not placements[edge.source]
@@ -296,15 +296,18 @@ def _check_edge(edge: Edge, placements: Sequence[Placement]) -> None:
     if edge.source < 0:
         if edge.differentiable:
             raise ScheduleError(
-                f"{name} comes from the call, which takes no gradient: it must not be "
-                f"differentiable"
+                f"{name} comes from the call, which accepts no gradient: the edge must not be "
+                "differentiable"
             )
         return
     if edge.src.shape != edge.dst.shape or edge.src.dtype is not edge.dst.dtype:
-        raise ScheduleError(f"{name} changes what it carries: {edge.src} to {edge.dst}")
+        raise ScheduleError(
+            f"{name} changes the shape or dtype of its value: {edge.src} to {edge.dst}"
+        )
     if any(e.is_partial for e in (*edge.src.layout, *edge.dst.layout)):
         raise ScheduleError(
-            f"{name} is partial ({edge.src} to {edge.dst}): values cross whole or split"
+            f"{name} is partial ({edge.src} to {edge.dst}): values cross stages as broadcast or "
+            "split"
         )
 
 
@@ -316,5 +319,5 @@ def _check_inputs(inputs: Inputs, into: Mapping[int, Sequence[Route | None]], mi
             given = [sorted(row) for row in rows]
             raise ScheduleError(
                 f"stage {stage} needs its inputs {sorted(wanted)} from the call for each of "
-                f"{micros} micro-batches; it gives {given}"
+                f"{micros} micro-batches; the call passes {given}"
             )

@@ -69,8 +69,8 @@ def cut(
         )
     if len(begins) != len(placements) - 1:
         raise GlobalTensorError(
-            f"pipeline.cut: {len(placements)} stages need {len(placements) - 1} places where "
-            f"stages begin, but at= names {len(begins)}"
+            f"pipeline.cut: {len(placements)} stages need {len(placements) - 1} submodules at "
+            f"which stages begin, but at= names {len(begins)}"
         )
     places = [order.index(path) for path in begins]
     if places != sorted(set(places)):
@@ -155,7 +155,7 @@ class _ForwardStart:
         stage_context.models += 1
         stage_context.where = (
             None if torch_private.function_mode_on() else self.first
-        )  # under capture, the graph does this (graph/capture/recorders.py)
+        )  # under capture, the graph does this (graph/capture/local_recorder.py)
 
 
 def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -294,8 +294,8 @@ def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str
     ]
     if not lists:
         raise GlobalTensorError(
-            f"pipeline.cut: the model has no list of at least {stages} blocks to cut: say with "
-            f"at= where stages begin"
+            f"pipeline.cut: the model has no list of at least {stages} blocks to cut: name with "
+            "at= the submodules at which stages begin"
         )
     path, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
     inner = [f"{path}.{name}".lstrip(".") for name, _ in blocks.named_children()]

@@ -111,8 +111,8 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
                 later = [k for k, p in enumerate(placements) if p is where]
                 if not later:
                     raise GraphError(
-                        f"{node.name} puts a tensor on {where!r}, where no stage of the pipeline "
-                        f"lies\n  {node.meta.get('where', '')}"
+                        f"{node.name} puts a tensor on {where!r}, but no stage of the pipeline is "
+                        f"on that placement\n  {node.meta.get('where', '')}"
                     )
                 stage = next((k for k in later if k >= stage), later[0])
         found[node] = stage

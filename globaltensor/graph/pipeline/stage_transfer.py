@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..._tensor.gradients.flat_buffers import Room
+from ...boxing import log
 from ...boxing.moves import recv_slices, send_slices
 from ...distributed.communicator import Channel, Message
-from ...distributed.world import World
+from ...distributed.world_base import World
 from ...errors import ScheduleError, WorldError
 from ...sharding.spec import Spec
 from .schedule import Schedule
@@ -233,7 +234,7 @@ class Transfer:
             except WorldError as error:
                 raise WorldError(
                     f"rank {me}: cannot connect with rank {source + target - me}, which has a "
-                    f"stage beside one of its own: {error}"
+                    f"stage next to one of this rank's stages: {error}"
                 ) from error
             if target == me:
                 self._intakes[source, wire].channel = channel
@@ -266,7 +267,8 @@ class Transfer:
         for to, where in self._given[route]:
             piece = value[where].to(wire)
             try:
-                message = self._here.channel(self._here.rank, to, wire).send(piece)
+                with log.exchanges("pipeline: from one stage to another"):
+                    message = self._here.channel(self._here.rank, to, wire).send(piece)
             except WorldError as error:
                 raise WorldError(self._undelivered(route, micro, to, error)) from error
             self._sent.append((message, route, micro, to))
@@ -285,9 +287,9 @@ class Transfer:
                 else f"output {route.edge.output}"
             )
             raise ScheduleError(
-                f"rank {self._here.rank}: stage {route.stages[0]} gives {what} of {value.dtype} "
-                f"{list(value.shape)}; "
-                f"its edge says {spec.dtype} {list(shape)}, this rank's part of {spec}"
+                f"rank {self._here.rank}: stage {route.stages[0]} returns {what} of {value.dtype} "
+                f"{list(value.shape)}; its edge expects {spec.dtype} {list(shape)}, this rank's "
+                f"local tensor of {spec}"
             )
 
     def receive(self, route: Route, micro: int) -> Tensor:
@@ -367,7 +369,7 @@ class Transfer:
             else f"output {route.edge.output}",
         )
         return (
-            f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch "
+            f"rank {self._here.rank}: stage {source} could not send the {what} of micro-batch "
             f"{micro} to stage {target} on rank {to}: {error}"
         )
 

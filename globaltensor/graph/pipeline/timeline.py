@@ -152,8 +152,8 @@ def timeline(
     wrong = [span for span in found if span.end < span.start or span.lane < 0]
     if wrong:
         raise ScheduleError(
-            f"no span: {tuple(wrong[0])}; it is (lane or rank, action, start, end) with start "
-            f"before end"
+            f"{tuple(wrong[0])} is not a span: a span is (lane or rank, action, start, end) with "
+            "start before end"
         )
     called = tuple(names)
     lanes = 1 + max(

@@ -89,7 +89,7 @@ def check(
         raise ScheduleError(
             "\n  ".join(
                 [
-                    f"schedule {schedule.name} is not whole:",
+                    f"schedule {schedule.name} is incomplete or invalid:",
                     *problems[:_SHOWN],
                     *([f"and {more} more"] if more > 0 else []),
                 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from .nodes import ProgramCall
 __all__ = ["CoalescedCollective", "StartCollective", "WaitCollective", "move_of"]
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter")
+_UNNAMED: Final = nullcontext()
 _DTYPES: Final = frozenset(
     (
         torch.float16,
@@ -102,12 +104,13 @@ class CoalescedCollective(ProgramCall):
             return _Together.apply(self, *locals_)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self.begin(locals_)())
 
-    def begin(self, locals_: Sequence[Tensor], logs: Any = None) -> Finish:
+    def begin(self, locals_: Sequence[Tensor]) -> Finish:
         """Start the collective, and return a function that waits and returns the results.
 
         ``locals_`` may be written to meanwhile."""
-        for src, dst, why in self.routes:
-            log.record_boxing(plan_boxing(src, dst), why, logs)
+        if log.forbidden():
+            for src, dst, why in self.routes:
+                log.check(plan_boxing(src, dst), why)
         here, placement = world(), self.moves[0].src.placement
         if here.rank not in placement._coordinates:
             kept = [t.detach() for t in locals_]
@@ -116,7 +119,18 @@ class CoalescedCollective(ProgramCall):
         flats = [
             t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_
         ]
-        return _BEGIN[self.kind](self, flats, here.comm(peers), peers, here.rank)
+        with self._named():
+            return _BEGIN[self.kind](self, flats, here.comm(peers), peers, here.rank)
+
+    def _named(self) -> AbstractContextManager[Any]:
+        """Return the block that logs the collective: one boxing, or several together."""
+        if len(self.routes) == 1:
+            src, dst, why = self.routes[0]
+            return log.boxing_sent_here(plan_boxing(src, dst), why)
+        if not log.watched():
+            return _UNNAMED
+        reasons = dict.fromkeys(why or log.EXPLICIT for _, _, why in self.routes)
+        return log.exchanges(f"{len(self.routes)} boxings: {', '.join(reasons)}")
 
 
 def _joined(flats: Sequence[Tensor]) -> Tensor:
@@ -209,25 +223,25 @@ _BEGIN: Final[dict[str, Callable[..., Finish]]] = {
 }
 
 
-def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...], logs: Any) -> Finish:
+def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...]) -> Finish:
     """Start the collective of the gradients.
 
     If the gradients are differentiated in turn, run it to its end."""
     if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
         gone = list(joint.back(*grads))
         return lambda: gone
-    return joint.back.begin(grads, logs)
+    return joint.back.begin(grads)
 
 
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: CoalescedCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
-        ctx.joint, ctx.logs = joint, log.current_logs()
+        ctx.joint = joint
         return tuple(joint.begin(locals_)())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *_back(ctx.joint, grads, ctx.logs)()
+        return None, *_back(ctx.joint, grads)()
 
 
 class PendingCollective:
@@ -305,12 +319,12 @@ class _BeginCollective(torch.autograd.Function):
 class _EndCollective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, under_way: PendingCollective, *tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.under_way, ctx.logs = under_way, log.current_logs()
+        ctx.under_way = under_way
         return _finished(under_way)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The collective starts here. It is awaited where the gradient of the operand is needed, and
         # the backward pass in between runs meanwhile.
-        ctx.under_way.back = _back(ctx.under_way.joint, grads, ctx.logs)
+        ctx.under_way.back = _back(ctx.under_way.joint, grads)
         return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

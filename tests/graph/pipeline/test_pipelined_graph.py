@@ -1,5 +1,5 @@
-"""Pipelines in graphs: what `flow.pipeline.cut` and `set_stage` make of a model, what crosses
-between stages, what is refused, and what ranks agree on."""
+"""Tests of pipelines in graphs: models cut by `flow.pipeline.cut` and `set_stage`, the values that
+cross between stages, errors, and the agreement of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def places(*stages: Any) -> list[flow.placement]:
 
 
 def initialised(model: nn.Module) -> nn.Module:
-    """The same on every rank: ranks are threads that share torch's generator."""
+    """Initialize a model with the same weights on every rank. Ranks are threads that share torch's
+    generator."""
     gen = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.double().parameters():
@@ -74,7 +75,7 @@ def as_one_device(
     build: Any = squared,
     schedule: str | None = None,
 ) -> None:
-    """Runs on every rank: three steps in stages, and on one device."""
+    """Train three steps in stages and on one device, on every rank, and compare."""
     plain, ours = initialised(make()), initialised(make())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     flow.pipeline.cut(ours, stages, at, sbp)
@@ -93,7 +94,7 @@ def as_one_device(
 
 
 class _Scaled:
-    """Gradients of one micro-batch of ``n``."""
+    """A model that scales its gradients as one micro-batch of ``n``."""
 
     def __init__(self, model: nn.Module, n: int) -> None:
         self.model, self.n = model, n
@@ -113,15 +114,15 @@ def _scaled(t: Any) -> Tensor:
 
 def _close(got: Any, want: Tensor, what: str) -> None:
     here = whole(got)
-    if here.shape == want.shape:  # else it lies on other ranks
+    if here.shape == want.shape:  # otherwise it is on other ranks
         torch.testing.assert_close(here, want, rtol=1e-9, atol=1e-9, msg=lambda m: f"{what}: {m}")
 
 
-# -------------------------------------------------------------------------------- models that cross
+# ----------------------------------------------------------------- models whose values cross stages
 
 
 class Tied(nn.Module):
-    """GPT-2's shape: the first and the last module share a weight."""
+    """A model in the shape of GPT-2: the first and the last module share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class Rotated(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Rotary tables and a mask that is written to, made once, used by all layers; the input is
+    """A model whose layers all use rotary tables and a written mask, both made once. The input is
     added again at the end."""
 
     def __init__(self) -> None:
@@ -195,8 +196,8 @@ class Inner(nn.Module):
 
 
 class Nested(nn.Module):
-    """Stages begin deep inside, one of them with an op that writes to what it is given; statistics
-    in several stages."""
+    """A model whose stages begin deep inside, one of them with an op that writes to its input.
+    Several stages have statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +209,8 @@ class Nested(nn.Module):
 
 
 class Branches(nn.Module):
-    """Encoder and decoder: the second stage reads what the first has made of one input, and another
-    input."""
+    """An encoder and a decoder: the second stage reads the first stage's result for one input, and
+    another input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +224,7 @@ class Branches(nn.Module):
 
 
 class Again(nn.Module):
-    """The same blocks, and one of them under two names, several times over."""
+    """A model that runs the same blocks several times, one of them under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,8 +239,8 @@ class Again(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks as ResNets have them, which write in place, on inputs of three dims; and a mask of two
-    stages."""
+    """A model of ResNet-like blocks that write in place, on inputs of three dims. Two stages use
+    one mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,8 +348,8 @@ def test_stages_set_by_hand() -> None:
 
 
 def test_a_tensor_begins_a_stage() -> None:
-    """`tensor.to(GraphTensor).set_stage`: what is computed from it lies in the next stage; ops that
-    belong to no module."""
+    """A tensor begins a stage by `tensor.to(GraphTensor).set_stage`: values computed from it are in
+    the next stage. The ops belong to no module."""
 
     class Weights(nn.Module):
         def __init__(self) -> None:
@@ -380,7 +381,8 @@ def test_a_tensor_begins_a_stage() -> None:
 
 
 def test_evaluation_with_several_outputs() -> None:
-    """No optimizer: one micro-batch, the whole batch, whatever is set for training."""
+    """A graph without an optimizer runs the full batch as one micro-batch, regardless of the
+    settings for training."""
 
     def run() -> None:
         stages = places()
@@ -426,7 +428,7 @@ def test_outputs_and_a_loss_that_is_used_after_backward() -> None:
     simulate(2, run)
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 def refused(
@@ -435,7 +437,7 @@ def refused(
     error: type[Exception] = GraphError,
     prepare: Callable[[Any, Any], None] | None = None,
 ) -> None:
-    """All ranks say so, and none waits for another."""
+    """Check that all ranks raise the error, and that none waits for another."""
 
     def run() -> None:
         stages = places()
@@ -488,8 +490,8 @@ def test_a_plain_output() -> None:
 
 
 def test_an_op_that_mixes_stages_set_by_hand() -> None:
-    """In a model that `cut` has cut it runs in the latest of them (`Decoder`, `Nested`); what was
-    placed by hand stays where it is."""
+    """An op that mixes stages set by hand is an error. In a model cut by `cut` the op runs in the
+    latest of the stages (`Decoder`, `Nested`). Modules placed by hand stay on their placement."""
 
     def run() -> None:
         stages = places()
@@ -529,13 +531,12 @@ def test_a_module_that_lies_elsewhere() -> None:
         graph.model.decoder.to_global(stages[0], B)
         graph.model.decoder.to(flow.nn.graph.GraphModule).set_stage(1, stages[1])
 
-    refused(
-        squared, r"model.decoder.weight lies on .*bring it there with to_global", prepare=prepare
-    )
+    refused(squared, r"model.decoder.weight is on .*move it there with to_global", prepare=prepare)
 
 
 def test_a_local_tensor_of_another_stage() -> None:
-    """Only rank 0 runs stage 0, and so only one of them meets it: both say so."""
+    """A local tensor of another stage raises an error on both ranks, although only rank 0 runs
+    stage 0 and meets the tensor."""
 
     def build(model: Any, x: Any) -> Any:
         h = model.encoder(x)
@@ -578,20 +579,20 @@ def test_cut_says_what_is_wrong(at: list[str], match: str) -> None:
 def test_cut_wants_the_models_order() -> None:
     with pytest.raises(GlobalTensorError, match="in the order of the model"):
         flow.pipeline.cut(Branches(), places([0], [0], [0]), ["decoder", "encoder"])
-    with pytest.raises(GlobalTensorError, match="say with at="):
+    with pytest.raises(GlobalTensorError, match="name with at="):
         flow.pipeline.cut(nn.Bilinear(2, 2, 2), places([0], [0]))
     with pytest.raises(GlobalTensorError, match="list of"):
         flow.pipeline.cut(Branches(), ["cpu"])  # type: ignore[list-item]
 
 
 def test_a_model_whose_order_is_not_that_of_its_forward() -> None:
-    """The head is declared before the blocks, and so it would lie in the first stage, but runs
-    last."""
+    """A model whose declared order differs from its forward is refused. The head is declared before
+    the blocks, so it would be in the first stage, but it runs last."""
 
     class Early(Tied):
         def __init__(self) -> None:
             super().__init__()
-            self.h = self._modules.pop("h")  # now the last
+            self.h = self._modules.pop("h")  # now the last one
 
     def run() -> None:
         stages = places()

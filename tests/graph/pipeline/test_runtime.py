@@ -1,5 +1,5 @@
-"""Pipelines run: hand-written stages against the same model in one piece, on simulated ranks and on
-real processes."""
+"""Tests of running pipelines: hand-written stages against the undivided model, on simulated ranks
+and on real processes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ WIDTH, HIDDEN, F64 = 6, 7, torch.float64
 
 
 class Case(NamedTuple):
-    """A model of one block for each stage, ``tanh(x @ w) @ v``: ``data``: stages split the batch,
-    ``tensor``: they split the hidden width."""
+    """A model of one block for each stage, ``tanh(x @ w) @ v``. Stages of kind ``data`` split the
+    batch, and stages of kind ``tensor`` split the hidden width."""
 
     placements: tuple[tuple[int, ...], ...]
     lanes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     batch: int = 5
     skips: tuple[
         tuple[int, int], ...
-    ] = ()  # (from stage, to stage): added to what that stage gets anyway
+    ] = ()  # (from stage, to stage): added to the stage's other input
     credits: int = 2
 
     @property
@@ -83,7 +83,7 @@ def data(c: Case, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def whole(c: Case) -> tuple[list[float], list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """The model in one piece -> losses, gradients of their mean, results."""
+    """Run the undivided model and return losses, gradients of their mean, and results."""
     all_weights = [Weights(*(t.requires_grad_() for t in weights(k))) for k in range(c.stages)]
     losses, results = [], []
     for micro in range(c.micros):
@@ -117,7 +117,7 @@ def local(t: Tensor, how: Spec) -> Tensor:
 def build(
     c: Case, timetable: Schedule, **options: Any
 ) -> tuple[Pipeline, dict[int, list[dict[int, Tensor]]], dict[int, Weights]]:
-    """This rank's pipeline, what the call gives it, and its weights."""
+    """Build this rank's pipeline and return it with the inputs of its call and its weights."""
     rank, last = world().rank, c.stages - 1
     placements = [Placement("cpu", list(p)) for p in c.placements]
     edges, counts = [], [0] * c.stages
@@ -161,7 +161,7 @@ def build(
 
 
 def shares(c: Case, stage: int, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's weights: whole, or columns of w and rows of v."""
+    """Return a rank's weights: replicated, or columns of w and rows of v."""
     w, v = weights(stage)
     if c.kinds[stage] == "data":
         return w, v
@@ -194,7 +194,8 @@ def function(c: Case, stage: int, own: Weights) -> Callable[..., tuple[Tensor, .
 def trained(
     c: Case, runs: int = 1
 ) -> tuple[dict[int, list[float]], dict[int, list[Tensor]], dict[int, list[Tensor | None]]]:
-    """What a rank does: losses, results of the last stage, gradients by stage."""
+    """Train one rank's stages and return losses, results of the last stage, and gradients by
+    stage."""
     timetable = schedule(c.name, c.lanes, c.micros)
     pipeline, inputs, mine = build(c, timetable)
     for _ in range(runs):
@@ -210,7 +211,7 @@ def trained(
 
 
 def compare(c: Case, answers: Sequence[Any]) -> None:
-    """Every rank's answer against the model in one piece."""
+    """Compare every rank's answer with the undivided model."""
     losses, grads, results = whole(c)
     last = c.stages - 1
     said = [a[0][last] for a in answers if last in a[0]]
@@ -235,7 +236,7 @@ def compare(c: Case, answers: Sequence[Any]) -> None:
 
 
 def every(*cases: Case) -> list[Any]:
-    """Each case with each schedule that can do its lanes."""
+    """Return each case with each schedule that accepts its lanes."""
     names = [
         (c, f.name)
         for c in cases
@@ -299,6 +300,7 @@ def train_several(cases: Sequence[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("run", [run_on, pytest.param(run_by_mpi, marks=needs_mpi)])
+@pytest.mark.sweep(2)
 def test_real_processes(run: Callable[..., list[Any]]) -> None:
     cases = several()
     for c, answers in zip(cases, zip(*run(2, train_several, cases), strict=True), strict=True):
@@ -306,7 +308,7 @@ def test_real_processes(run: Callable[..., list[Any]]) -> None:
 
 
 def large(megabytes: int) -> list[list[float]]:
-    """Messages longer than any backend sends off at once, two ahead in both directions."""
+    """Send messages longer than any backend sends at once, two ahead in both directions."""
     n = megabytes << 17
     where = [Placement("cpu", [r]) for r in (0, 1)]
     there = [Spec.make((n,), F64, p, broadcast) for p in where]
@@ -342,7 +344,7 @@ def test_one_rank_and_two_on_real_processes() -> None:
         compare(c, answers)
 
 
-# ------------------------------------------------------------------------- what is kept, sent, said
+# ----------------------------------------------------------- saved tensors, messages, errors, spans
 
 
 def test_a_rank_outside_returns_at_once() -> None:
@@ -376,7 +378,8 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 def test_pieces_and_no_more_are_sent() -> None:
-    """A gradient that a broadcast output needs on one rank only is sent to that one."""
+    """Only the needed pieces are sent. A gradient that a broadcast output needs on one rank only is
+    sent to that rank."""
     c = case([0, 1], [2, 3], kinds="tt", micros=2, name="1f1b")
 
     def run() -> list[tuple[str, tuple[int, ...], int]]:
@@ -447,12 +450,14 @@ def test_what_does_not_lie_as_its_edge_says_is_refused() -> None:
     with pytest.raises(
         ScheduleError,
         match=(
-            r"rank 0: stage 0 gives output 0 of torch\.float64 \[4, 6\]; its edge says "
+            r"rank 0: stage 0 returns output 0 of torch\.float64 \[4, 6\]; its edge expects "
             r"torch\.float64 \[5, 6\]"
         ),
     ):
         simulate(2, run, lambda x: (x[1:],))
-    with pytest.raises(ScheduleError, match="stage 0 gives 0 outputs; an edge takes number 0"):
+    with pytest.raises(
+        ScheduleError, match="stage 0 returns 0 outputs; an edge uses output number 0"
+    ):
         simulate(2, run, lambda x: ())
 
 
@@ -491,7 +496,8 @@ def test_spans_are_in_order() -> None:
 
 
 def test_between_spans_a_rank_waits_for_messages_and_does_nothing_else() -> None:
-    """What needs no message begins where the action before it ended."""
+    """Between spans a rank only waits for messages. An action that needs no message begins at the
+    end of the action before it."""
     c = case([0], [1], name="zb-h1")
 
     def run() -> list[tuple[str, bool]]:
@@ -503,13 +509,14 @@ def test_between_spans_a_rank_waits_for_messages_and_does_nothing_else() -> None
         ]
 
     for rank, found in enumerate(simulate(2, run)):
-        alone = "FW" if rank == 0 else "IW"  # the first rank gets gradients, the last activations
+        alone = "FW" if rank == 0 else "IW"  # rank 0 receives gradients, the last activations
         assert all(at_once for kind, at_once in found if kind in alone)
         assert {kind for kind, _ in found} == {"F", "I", "W"}
 
 
 def test_weights_wait_until_the_schedule_says() -> None:
-    """Between I and W a stage keeps what its weights need; W is where they get their gradients."""
+    """Weight gradients wait until the schedule's W. Between I and W a stage saves the inputs of its
+    weights' gradients, and W computes these gradients."""
     row = [Action(kind, 0, m) for kind in "FIW" for m in (0, 1)]
     timetable = Schedule("by hand", 1, 2, (tuple(row),), (0,))
     c = case([0], micros=2)
@@ -534,7 +541,7 @@ def test_weights_wait_until_the_schedule_says() -> None:
     torch.testing.assert_close(mine[0].v.grad, v)
 
 
-# -------------------------------------------------------------------------- when something is wrong
+# ----------------------------------------------------------------------------------------- failures
 
 
 def test_a_lost_peer_is_named() -> None:
@@ -585,17 +592,18 @@ def lost(c: Case, connected: bool) -> None:
     pipeline.run(inputs)
 
 
+@pytest.mark.extended
 def test_a_lost_process_is_named(fresh_pool: Callable[[int], Pool]) -> None:
-    # Which of the two comes first is chance: that nothing can be sent any more, or that nothing
-    # comes.
+    # Either event may come first: the send fails, or no message arrives.
     waited = "waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"
-    sent = "could not give the output 0 of micro-batch [01] to stage 1 on rank 1"
+    sent = "could not send the output 0 of micro-batch [01] to stage 1 on rank 1"
     with pytest.raises(RanksFailed, match=f"rank 0: stage 0 ({waited}|{sent}): "):
         fresh_pool(2).run(lost, case([0], [1], name="1f1b"), True)
     with pytest.raises(
         RanksFailed,
         match=(
-            "rank 0: cannot connect with rank 1, which has a stage beside one of its own: rank 0: "
+            "rank 0: cannot connect with rank 1, which has a stage next to one of this rank's "
+            "stages: rank 0: "
         ),
     ):
         fresh_pool(2).run(lost, case([0], [1], name="1f1b"), False)
@@ -612,17 +620,20 @@ ON_A, ON_B = Spec.make((2,), F64, A, broadcast), Spec.make((2,), F64, B, broadca
             [Edge(0, 0, 1, 1, ON_A, ON_B, True)],
             r"stage 1 gets inputs \[1\]: each input, counted from 0, needs one edge",
         ),
-        ([Edge(1, 0, 0, 0, ON_B, ON_A, True)], "does not lead on"),
+        ([Edge(1, 0, 0, 0, ON_B, ON_A, True)], "does not go forward"),
         ([Edge(0, 0, 1, 0, ON_B, ON_B, True)], "are not the placements of its stages"),
-        ([Edge(0, 0, 1, 0, ON_A, ON_B.replace(shape=(3,)), True)], "changes what it carries"),
+        (
+            [Edge(0, 0, 1, 0, ON_A, ON_B.replace(shape=(3,)), True)],
+            "changes the shape or dtype of its value",
+        ),
         ([Edge(0, 0, 1, 0, ON_A, ON_B.dual(), True)], "is partial"),
-        ([Edge(-1, 0, 0, 0, ON_A, ON_A, True)], "takes no gradient"),
+        ([Edge(-1, 0, 0, 0, ON_A, ON_A, True)], "accepts no gradient"),
         (
             [
                 Edge(0, 0, 1, 0, ON_A, ON_B, True),
                 Edge(0, 0, 1, 1, ON_A.replace(layout=[split(0)]), ON_B, True),
             ],
-            "lies as .* for one edge and as",
+            "has the layout .* for one edge and",
         ),
     ],
 )
@@ -646,7 +657,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
         (
             {1: stage},
             [A, B],
-            r"rank 0 stands in the placements of stages \[0\], but was given stages \[1\]",
+            r"rank 0 is in the placements of stages \[0\], but was passed stages \[1\]",
         ),
         ({0: stage}, [A], "is for 2 stages, but there are 1 placements"),
         ({0: stage, 1: stage}, [A, A], "stages that share ranks belong on one lane"),

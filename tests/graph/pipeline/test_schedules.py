@@ -1,8 +1,8 @@
-"""Pipeline schedules: each family for any lanes it takes, the checker and the simulator beside a
-graph's longest path, files, drawings, timelines.
+"""Tests of pipeline schedules: each family on all lanes that it accepts, the checker, the simulator
+against a graph's longest path. Files, drawings and timelines are tested too.
 
-The oracle here knows nothing of the package's own walk over the rows: it makes one graph of row
-order and data and asks graphlib for an order.
+The oracle here does not use the package's own walk over the rows. It makes one graph of row order
+and data, and asks graphlib for an order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from globaltensor.graph.pipeline.validate_schedule import stages_in_flight
 
 ANYWHERE = ("gpipe", "1f1b", "forward")
 TRAINING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-UNIT = {"F": 1.0, "I": 1.0, "W": 1.0}  # B: 2
+UNIT = {"F": 1.0, "I": 1.0, "W": 1.0}  # so a B costs 2
 
 
 def chain(stages: int) -> set[tuple[int, int]]:
@@ -45,22 +45,22 @@ def chain(stages: int) -> set[tuple[int, int]]:
 
 
 def layout(name: str, p: int, turns: int = 2) -> tuple[int, ...]:
-    """p lanes as the family likes them."""
+    """Return the layout of p lanes that the family needs."""
     line = tuple(range(p))
     return line + line[::-1] if name == "zb-v" else line * turns if name == "interleaved" else line
 
 
 @st.composite
 def any_lanes(draw: Any) -> tuple[int, ...]:
-    """1 to 4 lanes for 1 to 7 stages, in any order."""
+    """Draw 1 to 4 lanes for 1 to 7 stages, in any order."""
     wild = draw(st.lists(st.integers(0, 3), min_size=1, max_size=7))
     names = sorted(set(wild))
     return tuple(names.index(lane) for lane in wild)
 
 
 def graph(s: Schedule, edges: set[tuple[int, int]]) -> dict[Any, list[Any]]:
-    """node -> what must be done before. Nodes are actions, and messages (action, to stage), which
-    follow one another on a link."""
+    """Return a graph: node -> the nodes that must run before it. Nodes are actions, and messages
+    (action, to stage). Messages on one link follow one another."""
     halves = {a[1:] for row in s.rows for a in row if a.kind == "I"}
     nodes: dict[Any, list[Any]] = {}
 
@@ -99,7 +99,7 @@ def longest(
     travel: Mapping[tuple[int, int], float],
     edges: set[tuple[int, int]],
 ) -> dict[Any, float]:
-    """node -> when it ends. Raises CycleError for a deadlock."""
+    """Return the end time of each node. Raises CycleError for a deadlock."""
     nodes, ends = graph(s, edges), dict[Any, float]()
     for node in TopologicalSorter(nodes).static_order():
         if isinstance(node, Action):
@@ -112,7 +112,7 @@ def longest(
 
 
 def whole(s: Schedule) -> bool:
-    """Everything once, on its lane."""
+    """Return True if the schedule has every action once, on its lane."""
     actions = [a for row in s.rows for a in row]
     placed = all(s.lanes[a.stage] == lane for lane, row in enumerate(s.rows) for a in row)
     each = {
@@ -127,7 +127,7 @@ def whole(s: Schedule) -> bool:
     )
 
 
-# Every family, wherever it goes.
+# Every family, on all lanes that it accepts.
 
 
 @given(any_lanes(), st.integers(1, 9), st.sampled_from(ANYWHERE), st.booleans())
@@ -214,8 +214,9 @@ def test_bubble_of_gpipe_and_1f1b(name: str, m: int, p: int) -> None:
     [(2, 2, 2), (2, 2, 3), (2, 3, 8), (3, 2, 7), (4, 2, 8), (4, 4, 13), (5, 3, 17)],
 )
 def test_bubble_of_interleaved_is_divided_by_the_turns(p: int, turns: int, m: int) -> None:
-    """With m >= p, in a v-th of a lane's time: 3 (m v + p - 1) stages' thirds. 1f1b with stages v
-    times as long takes 3 (m v + (p - 1) v)."""
+    """The interleaved bubble is divided by the number of turns v. With m >= p, a step takes 3 (m v
+    + p - 1) units, each a third of a stage. 1f1b with stages v times as long takes 3 (m v + (p - 1)
+    v)."""
     run = simulate(
         schedule("interleaved", layout("interleaved", p, turns), m), {"F": 1.0, "B": 2.0}
     )
@@ -229,8 +230,8 @@ def test_interleaved_of_one_turn_is_1f1b() -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 def test_zero_bubbles_with_equal_costs(p: int) -> None:
-    """Qi et al.: the bubble of ZB-H1 is (p - 1) (F + I - W), a third of 1f1b's; ZB-H2's and ZB-V's
-    is none. A stage of ZB-V is half as long."""
+    """The bubbles of zero-bubble schedules match Qi et al. ZB-H1's is (p - 1) (F + I - W), a third
+    of 1f1b's. ZB-H2 and ZB-V have none. A stage of ZB-V is half as long."""
     m, half = 2 * p + 1, dict.fromkeys(UNIT, 0.5)
     runs = {
         name: simulate(schedule(name, layout(name, p), m), half if name == "zb-v" else UNIT)
@@ -243,7 +244,7 @@ def test_zero_bubbles_with_equal_costs(p: int) -> None:
         "zb-v": 3 * m,
     }
     assert runs["zb-h2"].period_bubble == runs["zb-v"].period_bubble == 0
-    # The last lane cannot start before the first forward reaches it: a step by itself takes that
+    # The last lane cannot start before the first forward reaches it, so a single step takes that
     # much longer.
     assert [run.makespan for run in runs.values()] == [
         3 * (m + p - 1),
@@ -263,10 +264,10 @@ def test_memory_as_in_the_papers() -> None:
     assert held == {
         "gpipe": (12,) * 4,
         "1f1b": (4, 3, 2, 1),
-        "interleaved": (11, 9, 7, 5),  # of stages half as large
+        "interleaved": (11, 9, 7, 5),  # the stages are half as large
         "zb-h1": (4,) * 4,
         "zb-h2": (7,) * 4,
-        "zb-v": (8,) * 4,  # of stages half as large
+        "zb-v": (8,) * 4,  # the stages are half as large
         "forward": (0,) * 4,
     }
     assert held == {name: max_activations(name, layout(name, p), m) for name in held}
@@ -274,8 +275,9 @@ def test_memory_as_in_the_papers() -> None:
 
 
 def test_eager_1f1b_hides_transfers() -> None:
-    """A forward that comes back as a gradient crosses twice; with transfers as long as a forward
-    plain 1f1b waits for them in each round, eager does not."""
+    """Eager 1f1b hides transfers. A round trip of a forward and its gradient crosses twice. With
+    transfers as long as a forward, plain 1f1b waits for them in each round, and eager 1f1b does
+    not."""
     plain, eager = (
         simulate(schedule("1f1b", range(4), 16, eager=e), {"F": 1.0, "B": 2.0}, transfer=1.0)
         for e in (False, True)
@@ -523,7 +525,8 @@ def test_too_many_activations() -> None:
 
 @given(st.data())
 def test_the_checker_agrees_with_the_graph(data: Any) -> None:
-    """Rows shuffled, actions lost, doubled or moved: refused exactly where they cannot be done."""
+    """The checker agrees with the graph. Rows are shuffled, and actions are dropped, doubled or
+    moved. A schedule is refused exactly if it cannot run."""
     name = data.draw(st.sampled_from(["1f1b", "gpipe", "zb-v"]))
     s = schedule(name, layout(name, data.draw(st.integers(1, 3))), data.draw(st.integers(1, 3)))
     rows = [list(row) for row in s.rows]
@@ -559,7 +562,8 @@ def test_the_checker_agrees_with_the_graph(data: Any) -> None:
 
 
 def test_edges_say_what_waits_for_what() -> None:
-    """Two towers: stages 0 and 1 both feed 2, and not each other."""
+    """Edges define the dependencies between stages. In two towers, stages 0 and 1 both feed 2, and
+    not each other."""
     towers = by_hand("0F0 0B0", "1F0 2F0 2B0 1B0", lanes=(0, 1, 1), micros=1)
     check(towers, edges={(0, 2), (1, 2)})
     crossed = by_hand("1F0 0F0 1B0 0B0", "2F0 2B0", lanes=(0, 0, 1), micros=1)
@@ -619,12 +623,13 @@ def test_the_simulator_finds_the_longest_path(data: Any) -> None:
 
 
 def test_a_slow_link_carries_one_message_at_a_time() -> None:
-    """Four forwards of 1 s over a link of 5 s a message: the last arrives at 1 + 4 * 5."""
+    """A slow link carries one message at a time. After four forwards of 1 s over a link of 5 s a
+    message, the last arrives at 1 + 4 * 5."""
     run = simulate(schedule("forward", (0, 1), 4), {"F": 1.0}, transfer=5.0)
     assert [span.start for span in run.spans if span.lane == 1] == [6, 11, 16, 21]
     assert (
         simulate(schedule("forward", (0, 0), 4), {"F": 1.0}, transfer=5.0).makespan == 8
-    )  # nothing crosses
+    )  # no message crosses
 
 
 def test_costs() -> None:

@@ -1,4 +1,5 @@
-"""Gradients of weights that wait: the numbers, when they come, and what is kept meanwhile."""
+"""Tests of delayed weight gradients: their numbers, the time at which they arrive, and the tensors
+saved in between."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_weights_wait(name: str) -> None:
     later.run()
     same([t.grad for t in given], grads)
     assert later.waiting == 0
-    later.run()  # nothing is left to add
+    later.run()  # a second run adds nothing
     same([t.grad for t in given], grads)
 
 
@@ -141,7 +142,7 @@ def test_second_derivatives(name: str) -> None:
         with DeferredWeightGrads().recording():
             return ours(*given, **more)
 
-    # Copies of leaves are none: those of this test are leaves, as weights are.
+    # Copies of leaves are not leaves. This test passes the leaves themselves, as weights are.
     assert torch.autograd.gradgradcheck(run, operands(shapes))
 
 
@@ -152,7 +153,8 @@ def test_outside_a_stage_they_are_torchs_own() -> None:
 
 
 def test_what_cannot_wait_comes_at_once() -> None:
-    """Weights that are no leaves, and operands in the place of weights that want no gradient."""
+    """Gradients that cannot wait arrive at once: of weights that are not leaves, and of operands
+    whose weight needs no gradient."""
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     later = DeferredWeightGrads()
     with later.recording():
@@ -166,7 +168,7 @@ def test_what_cannot_wait_comes_at_once() -> None:
     )
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     with later.recording():
-        out = split_backward.linear(x, w, b * 3)  # a weight that can wait, a bias that cannot
+        out = split_backward.linear(x, w, b * 3)  # the weight can wait, the bias cannot
     with later.holding():
         out.sum().backward()
     same([b.grad], [torch.full((4,), 15.0, dtype=torch.float64)])
@@ -212,8 +214,8 @@ def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: to
 
 
 def test_results_that_nobody_differentiates() -> None:
-    """Of two products one reaches the loss; and where nobody asks for gradients, none is put
-    off."""
+    """Results without a backward pass are allowed. Of two products only one reaches the loss. With
+    gradients off, no gradient is delayed."""
     x, w, v = operands([(5, 3), (4, 3), (4, 3)])
     later = DeferredWeightGrads()
     with later.recording():
@@ -230,7 +232,8 @@ def test_results_that_nobody_differentiates() -> None:
 
 @pytest.mark.parametrize("linear", [split_backward.linear, split_backward.lighter_linear])
 def test_a_whole_backward_of_a_stage_that_could_split_it(linear: Callable[..., Tensor]) -> None:
-    """A schedule of the user's may have both."""
+    """A stage that could split its backward can also run it as one. A user's schedule may have both
+    forms."""
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     stage = Stage(lambda x: (linear(x, w, b),), [0])
     stage.forward(0, [x.detach()], split=True)
@@ -246,8 +249,8 @@ def test_a_whole_backward_of_a_stage_that_could_split_it(linear: Callable[..., T
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_that_are_written_to(name: str) -> None:
-    """As activations in place do. A product of more than two dims is a view, and what writes to it
-    puts another op in its place."""
+    """A result may be written in place, as activations do. A product of more than two dims is a
+    view, and an in-place write replaces its autograd node by another."""
     plain, ours, shapes, more = CASES[name]
     given, theirs, later = operands(shapes), operands(shapes), DeferredWeightGrads()
     with later.recording():
@@ -277,7 +280,7 @@ def test_frozen_weights() -> None:
 
 
 class Within(torch.autograd.Function):
-    """A function that computes its result again in backward, and asks for the gradients itself."""
+    """A function that recomputes its result in backward, and calls torch.autograd.grad itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -372,7 +375,7 @@ def test_between_i_and_w_only_inputs_and_gradients_of_results_are_kept() -> None
             h = split_backward.matmul(x, w)
             return (
                 split_backward.matmul(h.sin().exp(), v),
-            )  # the sine and what it is of are saved by autograd alone
+            )  # only autograd saves the sine and its input
 
     stage = Stage(function, [0])
     stage.forward(0, [values(3, 4)], split=True)

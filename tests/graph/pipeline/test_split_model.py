@@ -1,5 +1,5 @@
-"""Models in stages outside a graph: what their forward computes between stages takes place in the
-stage that ran last. Same numbers as on one device."""
+"""Tests of models in stages outside a graph. Values that their forward computes between stages are
+computed in the stage that ran last. The numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WIDTH, ROWS = 4, 6
 
 
 class Skips(nn.Module):
-    """Skip connections from stage to stage, a mask, a scale of the model's own, and a loss of an
-    input with the last stage's output."""
+    """A model with skip connections from stage to stage, a mask and a scale parameter of its own.
+    Its loss compares an input with the last stage's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ def test_stages_outside_a_graph(stages: Any, at: list[str], sbp: Any) -> None:
 
 
 def test_elsewhere_operands_must_lie_together() -> None:
-    """Before the model and after it, and for what writes into a tensor of another stage, there is
-    no placement to meet on."""
+    """Operands elsewhere must share a placement. Before and after the model, and for writes into a
+    tensor of another stage, there is no common placement."""
 
     class Writes(Skips):
         def forward(self, x: Tensor, *others: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Stages(torch.nn.Module):
 
             def run(x: Any, stage: Any = stage, place: Any = place) -> Any:
                 x = x if place is None else x.to_global(placement=place, sbp=x.sbp)
-                return stage(x * 2) + x  # the last op saves nothing
+                return stage(x * 2) + x  # the last op saves no tensor
 
             x = checkpoint(run, x, use_reentrant=False) if self.again else run(x)
         return x
@@ -284,7 +284,8 @@ class Stages(torch.nn.Module):
     "layout", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str
 )
 def test_checkpoints_around_whole_stages(layout: Any) -> None:
-    """Ranks that compute nothing of a stage take part in what moves when it runs again."""
+    """Ranks that compute nothing of a checkpointed stage still join its collectives when it runs
+    again."""
     torch.manual_seed(0)
     plain = Stages([None] * 3, again=False)
     x = torch.randn(5, 4, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""What crosses the borders between stages: values and gradients for any two layouts, and edges of
-every kind."""
+"""Tests of transfers between stages: values and gradients for any two layouts, and edges of every
+kind."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def part(t: Tensor, spec: Spec, rank: int) -> Tensor:
 
 
 def cross(src: Spec, dst: Spec) -> Tensor | None:
-    """A leaf that lies as ``src`` goes to the next stage, which weighs it up -> this rank's part of
-    the leaf's gradient."""
+    """Send a leaf in the layout ``src`` to the next stage, which computes a weighted sum of it.
+    Return this rank's local gradient of the leaf."""
     rank, c, placements = world().rank, values(*SHAPE, seed=1), [src.placement, dst.placement]
     leaf = (
         part(values(*SHAPE), src, rank).clone().requires_grad_()
@@ -97,8 +97,8 @@ def on(rank: int, shape: tuple[int, ...], dtype: torch.dtype = F64) -> Spec:
 
 
 def test_masks_numbers_and_weights_cross_too() -> None:
-    """An integer mask, a 0-dim tensor, a weight that two stages share, an input that a stage does
-    not use, and losses of two stages."""
+    """Masks, numbers and weights cross too. Stage 0 sends an integer mask, a 0-dim tensor, a shared
+    weight and an input that the next stage does not use. Two stages have losses."""
     embedding, ids = values(7, 4), torch.tensor([0, 3, 3, 6])
 
     def model(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def test_masks_numbers_and_weights_cross_too() -> None:
         edges += [Edge(0, i, 1, i, on(0, *s), on(1, *s), s[1] is F64) for i, s in enumerate(shapes)]
         edges.append(
             Edge(0, 0, 1, 4, on(0, *shapes[0]), on(1, *shapes[0]), True)
-        )  # the same output again, for nothing
+        )  # the same output again, unused
 
         def start(ids: Tensor) -> tuple[Tensor, ...]:
             x = weight[ids]
@@ -187,11 +187,12 @@ def hangs() -> None:
         {rank: stage}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 3)
     )
     if rank == 1:
-        pipeline._transfer.begin()  # until here they go together
+        pipeline._transfer.begin()  # both ranks run together up to this point
         time.sleep(30)
     pipeline.run()
 
 
+@pytest.mark.extended
 def test_a_rank_that_hangs_is_named(
     fresh_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

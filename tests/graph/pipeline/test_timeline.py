@@ -1,5 +1,5 @@
-"""The timeline of a graph's run: spans of all ranks, steps after them, and a trace beside the
-simulated one."""
+"""Tests of the timeline of a graph's run: spans of all ranks, optimizer steps after them, and a
+trace next to the simulated one."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""Recorders: they turn what `build` does on fake tensors into an fx graph.
+"""The recorder of one rank's program: it turns the work on local tensors into an fx graph.
 
 No kernel runs, and no memory is allocated. `capture` runs build() under two torch-function modes.
-`LogicalRecorder` sees each call that the user's code makes, with global shapes: this is the logical
-graph, the same on every rank. `LocalRecorder` is pushed while such a call runs. It sees the call's
-work on this rank's local tensors: torch functions, boxings, and steps of this package that
-communicate, each as one call. This is the program.
+`LogicalRecorder` sees each call of the user's code. While such a call runs, `LocalRecorder` sees
+its work on this rank's local tensors: torch functions, boxings, and steps of this package that
+communicate, each as one call.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,21 +19,16 @@ from ..._base.python_bodies import python_body, recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
 from ..._ops import random as draws
-from ..._ops.call_plan import name_of
 from ..._ops.dispatch import dispatch
-from ..._ops.plan_call import lies_at, writes
 from ..._ops.rules import DATA_FREE_VARIANTS
 from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
-from ..._tensor.view_tracking import RemoteView
 from ...boxing import box
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
 from ...errors import GraphError
-from ...sharding.placement import Placement
-from ...sharding.spec import Spec, layout_for
-from ..module_settings import stage_of_tensor
+from ...sharding.spec import Spec
 from ..program.nodes import (
     BoxingCall,
     GatherCall,
@@ -47,10 +40,12 @@ from ..program.nodes import (
 from .autograd_recorder import Differentiated, Reached
 from .constant_folding import NotConstant, evaluated, nodes_in
 from .dry_world import DryWorld, Untraceable
-from .random_branches import decided, drawn
-from .recorder_base import Made, Recorder, casting, line, specs_of, spelled
+from .random_branches import drawn
+from .recorder_base import Made, casting, line, spelled
 
-__all__ = ["LocalRecorder", "LogicalRecorder"]
+__all__ = [
+    "LocalRecorder",
+]
 
 _HOOKS: Final = ("register_hook", "register_post_accumulate_grad_hook")
 _RANDOM: Final = (
@@ -86,6 +81,23 @@ _BY_CHANCE: Final = (
     "set the probability to 0 (layerdrop, module_dropout), let a mask choose (x + (torch.rand([]) "
     ">= p) * (layer(x) - x)), or run this model without a graph"
 )
+
+
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if a function returns values of tensors, or makes a tensor from some."""
+    if func in _READING or (func is torch.Tensor.__format__ and args[1]):
+        return True
+    makes = func in _MAKING and args and isinstance(args[0], (tuple, list))
+    return bool(makes and tensors_in(args[0], []))
+
+
+def _written(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[int, ...]:
+    """Return the positions of the tensors whose versions are not ``versions`` any more."""
+    return tuple(
+        i
+        for i, (t, version) in enumerate(zip(tensors, versions, strict=True))
+        if not t.is_inference() and t._version != version
+    )
 
 
 class LocalRecorder(Differentiated):
@@ -212,44 +224,34 @@ class LocalRecorder(Differentiated):
     def record(
         self, func: Any, args: Any, kwargs: Any, target: Any = None, effect: bool = False
     ) -> Any:
+        """Run a call on fake tensors, add it to the program as a node, and return its result.
+
+        ``target``: the node's function, if it is not ``func``. ``effect``: the call does more than
+        to return its result, so that the node is never removed. A call that needs values is
+        evaluated if they follow from the code alone, or runs by a variant that needs none. Raises
+        GraphError where neither is possible."""
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
-        given = tensors_in(kwargs, tensors_in(args, []))
-        before = [0 if t.is_inference() else t._version for t in given]
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        versions = [0 if t.is_inference() else t._version for t in tensors]
         met = self.world.met
-        reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
         try:
-            if reading or (
-                func in _MAKING
-                and args
-                and isinstance(args[0], (tuple, list))
-                and tensors_in(args[0], [])
-            ):
+            if _reads_values(func, args):
                 raise torch_private.data_dependence()[0](func)
             out = func(*args, **kwargs)
         except torch_private.data_dependence() as error:
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
-                unseeing = None if reading else DATA_FREE_VARIANTS.get(func) or python_body(func)
-                if unseeing is not None:
-                    with self:
-                        return unseeing(*args, **kwargs)
-                if any(map(drawn, nodes_in([self.arg(args), self.arg(kwargs)]))):
-                    raise GraphError(_BY_CHANCE.format(line())) from None
-                raise error from None
+                return self._without_values(func, args, kwargs, error)
         if torch_private.innermost_transform() is not None:
             raise GraphError(
                 "build() uses a transform of torch.func (vmap, grad): write the batch as a dim, "
                 "or wrap this part in globaltensor.local_map"
             )
         name = getattr(func, "__name__", "")
-        written = tuple(
-            i
-            for i, (t, v) in enumerate(zip(given, before, strict=True))
-            if not t.is_inference() and t._version != v
-        )
-        written = written or ((0,) if name == "__set__" else ())
-        effect = effect or bool(written) or name in _HOOKS or any(word in name for word in _RANDOM)
+        written = _written(tensors, versions) or ((0,) if name == "__set__" else ())
+        draws = any(word in name for word in _RANDOM)
+        effect = effect or bool(written) or name in _HOOKS or draws
         self.read = self.read or getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
         if not effect and not tensors_in(out, []):
             return out
@@ -259,11 +261,29 @@ class LocalRecorder(Differentiated):
         made = self.node(target, self.arg(args), self.arg(kwargs), out, effect)
         made.meta["writes"] = written  # positions of the tensors that it writes to
         made.meta["meets"] = self.world.met > met  # whether it communicates
-        made.meta["random"] = any(word in name for word in _RANDOM)
-        if made.meta["random"]:
+        made.meta["random"] = draws
+        if draws:
             self.unseeded()
-        # ``x += 1`` returns the tensor itself. The user's code must then get the real tensor, which
-        # it may store in a module.
+        return self._real_results(out)
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Run a call whose values are unknown by a variant that needs none.
+
+        Raises GraphError if the values are random, and ``error`` where there is no such variant."""
+        reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
+        variant = None if reading else DATA_FREE_VARIANTS.get(func) or python_body(func)
+        if variant is not None:
+            with self:
+                return variant(*args, **kwargs)
+        if any(map(drawn, nodes_in([self.arg(args), self.arg(kwargs)]))):
+            raise GraphError(_BY_CHANCE.format(line())) from None
+        raise error from None
+
+    def _real_results(self, out: Any) -> Any:
+        """Return a result with the real tensors among it in place of their fake ones.
+
+        ``x += 1`` returns the tensor itself. The user's code must then get the real tensor, which
+        it may store in a module."""
         outs = tensors_in(out, [])
         return (
             replaced(out, iter([self._reals.get(id(t), t) for t in outs]))
@@ -277,9 +297,9 @@ class LocalRecorder(Differentiated):
         Simulated ranks share one generator, so the check is left out for them."""
         if self._seed is not None and torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
-                "build() seeds torch's generator: it runs once, so only its first step would. "
-                "Seed before the graph is called, or draw with a generator of "
-                f"your own (generator=torch.Generator().manual_seed(...))\n  {line()}"
+                "build() seeds torch's generator: build() runs once, so only the first step would "
+                "be seeded. Seed before the graph is called, or draw with a generator of your own "
+                f"(generator=torch.Generator().manual_seed(...))\n  {line()}"
             )
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -424,211 +444,3 @@ class LocalRecorder(Differentiated):
         node.meta["box"] = (src, dst)
         self.boxed.append((src, dst, why))
         return out
-
-
-def _asked_whether_causal(frame: Any) -> bool:
-    """Return True if PyTorch's causal check of a mask asks for the truth value.
-
-    The check may ask directly, or through the method of a global tensor."""
-    return torch_private.CAUSAL_CHECK is not None and torch_private.CAUSAL_CHECK in (
-        frame.f_code,
-        frame.f_back and frame.f_back.f_code,
-    )
-
-
-class LogicalRecorder(Recorder):
-    """A recorder of the user's calls, on tensors of global shape.
-
-    ``local`` records the work of each call on local tensors."""
-
-    def __init__(self, fake: Any, local: LocalRecorder, names: Mapping[int, str]) -> None:
-        super().__init__(fake)
-        self.local = local
-        self.names = names  # id of a parameter or buffer -> its path
-        self.count = 0
-        self.joins = False  # whether an op that mixes stages runs in the latest of them
-        self.here: Placement | None = None  # placement of the stage whose module runs
-        self.moved: dict[
-            tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # a tensor that several ops need is moved to a stage once
-        self.applied: Any = None  # the plan to follow (graph/sharding_plan.py), if any
-        self.slots: list[
-            tuple[Any, Any]
-        ] = []  # (dict or list, key) of attributes whose tensors the program uses
-        self.real: dict[
-            int, tuple[Any, ...]
-        ] = {}  # global tensors from outside, and what they hold
-
-    def remember(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Save the contents of tensors from outside before build() changes them.
-
-        Views that need communication are left out: reading one may refresh it, which is an op."""
-        for t in tensors:
-            if (
-                isinstance(t, GlobalTensor)
-                and not isinstance(t, RemoteView)
-                and id(t) not in self.real
-                and not torch_private.is_fake(t._local)
-            ):
-                self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
-
-    def given_back(self) -> list[str]:
-        """Restore tensors that hold fake tensors, and return their names."""
-        lost = [held for held in self.real.values() if held[0]._local is not held[1]]
-        for t, local, spec, memory, own in lost:
-            t._local, t._spec, t._memory, t.__dict__ = local, spec, memory, own
-        return [self.names.get(id(held[0]), "a tensor from outside") for held in lost]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = recover_dropped_args(func, kwargs or {})
-        if func is stage_of_tensor:
-            return self._staged(*args)
-        if (
-            func is torch.Tensor.__bool__
-            and (told := decided(self.known.get(id(args[0])))) is not None
-        ):
-            return told
-        if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
-            return False  # PyTorch takes no shortcut, and the mask itself still masks
-        self.remember(tensors_in(kwargs, tensors_in(args, [])))
-        if self.joins:
-            args, kwargs = self._together(func, args, kwargs)
-        self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
-        self.call = self.local.call = self.call + 1
-        came, first, taken = specs_of(args, kwargs), len(self.local.boxed), (args, kwargs)
-        with self.local:
-            if self.applied is not None and any(came):
-                taken = self.applied.before(func, args, kwargs)
-            took = specs_of(*taken)
-            out = func(*taken[0], **taken[1])
-            if self.applied is not None:
-                self.applied.written(func, *taken)
-            self.values(out)
-        if self._beneath(args) or self._beneath(kwargs):
-            return out
-        name = getattr(func, "__name__", "")
-        written = (
-            (name.endswith("_") and not name.endswith("__"))
-            or name in _WRITERS
-            or kwargs.get("out") is not None
-            or kwargs.get("inplace") is True
-        )
-        if not written and not tensors_in(out, []):
-            return out
-        if func in overridable.SEEN:
-            target: Any = func if func in overridable.ALONE else func.__name__
-        else:
-            target, args = spelled(func, args)
-        node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
-        reached = [
-            s
-            for s in (
-                self.stage,
-                *(a.meta.get("reached") for a in node.all_input_nodes if self.stage is None),
-            )
-            if s is not None
-        ]
-        node.meta["reached"] = max(reached, default=None)  # the latest stage that it follows from
-        node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()), func=func)
-        given = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
-        if any(came) or given:  # for the plan: how operands came and were taken, what moved
-            node.meta.update(
-                came=came,
-                took=took,
-                boxes=tuple(self.local.boxed[first:]),
-                called=name_of(func),
-                given=given,
-            )
-            if self.applied is not None:
-                self.applied.after(node, func, *taken)
-        return out
-
-    def brought(self, t: GlobalTensor, where: Placement) -> GlobalTensor:
-        """Return the tensor on another placement.
-
-        Its sbp is unchanged if the placement has as many axes."""
-        key = (id(t), where)
-        if key not in self.moved:
-            self.moved[key] = (
-                t,
-                t.to_global(placement=where, sbp=layout_for(where, t.sbp)),
-            )  # the entry keeps t alive, so that its id stays unique
-        return self.moved[key][1]  # type: ignore[return-value]
-
-    def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the operands of an op that mixes stages, moved to one placement.
-
-        This is the placement of the running stage, or else of the latest stage among the operands.
-        An op that writes into another stage is left as it is, and fails."""
-        given = tensors_in(kwargs, tensors_in(args, []))
-        placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
-        if len(placements) < 2 or getattr(func, "__name__", "") == "backward":
-            return args, kwargs
-        latest = max(
-            (t for t in given if isinstance(t, GlobalTensor)),
-            key=lambda t: _or_first(self.of(t).meta.get("reached")),
-        )
-        where = self.here or latest._spec.placement
-        if writes(func) and not lies_at(given[0], where):
-            return args, kwargs
-        with self:
-            these = [
-                self.brought(t, where)
-                if isinstance(t, GlobalTensor) and t._spec.placement is not where
-                else t
-                for t in given
-            ]
-        return replaced(args, found := iter(these)), replaced(kwargs, found)
-
-    def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
-        """Move ``t`` to ``placement``, and let what is computed from it belong to the stage."""
-        node = self.of(t)
-        if placement is not None and t._spec.placement is not placement:
-            if not torch_private.is_fake(t._local):
-                raise GraphError(
-                    f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter "
-                    f"to {placement!r} with to_global, before the call"
-                )
-            with self:
-                moved: Any = t.to_global(placement=placement, sbp=layout_for(placement, t.sbp))
-            node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # its value before the move
-            t._local, t._spec = moved._local, moved._spec
-            node = self.known[id(t)] = self.of(moved)
-        if stage_id is not None:
-            node.meta["starts"] = stage_id
-
-    def values(self, out: Any) -> None:
-        """Number the results of a call.
-
-        The numbers are the same on every rank, while names of local nodes may differ."""
-        for t in tensors_in(out, []):
-            if isinstance(t, GlobalTensor):
-                node = self.local.known.get(id(materialize(t)._local))
-                if node is not None and "value" not in node.meta:
-                    self.count += 1
-                    node.meta.update(value=self.count, spec=t._spec)
-
-    def _beneath(self, given: Any) -> bool:
-        """Return True if a call acts on local tensors, inside one of this package's functions."""
-        tensors = tensors_in(given, [])
-        return any(
-            id(t) in self.local.known and id(t) not in self.known
-            for t in tensors
-            if not isinstance(t, GlobalTensor)
-        )
-
-    def state(self, t: torch.Tensor) -> fx.Node:
-        name = self.names.get(id(t)) or f"constant_{len(self.states)}"
-        self.states.append(t)
-        node = self.placeholder(name.replace(".", "_"), t)
-        node.meta["path"] = name
-        return node
-
-
-def _or_first(stage: int | None) -> int:
-    return -1 if stage is None else stage
-
-
-_WRITERS: Final = frozenset(
-    {"__setitem__", "__set__", "backward", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-)

@@ -1,0 +1,111 @@
+"""The time of a step by each schedule, in closed form: what its pipeline waits for.
+
+The search over stages (auto/inter_op) prices plans with these formulas, before it simulates the
+best of them. `simulate` runs a schedule on a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["COUNTS_FILLING", "PRICED", "bubble_left", "filling", "modelled", "usual_lanes"]
+
+
+#: Schedules that these formulas know.
+PRICED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved", "zb-v")
+#: Schedules whose formula contains the time of all stages, for the first micro-batch.
+COUNTS_FILLING = ("1f1b", "gpipe")
+
+
+def usual_lanes(schedule: str, stages: int) -> tuple[int, ...]:
+    """Return the lane of each chunk of a model that a schedule runs on ``stages`` lanes.
+
+    >>> usual_lanes("1f1b", 2), usual_lanes("interleaved", 2), usual_lanes("zb-v", 2)
+    ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    if schedule == "interleaved":
+        return tuple(range(stages)) * 2
+    if schedule == "zb-v":
+        return (*range(stages), *reversed(range(stages)))
+    return tuple(range(stages))
+
+
+def bubble_left(schedule: str, stages: int, micros: int) -> float:
+    """Return the fraction of 1f1b's bubble that a schedule leaves.
+
+    >>> bubble_left("1f1b", 4, 8), bubble_left("interleaved", 4, 8)
+    (1.0, 0.5)
+    """
+    short = max(0.0, 1 - micros / (2 * stages - 1))
+    return {
+        "interleaved": 0.5,
+        "zb-h1": 1 / 3,
+        "zb-h2": (1 + short) / 3,
+        "zb-v": (0.5 + short) / 3,
+    }.get(schedule, 1.0)
+
+
+def modelled(
+    schedule: str,
+    lanes: Sequence[int],
+    micros: int,
+    times: Sequence[float],
+    steps: Sequence[float],
+    transfers: Sequence[float],
+    forwards: Sequence[float],
+) -> float:
+    """Return the time of a step by a schedule's formula.
+
+    Every lane works through all micro-batches; before and after, the pipeline fills and drains.
+    There are p lanes and m micro-batches. A stage takes t seconds for each micro-batch, and u
+    seconds once a step.
+
+    1f1b and gpipe take the sum of t + the maximum of (m - 1) t + u. The other schedules take the
+    busiest lane's m t + u, and a bubble:
+
+    - interleaved, with v chunks a lane: (p - 1) / v stages' t.
+    - zb-h1, where the backward of weights fills the rest: p - 1 stages' forward.
+    - zb-v: half the bubble of zb-h1. Its lanes start one after the other as soon as half of a stage
+      has gone forward. This holds from 2 p - 1 micro-batches on; with fewer the bubble is larger.
+    - zb-h2, as it is simulated, gains nothing over zb-h1 in a single step.
+    """
+    count = max(lanes) + 1
+    work = [
+        sum(t for t, where in zip(times, lanes, strict=True) if where == lane)
+        for lane in range(count)
+    ]
+    own = [
+        sum(u for u, where in zip(steps, lanes, strict=True) if where == lane)
+        for lane in range(count)
+    ]
+    if schedule in ("1f1b", "gpipe"):
+        return (
+            sum(work)
+            + max((micros - 1) * t + u for t, u in zip(work, own, strict=True))
+            + sum(transfers)
+        )
+    busiest = max(micros * t + u for t, u in zip(work, own, strict=True))
+    return (
+        busiest
+        + filling(schedule, count, len(lanes), micros, sum(work), sum(forwards))
+        + sum(transfers) * count / len(lanes)
+    )
+
+
+def filling(
+    schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float
+) -> float:
+    """Return the seconds of a step for which a lane waits.
+
+    ``work`` is seconds of a micro-batch in all stages together, ``forward`` those of its forward
+    pass.
+    """
+    short = max(0.0, 1 - micros / (2 * stages - 1))
+    if schedule == "zb-h2":
+        return forward * ((stages - 1) + short * (stages - 2)) / stages
+    each = {
+        "zb-h1": forward,
+        "zb-v": forward * (0.5 + short),
+        "interleaved": work * stages / chunks,
+    }.get(schedule, work)
+    return each * (stages - 1) / stages

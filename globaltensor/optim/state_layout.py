@@ -1,0 +1,65 @@
+"""The layout of an optimizer's state: that of the tensor which a rank steps for its parameter.
+
+`local_step` calls these functions when a state is loaded or a layout changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._tensor.global_tensor import GlobalTensor
+from ..distributed.world import world
+from ..sharding.placement import Placement
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .repeated_step import State
+from .shard_gather import stepped
+
+__all__ = ["relay_state", "state_beside"]
+
+
+def state_beside(p: GlobalTensor, spec: Spec, value: torch.Tensor) -> GlobalTensor:
+    """Box a value of the state to the layout of the stepped tensor.
+
+    A loaded value may have another layout, or be a plain full value. The local tensor is on the
+    device of the parameter's local tensor, also on ranks outside the placement: fused kernels
+    accept the empty tensors with the rest."""
+    if isinstance(value, GlobalTensor) and value._spec is spec.replace(dtype=value._spec.dtype):
+        return value
+    part = torch.empty(spec.local_shape(world().rank), dtype=value.dtype, device=p._local.device)
+    out = GlobalTensor.wrap(part, spec.replace(dtype=value.dtype))
+    with torch.no_grad():
+        out.copy_(value)
+    return out
+
+
+def relay_state(p: torch.Tensor, known: State) -> None:
+    """Box the state of one parameter.
+
+    A loaded state may share its tensors with another optimizer. If boxing separates the moments,
+    the counts of steps must be separated too."""
+    laid = {k: _laid(p, v, k) for k, v in known.items()}
+    moved = any(laid[k] is not v for k, v in known.items())
+    for k, v in laid.items():
+        known[k] = v.clone() if moved and v is known[k] and isinstance(v, torch.Tensor) else v
+
+
+def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
+    """Box a value of a parameter's state: each tensor of the parameter's shape.
+
+    The result has the layout of the stepped tensor. Counts of steps remain the same."""
+    if type(value) is dict:
+        return {k: _laid(p, v, k) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_laid(p, v, key) for v in value)
+    if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
+        if isinstance(p, GlobalTensor):
+            return state_beside(p, stepped(p), value)
+        if isinstance(value, GlobalTensor):  # the state of a parameter that is plain on each rank
+            everyone = Placement(value.placement.type, list(range(world().size)))
+            return (
+                value.detach().to_global(placement=everyone, sbp=broadcast).to_local().to(p.device)
+            )  # type: ignore[attr-defined]
+    return value
