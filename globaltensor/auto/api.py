@@ -36,6 +36,7 @@ from .intra_op.search import SearchResult, compare, data_parallel, glance, searc
 from .ir.op_graph import Calls
 from .ir.trace import calls_of_model, captured_calls
 from .plan.plan import Plan
+from .search_limits import LIMITS
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 
@@ -51,7 +52,7 @@ def plan(
     objective: str = "time",
     mesh: Placement | Sequence[int] | None = None,
     seconds: float | None = None,
-    states: float | None = None,
+    optimizer_state_ratio: float | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return the best plan for a model or a graph.
@@ -68,7 +69,7 @@ def plan(
     - ``objective``: "time" (seconds a step) or "memory" (the minimum memory, then time).
     - ``mesh``: a placement or its shape, if it is not to be searched.
     - ``seconds``: stop after this time and return the best plan so far.
-    - ``states``: bytes of optimizer state for each byte of a parameter (2: Adam).
+    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter (2: Adam).
     - ``kwargs``: keyword arguments of the model.
 
     All ranks get the same plan from the same arguments, unless ``seconds`` stops the search. In
@@ -88,12 +89,14 @@ def plan(
     if batch is not None:
         given = _of_batch(given, batch)
     limit = nbytes(memory) if memory is not None else found.memory or None
-    options = Options(states=_states(model_or_graph, states), memory=limit)
+    options = Options(
+        optimizer_state_ratio=_states(model_or_graph, optimizer_state_ratio), memory=limit
+    )
     where = None if mesh is None else mesh_of(mesh, found)
     if (
         where is None
         and objective == "time"
-        and found.size > _FEW
+        and found.size > LIMITS.one_mesh_devices
         and len(set(_rows(given))) == 1
         and isinstance(model_or_graph, torch.nn.Module)
     ):
@@ -103,21 +106,14 @@ def plan(
         least = formulate(calls, found, where, options).least_memory(left())
         if least is None:
             raise PlanError(
-                "the least memory was not found in the time: give more seconds, or a limit by "
-                "memory="
+                "the minimum memory was not found in the given time: give more seconds, or set a "
+                "limit with memory="
             )
         if limit is None or least < limit:  # otherwise the search raises the error
             options = dataclasses.replace(options, memory=least)
     return search(
         calls, found, where, options, left(), recipes_of(model_or_graph, calls, where)
     ).plan
-
-
-_FEW = 2  # up to this many devices, one mesh is enough
-_SMALL = 200  # up to this many nodes, a problem is solved on every mesh that may be worth it
-_LARGE = 1000  # above this many nodes, a problem is solved on one mesh only
-_FEWER = 40  # turns of the solver (`search.search`) on meshes other than the first
-_BROAD = 0.6  # the fraction of the time for the complete search, before the one on its mesh
 
 
 class _Clock:
@@ -148,7 +144,9 @@ def _of_everything(
     def calls_at(n: int) -> Calls:
         return calls if n == rows else calls_of_model(model, *_of_batch(given, n), cluster.device)
 
-    done = search_pipelines(calls_at, rows, cluster, None, options, None, left(_BROAD))
+    done = search_pipelines(
+        calls_at, rows, cluster, None, options, None, left(LIMITS.pipeline_fraction)
+    )
     found = _on_meshes(done, calls, cluster, options, left)
     known = (
         found.formulation
@@ -228,10 +226,10 @@ def _on_meshes(
     bounds = {
         tuple(shape): bound
         for bound, shape in done.search[
-            "computing_of_meshes" if nodes <= _SMALL else "bounds_of_meshes"
+            "computing_of_meshes" if nodes <= LIMITS.every_mesh_nodes else "bounds_of_meshes"
         ]
     }
-    first, large = [done.mesh] if _single(done) else [], nodes > _LARGE
+    first, large = [done.mesh] if _single(done) else [], nodes > LIMITS.one_mesh_nodes
     best: SearchResult | None = None
     least = min(done.cost, done.seconds)
     for shape in first + sorted(
@@ -253,7 +251,7 @@ def _on_meshes(
                 options,
                 left(),
                 compared=False,
-                turns=None if shape in first else _FEWER,
+                turns=None if shape in first else LIMITS.turns_of_other_meshes,
             )
             bounds[shape] = found.plan.bound
             if found.plan.cost < least or (
@@ -413,7 +411,7 @@ def _states(model: Any, states: float | None) -> float:
     from .apply.graphs import states_of
 
     if states is not None:
-        return _number("states", states)
+        return _number("optimizer_state_ratio", states)
     return states_of(model) if isinstance(model, Graph) else 2.0
 
 

@@ -18,22 +18,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._base.command_line import closest
+from .._base.progress_line import ProgressLine
 from .._base.writable_path import check_writable
 from ..cluster import PRESETS, Cluster
 from ..errors import GlobalTensorError, PlanError
 from ..graph.graph import Graph
 from .api import plan
 from .plan.plan import Plan
+from .plan.report import report
 
 __all__ = ["DESCRIPTION", "Target", "cluster_for", "options_of", "plan_target", "run", "target"]
 
-DESCRIPTION = """Finds the best way to run a model on a cluster, and says what it costs, why, and what else would cost. Nothing is computed and no device
-is needed: the cluster may be one that nobody has here. MODULE:NAME is a function that gives (model, inputs), or such a tuple; inputs are a tuple of tensors,
-looked at for their shapes only. Keyword arguments may follow as a dict; instead of a model there may be an nn.Graph, or its class."""  # noqa: E501
+DESCRIPTION = """\
+Finds the best plan to run a model on a cluster. Reports its cost, the reasons, and the cost of the
+alternatives. The model is not run and no device is needed, so the cluster may be one that you do
+not have. MODULE:NAME is a tuple (model, inputs), or a function that returns one. The inputs are a
+tuple of tensors, of which only the shapes are used. A dict of keyword arguments may follow the
+inputs. An nn.Graph or its class may replace the model."""
 
 
 _UNMEASURED = (
-    "assumed as of the generic machine, but for the number of GPUs and their memory; "
+    "assumed to be those of the generic machine, except the number of GPUs and their memory; "
     "`globaltensor profile --out cluster.json` measures them"
 )
 
@@ -52,67 +58,84 @@ def options_of(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="MODULE:NAME",
         help=(
-            "a module that can be imported from here, or a file, and what in it gives (model, "
-            "inputs)"
+            "a module that can be imported from here, or a file, and the name in it that provides "
+            "(model, inputs)"
         ),
     )
     parser.add_argument(
         "--cluster",
         metavar="FILE-OR-PRESET",
-        help=f"what `globaltensor profile --out` wrote, or one of {', '.join(PRESETS)}",
+        help=(
+            f"a file that `globaltensor profile --out` has written, or one of {', '.join(PRESETS)}"
+        ),
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="how many devices of it; all of them unless told"
+        "--devices",
+        type=int,
+        metavar="N",
+        help=("number of devices of the cluster to use (default: all)"),
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="a device's memory, as 16GiB; what the cluster says unless told",
+        help="memory of a device, such as 16GiB (default: the cluster's)",
     )
     parser.add_argument("--mesh", metavar="2x4", help="the shape of the mesh")
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="rows of the inputs, instead of those of the example"
+        "--batch",
+        type=int,
+        metavar="N",
+        help=("number of rows of the inputs (default: those of the example inputs)"),
     )
     parser.add_argument(
         "--objective",
         choices=("time", "memory"),
         default="time",
-        help="what is to be least (%(default)s)",
+        help="what to minimize (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="S",
-        help="stop the search after so long, with the best plan so far",
+        help="stop the search after this many seconds, with the best plan so far",
     )
     parser.add_argument(
         "--explain",
         action="append",
         default=[],
         metavar="PATH",
-        help="instead of the report: why this module, parameter or call is as it is",
+        help="instead of the report, explain the choice for this module, parameter or call",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page")
+    parser.add_argument("--html", metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.load")
     parser.add_argument(
         "--json", action="store_true", help="print the plan as JSON instead of the report"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="add how the search and its solver went"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="show no progress on stderr, only errors and notes"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. Return the exit code."""
-    say: Callable[[str], object] = lambda text: sys.stderr.write(f"globaltensor plan: {text}\n")  # noqa: E731
+    line = ProgressLine("globaltensor plan", options.seconds, quiet=options.quiet)
+    say: Callable[[str], object] = lambda text: line.print(f"globaltensor plan: {text}")  # noqa: E731
     try:
         for path in (options.html, options.save):
             if path:
                 check_writable(path)  # fail now rather than after the search
-        found = plan_target(
-            options.target, options.cluster, options.devices, memory=options.memory,
-            mesh=_shape(options.mesh), batch=options.batch,
-            objective=options.objective, seconds=options.seconds, say=say,
-        )  # fmt: skip
+        with line:
+            line.show("searching")
+            found = plan_target(
+                options.target, options.cluster, options.devices, memory=options.memory,
+                mesh=_shape(options.mesh), batch=options.batch,
+                objective=options.objective, seconds=options.seconds, say=say,
+            )  # fmt: skip
         told = [found.explain(path) for path in options.explain] or [
-            found.to_json() if options.json else found.report()
+            found.to_json() if options.json else report(found, options.verbose, options.save)
         ]
         for path, write in ((options.html, found.save_html), (options.save, found.save)):
             if path:
@@ -168,9 +191,9 @@ def cluster_for(
         count = devices or 2
         say(
             f"no --cluster given and fewer than 2 accelerators here: planning for {count} "
-            f"device{'s' * (count != 1)} of the generic cluster, "
-            "which is no machine in particular; `globaltensor profile --out cluster.json` "
-            "measures this one, for --cluster cluster.json"
+            f"device{'s' * (count != 1)} of the generic cluster, which describes no particular "
+            "machine; `globaltensor profile --out cluster.json` measures this one, for --cluster "
+            "cluster.json"
         )
         return Cluster(size=count)
     if cluster in PRESETS and not os.path.exists(cluster):
@@ -178,16 +201,17 @@ def cluster_for(
     elif os.path.exists(cluster) or os.sep in cluster or cluster.endswith(".json"):
         found = Cluster.load(cluster)
     else:
+        meant = closest(cluster, PRESETS)
         raise PlanError(
-            f"--cluster {cluster}: there is no such file, and no preset is called so; presets are "
-            f"{', '.join(PRESETS)}"
+            f"--cluster {cluster}: there is no such file, and no preset of this name; presets are "
+            f"{', '.join(PRESETS)}" + (f"; did you mean {meant}?" if meant else "")
         )
     if devices is not None:
         return found.with_size(devices)
     if not found.size:
         say(
-            f"{cluster} does not say how many devices there are: planning for 2; --devices says "
-            f"otherwise"
+            f"{cluster} does not say how many devices there are: planning for 2; set the number "
+            "with --devices"
         )
         return replace(found, size=2)
     return found
@@ -210,13 +234,16 @@ def target(name: str) -> Target:
         try:
             value = getattr(value, part)
         except AttributeError:
-            near = (
-                ", ".join(n for n in vars(value) if not n.startswith("_"))[:300]
+            names = (
+                [n for n in vars(value) if not n.startswith("_")]
                 if hasattr(value, "__dict__")
-                else ""
+                else []
             )
+            meant, near = closest(part, names), ", ".join(names)[:300]
             raise PlanError(
-                f"{module} has no {path!r}" + (f"; it has {near}" if near else "")
+                f"{module} has no {path!r}"
+                + (f"; it has {near}" if near else "")
+                + (f"; did you mean {meant!r}?" if meant else "")
             ) from None
     if callable(value) and not isinstance(value, (torch.nn.Module, Graph)) and not _is_kind(value):
         value = value()
@@ -243,8 +270,8 @@ def _imported(module: str) -> Any:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise PlanError(
-            f"no module {module!r} can be imported from {os.getcwd()}; it must lie there, on "
-            f"PYTHONPATH or be installed"
+            f"no module {module!r} can be imported from {os.getcwd()}; it must be in that folder, "
+            "on PYTHONPATH or installed"
         ) from None
 
 
@@ -261,21 +288,21 @@ def _read(value: Any, name: str) -> Target:
         )
     if not isinstance(value, tuple) or not 2 <= len(value) <= 3:
         raise PlanError(
-            f"{name} gives {_kind(value)}; wanted is (model, inputs) or (model, inputs, keyword "
-            f"arguments)"
+            f"{name} provides {_kind(value)}; expected (model, inputs) or (model, inputs, keyword "
+            "arguments)"
         )
     model, inputs, kwargs = (*value, {})[:3]
     if _is_kind(model):
         model = model()
     if not isinstance(model, (torch.nn.Module, Graph)):
         raise PlanError(
-            f"{name} gives {_kind(model)} as its model; wanted is a torch.nn.Module, an nn.Graph, "
-            f"or the class of one"
+            f"{name} provides {_kind(model)} as its model; expected a torch.nn.Module, an "
+            "nn.Graph, or the class of one"
         )
     if isinstance(inputs, Mapping) and not kwargs:
         inputs, kwargs = (), inputs
     if not isinstance(kwargs, Mapping):
-        raise PlanError(f"{name} gives {_kind(kwargs)} as keyword arguments; wanted is a dict")
+        raise PlanError(f"{name} provides {_kind(kwargs)} as keyword arguments; expected a dict")
     return Target(
         model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs)
     )

@@ -51,13 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
         help="time limit from the start of the process (default: 60)",
     )
     parser.add_argument(
-        "--out", help="where the solution is written: a JSON list of one strategy a node"
+        "--out", help="file to write the solution to: a JSON list with one strategy for each node"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="varies the randomised stages (default: 0)"
+        "--seed", type=int, default=0, help="seed of the randomised stages (default: 0)"
     )
     parser.add_argument(
-        "--threads", type=int, default=2, help="for the integer programs (default: 2)"
+        "--threads",
+        type=int,
+        default=2,
+        help=("number of threads for the integer programs (default: 2)"),
     )
     options = parser.parse_args(arguments)
     gc.disable()  # the search makes millions of numbers and no cycles
@@ -93,8 +96,8 @@ def missing(problem: Problem, solution: Solution, seconds: float) -> str:
     """Explain why there is no solution, and what would help."""
     if not solution.infeasible:
         return (
-            f"no feasible choice was found in {seconds:g} s; that none exists is not proven: "
-            f"give it more time with --seconds"
+            f"no feasible choice was found in {seconds:g} s, but it is not proven that none "
+            "exists: give more time with --seconds"
         )
     text = (
         f"no choice of strategies fits the usage limit {problem.usage_limit} and avoids the "

@@ -1,5 +1,5 @@
-"""What ``flow.auto.plan`` takes and refuses: batches wherever they stand, arguments that are none,
-limits of time."""
+"""Tests of the inputs that ``flow.auto.plan`` accepts and rejects: batches in any argument, invalid
+arguments, time limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MESH = Placement("cpu", [0, 1])
 
 
 class Scaled(nn.Module):
-    """Takes its batch nested or by name, beside a table that has none."""
+    """A model that accepts its batch nested or by name, with a table that has no batch dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Scaled(nn.Module):
 
 
 def shapes(plan: Plan) -> list[tuple[int, ...]]:
-    return [g.shape for g in plan.given if g.kind == "input"]
+    return [g.shape for g in plan.placed if g.kind == "input"]
 
 
 def test_a_batch_is_set_wherever_it_stands() -> None:
@@ -98,7 +98,8 @@ def test_a_graph_takes_another_batch() -> None:
 
 
 def test_micro_batches_follow_inputs_by_name() -> None:
-    """They were left as they are, beside others that were cut."""
+    """Inputs passed by name are cut into micro-batches too. Such inputs were once left uncut while
+    other inputs were cut."""
     plan = flow.auto.plan(Scaled(), (X,), Cluster(size=4), kwargs={"more": X})
     assert plan.choices["batch"] == 4
     assert "left_out" not in plan.search
@@ -114,8 +115,8 @@ def test_micro_batches_follow_inputs_by_name() -> None:
             {"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)},
             r"a mesh of 8 has 8 devices, the cluster 2: cluster.with_size\(8\)",
         ),
-        ({"states": -1}, "states is a number of at least 0, got -1"),
-        ({"states": math.nan}, "states is a number of at least 0"),
+        ({"optimizer_state_ratio": -1}, "optimizer_state_ratio is a number of at least 0, got -1"),
+        ({"optimizer_state_ratio": math.nan}, "optimizer_state_ratio is a number of at least 0"),
         ({"seconds": -1}, "seconds is a number of at least 0"),
         ({"batch": True}, "batch is a number of rows"),
         ({"batch": 0}, "batch is a number of rows"),
@@ -218,8 +219,8 @@ def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(
     ],
 )
 def test_no_mesh_has_a_plan_that_is_better(name: str, width: int, rows: int) -> None:
-    """Whatever the search over everything thinks of meshes: the solver is asked about each that may
-    be the best."""
+    """No single mesh has a better plan than the search over all meshes. The solver plans each mesh
+    that may be the best."""
     with torch.device("meta"):
         layers = [
             nn.Sequential(

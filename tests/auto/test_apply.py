@@ -1,5 +1,6 @@
-"""A plan carried out on a model: what `flow.parallelize(model, placement, plan)` and
-`config.follow(plan)` make of a plan found elsewhere, staged ones too."""
+"""Tests of applying a plan to a model: `flow.parallelize(model, placement, plan)` and
+`config.use_auto_plan(plan)` with a plan that was found elsewhere. Plans with stages are
+included."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ CLUSTER = Cluster.preset("dgx-h100")
 
 
 def made(layers: int = 4, tied: bool = False) -> nn.Module:
-    """The same on every rank: ranks are threads that share torch's generator."""
+    """Return a model with the same weights on every rank. Ranks are threads that share torch's
+    generator."""
     with torch.device("meta"):
         model = GPT(layers, WIDTH, 2, WORDS, TIME, tied).double()
     model = model.to_empty(device="cpu")
@@ -54,7 +56,7 @@ def drawn(step: int) -> tuple[Tensor, Tensor]:
 def searched(
     n: int, space: SearchSpace | None, memory: int | None = None, tied: bool = False
 ) -> Plan:
-    """The plan of the search over everything for ``n`` devices."""
+    """Return the plan of the search over everything for ``n`` devices."""
     with torch.device("meta"):
         model = GPT(4, WIDTH, 2, WORDS, TIME, tied).double()
 
@@ -67,7 +69,7 @@ def searched(
 
 
 def number(loss: Tensor) -> float:
-    if isinstance(loss, flow.GlobalTensor):  # on every rank, wherever its stage lies
+    if isinstance(loss, flow.GlobalTensor):  # bring it to every rank, from any stage
         loss = loss.detach().to_global(flow.placement.all("cpu"), B)._local  # type: ignore[attr-defined]
     return loss.item()
 
@@ -101,7 +103,7 @@ class Training(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-        self.config.follow(plan)
+        self.config.use_auto_plan(plan)
 
     def build(self, *inputs: Any) -> Any:
         loss = self.model(*inputs)
@@ -126,8 +128,8 @@ def same(model: nn.Module, losses: list[float], tied: bool) -> None:
 def carried(
     plan: Plan, n: int, where: Callable[[], flow.placement], tied: bool = False
 ) -> list[Any]:
-    """Train by the plan, in a graph and in eager mode, on ``n`` simulated ranks -> the graph's own
-    plan on each."""
+    """Train by the plan, in a graph and in eager mode, on ``n`` simulated ranks. Return each rank's
+    plan of the graph."""
 
     def given(t: Tensor) -> Any:
         everyone = where()
@@ -194,6 +196,7 @@ def _names(plan: Plan, stage: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
+@pytest.mark.sweep(3)
 def test_a_plan_with_a_schedule(schedule: str) -> None:
     plan = searched(2, only((1,), 2, 4, schedules=(schedule,)))
     assert plan.choices["schedule"] == schedule
@@ -305,7 +308,7 @@ def test_what_does_not_go_with_a_plan_is_told() -> None:
 
 
 class Late(nn.Module):
-    """What runs first is defined last, and one norm serves all blocks."""
+    """A model that defines last the module that runs first. One norm serves all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +331,7 @@ def test_modules_are_where_the_plan_has_them_in_whatever_order_they_are_defined(
     names = [c.name for c in plan.calls]
     cut = (
         names.index(next(c.name for c in plan.calls if c.module == "blocks.2")) - 1
-    )  # the norm before it
+    )  # and the norm before it
     halves = [
         {"lane": k, "calls": [part[0], part[-1]]}
         for k, part in enumerate((names[:cut], names[cut:]))
@@ -361,7 +364,7 @@ def test_modules_are_where_the_plan_has_them_in_whatever_order_they_are_defined(
 
 
 class Plain(nn.Module):
-    """All the work is done by functions: no module begins to run within."""
+    """A model in which functions do all the work: no submodule runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +488,7 @@ def test_models_of_hugging_face(kind: str, lanes: tuple[tuple[int, ...], str]) -
             flow.parallelize(copy.deepcopy(model), line(n)(), plan), given
         ) == pytest.approx(want, rel=1e-9)
         step = Step(flow.parallelize(copy.deepcopy(model), line(n)(), plan), plan)
-        # Llama computes its loss in float32, here of each micro-batch.
+        # Llama computes its loss in float32, in the graph once for each micro-batch.
         assert [number(step(given)) for _ in range(2)] == pytest.approx(
             want, rel=1e-6 if kind == "llama" else 1e-9
         )

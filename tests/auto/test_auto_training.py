@@ -1,5 +1,5 @@
-"""Automatic parallelism changes no number: graphs and eager models that a search has laid out train
-as one device does."""
+"""Tests that automatic parallelism changes no number. Graphs and eager models with a searched
+layout train as one device does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mlp(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Layers that are compositions: an LSTM, and attention of torch's own."""
+    """A model of layers that are compositions: an LSTM, and torch's own attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "pictures": (Pictures, lambda: (numbers(5, 4, 8, 8),)),
     "recurrent": (Recurrent, lambda: (numbers(4, 5, 8),)),
 }
-#: Machines that call for different plans: the usual one, one where moving costs next to nothing,
-#: one where it costs all.
+#: Machines that call for different plans: the usual one, one where moving data costs almost
+#: nothing, and one where moving data costs nearly all of the time.
 CLUSTERS = {
     "usual": Cluster(),
     "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}),
@@ -149,6 +149,7 @@ def same(name: str, model: nn.Module, losses: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
+@pytest.mark.sweep(3)
 def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], cluster: str) -> None:
     def run() -> str:
         with use_cluster(CLUSTERS[cluster]):
@@ -167,6 +168,7 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
 
 
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
+@pytest.mark.sweep(3)
 def test_an_eager_model_trains_as_one_device_does(
     name: str, grid: tuple[int, ...], cluster: str
 ) -> None:
@@ -200,7 +202,7 @@ def test_machines_call_for_different_plans() -> None:
     joined, apart = (simulate(2, run, CLUSTERS[name])[0] for name in ("joined", "apart"))
     assert sum(c.bytes for c in apart.changes) < sum(
         c.bytes for c in joined.changes
-    )  # where moving is dear, less moves
+    )  # a machine with slow transfers moves less
     assert apart.cost <= min(a.cost for a in apart.alternatives.values())
 
 
@@ -208,7 +210,7 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
     class Explicit(nn.Module):
         def __init__(
             self, inner: nn.Module
-        ) -> None:  # made by `made`: nothing else may draw while it does
+        ) -> None:  # the model is from `made`, so nothing else may draw during the call
             super().__init__()
             self.inner = inner
 
@@ -239,8 +241,8 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
 
 
 def test_another_graph_takes_the_parameters_as_they_lie() -> None:
-    """The plan of a training graph does not change for an evaluating one that shares its
-    parameters, nor its numbers (OneFlow issue 9140)."""
+    """An evaluating graph that shares a training graph's parameters changes neither that graph's
+    plan nor its numbers (OneFlow issue 9140)."""
 
     class Evaluating(flow.nn.Graph):
         def __init__(self, model: nn.Module) -> None:
@@ -282,6 +284,7 @@ def test_another_graph_takes_the_parameters_as_they_lie() -> None:
     ],
     ids=["zero", "accumulation", "least memory", "less memory", "no collector", "no trunk"],
 )
+@pytest.mark.sweep(2)
 def test_with_other_settings(settings: Callable[[Any], Any]) -> None:
     def run() -> None:
         where = mesh((2,))
@@ -322,7 +325,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_a_model_of_no_placement_is_told() -> None:
-    with pytest.raises(GraphError, match="wants a model on a placement"):
+    with pytest.raises(GraphError, match="needs a model on a placement"):
         Training(Mlp())(torch.randn(2, 8))
     with pytest.raises(GraphError, match="no automatic plan"):
         Training(Mlp()).auto_plan()
@@ -354,8 +357,9 @@ def test_inputs_beforehand() -> None:
 
 
 def test_recurrent_layers_know_their_weights_after_a_capture() -> None:
-    """They keep a list beside their parameters; a second capture, with the weights laid otherwise,
-    took what the list held before."""
+    """Recurrent layers use their current weights after a second capture. Such layers hold a list of
+    weights in addition to their parameters. A second capture, with the weights in another layout,
+    once used the old list."""
 
     def run() -> None:
         where = mesh((2,))
@@ -375,14 +379,15 @@ def test_recurrent_layers_know_their_weights_after_a_capture() -> None:
 
 
 def test_a_model_with_experts() -> None:
-    """Which tokens go to which experts depends on values; how they lie does not."""
+    """A model with experts trains by its plan. Which tokens go to which experts depends on values,
+    but the tokens' layout does not."""
     pytest.importorskip("transformers")
     from test_parallelize import FAMILIES, build
 
     model, batch = build("mixtral"), FAMILIES["mixtral"][3](4)
     plan = flow.auto.plan(model, (), "dgx-h100", kwargs=batch, mesh=(4,))
     assert any(call.function == "moe_experts" for call in plan.calls)
-    assert not any("forward" in part.__dict__ for part in model.modules())  # it is as it was
+    assert not any("forward" in part.__dict__ for part in model.modules())  # the model is unchanged
     want = copy.deepcopy(model)(**batch).loss.item()
 
     class Loss(flow.nn.Graph):
@@ -406,7 +411,8 @@ def test_a_model_with_experts() -> None:
 def test_ranks_that_differ_are_told_before_one_waits(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank whose model fails, or is another, or where the search itself fails."""
+    """A rank whose model fails, whose model differs, or whose search fails raises an error on every
+    rank."""
 
     class Odd(Mlp):
         def forward(self, x: Any) -> Any:
@@ -440,7 +446,7 @@ def test_ranks_that_differ_are_told_before_one_waits(
     first, second = simulate(2, run)
     if "code" in case:
         assert all(
-            "rank 1 has captured another graph than rank 0; they part at op" in told
+            "rank 1 has captured another graph than rank 0; the graphs differ from op" in told
             for told in (first, second)
         )
     else:
@@ -459,7 +465,7 @@ def test_a_plan_is_that_of_the_inputs_last_seen() -> None:
             graph(x)
             found[x] = graph.auto_plan()
         assert [
-            next(g.shape for g in found[x].given if g.kind == "input") for x in (few, many)
+            next(g.shape for g in found[x].placed if g.kind == "input") for x in (few, many)
         ] == [(2, 8), (6, 8)]
         graph(few)
         assert graph.auto_plan() is found[few]
@@ -495,7 +501,7 @@ def test_a_first_call_that_fails_is_not_the_last_to_search() -> None:
 
 
 class Steps(nn.Module):
-    """Writes what it computes into a plain tensor, step by step."""
+    """A model that writes its results into a plain tensor, step by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,8 +541,8 @@ def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
             flow.parallelize(Asking().double(), where, "auto")(spread(numbers(2, 8), where))
         said = "\n".join(
             [str(raised.value), *getattr(raised.value, "__notes__", [])]
-        )  # notes are Python 3.11's
-        assert 'a model that asks for values takes one by name, "data"' in said
+        )  # notes exist since Python 3.11
+        assert 'for a model that reads values of tensors, name a plan: "data"' in said
 
     simulate(2, run)
 
@@ -550,7 +556,7 @@ def test_a_first_call_inside_a_graph_is_too_late() -> None:
         )
         with pytest.raises(
             GraphError,
-            match=r"Mlp is to be laid out at its first call .* give parallelize example inputs=",
+            match=r"Mlp gets its layouts at its first call .* pass parallelize example inputs=",
         ):
             graph(inputs)
         model = flow.parallelize(made("mlp"), where, "auto", inputs=drawn("mlp", 0))

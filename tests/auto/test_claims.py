@@ -1,8 +1,10 @@
-"""What plans claim is so: none called optimal is beaten, by what its own report prices or by
-anything that the search could have chosen; what was lost to an error is said; rounding decides
-nothing; sentences can be read in one way; and whose seconds a plan tells is written there.
+"""Tests that a plan's claims are true.
 
-Models, machines and meshes are drawn (support/drawn.py). A few of them run always, many more with
+No plan called optimal is beaten by an alternative that its own report prices, or by any other
+choice of the search. Strategies lost to an error are reported. Rounding decides nothing. Sentences
+are unambiguous. The report names the source of the seconds it shows.
+
+Models, machines and meshes are drawn (support/drawn.py). A few of them always run, many more with
 the slow tests.
 """
 
@@ -58,9 +60,9 @@ from globaltensor.distributed.world import world
 from globaltensor.errors import FormError
 from globaltensor.sharding.placement import Placement
 
-CLOSE = 1e-8  # of a cost: what two ways of adding it up may differ in
-#: Of 6 another way looked cheaper than a plan called optimal, of 37 what is spent did not add up to
-#: the cost; 8 and 10 were not optimal by rounding.
+CLOSE = 1e-8  # relative tolerance between two ways to add up a cost
+#: In 6 an alternative looked cheaper than a plan called optimal. In 37 the spent figures did not
+#: add up to the cost. 8 and 10 were not optimal because of rounding.
 QUICK = (*range(12), 37)
 MANY = [seed for seed in range(400) if seed not in QUICK]
 
@@ -70,7 +72,7 @@ def seeds() -> list[Any]:
 
 
 def found(case: Case, **options: Any) -> SearchResult:
-    """The search, with a few seconds where memory is short: what is not proven by then claims
+    """Run the search, with a few seconds where memory is limited. A plan not proven by then claims
     nothing."""
     seconds = 3.0 if options else None
     return search(
@@ -84,7 +86,7 @@ def found(case: Case, **options: Any) -> SearchResult:
 
 
 def within_a_limit(case: Case, free: SearchResult) -> SearchResult:
-    """The search with some memory between the least that would do and what the best plan takes."""
+    """Search with a limit between the minimum memory and the memory of the best plan."""
     least = free.formulation.least_memory()
     assert least is not None
     limit = int(least + (free.plan.memory - least) * case.draw.choice((0.0, 0.2, 0.5, 0.9)))
@@ -92,7 +94,7 @@ def within_a_limit(case: Case, free: SearchResult) -> SearchResult:
 
 
 def cost(f: SearchResult, changed: dict[int, int] | None = None) -> float:
-    """What the choice costs, with some strategies changed: by whichever sum that is more."""
+    """Return the cost of the choice, with some strategies changed: the larger of the two sums."""
     choice = list(f.choice)
     for node, k in (changed or {}).items():
         choice[node] = k
@@ -103,15 +105,15 @@ def cost(f: SearchResult, changed: dict[int, int] | None = None) -> float:
 
 
 def check_prices(f: SearchResult) -> None:
-    """The plan's own figures add up to its cost, and nothing that it prices costs less, if it is
-    called optimal."""
+    """Check that the plan's own figures add up to its cost. If the plan is called optimal, no
+    alternative that it prices costs less."""
     plan = f.plan
     assert plan.cost == pytest.approx(cost(f), rel=CLOSE)
-    assert sum(plan.spent.values()) - 2 * plan.spent["hidden"] == pytest.approx(
+    assert sum(plan.cost_breakdown.values()) - 2 * plan.cost_breakdown["hidden"] == pytest.approx(
         plan.cost, rel=CLOSE
     )
     if plan.optimal:
-        for thing in (*plan.calls, *plan.given):
+        for thing in (*plan.calls, *plan.placed):
             for other in thing.others:
                 fits = plan.limit is None or plan.memory + other.memory <= plan.limit
                 assert other.extra >= 0 or not fits, (thing.name, other)
@@ -119,7 +121,7 @@ def check_prices(f: SearchResult) -> None:
             assert not other.fits or other.cost >= plan.cost * (1 - CLOSE), name
         assert "not complete" not in "".join(
             plan.explain(name)
-            for name in {g.name for g in plan.given} | {c.name for c in plan.calls}
+            for name in {g.name for g in plan.placed} | {c.name for c in plan.calls}
         )
 
 
@@ -129,7 +131,7 @@ def test_no_other_way_that_a_plan_prices_beats_it(seed: int) -> None:
     free = found(case)
     check_prices(free)
     if seed % 2:
-        with contextlib.suppress(flow.auto.PlanError):  # so little memory may not do
+        with contextlib.suppress(flow.auto.PlanError):  # the limit may be below the minimum memory
             check_prices(
                 found(case, memory=int(free.plan.memory * case.draw.choice((0.8, 0.9, 1.0))))
             )
@@ -138,8 +140,8 @@ def test_no_other_way_that_a_plan_prices_beats_it(seed: int) -> None:
 @pytest.mark.parametrize("rows", [4, 8, 64, 512, 4096])
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "pcie-a100"])
 def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
-    """With 4 and 8 rows and 4096 its first weight was said to lie better otherwise; with 512 rows
-    rounding kept it from being optimal."""
+    """The report agrees with itself. With 4, 8 and 4096 rows, another layout of the first weight
+    was once reported as better. With 512 rows, rounding kept the plan from being optimal."""
     with torch.device("meta"):
         model, x = (
             nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)),
@@ -148,7 +150,7 @@ def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
     plan = flow.auto.plan(model, x, name, mesh=(8,))
     assert plan.optimal
     assert "optimal: no plan in the space of the search costs less" in str(plan)
-    assert min(o.extra for thing in (*plan.calls, *plan.given) for o in thing.others) >= 0
+    assert min(o.extra for thing in (*plan.calls, *plan.placed) for o in thing.others) >= 0
     assert "not complete" not in plan.explain("0.weight")
 
 
@@ -156,8 +158,8 @@ def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
     "seed", [9, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(11, 120))]
 )
 def test_another_way_costs_what_it_does_with_all_else_at_its_best(seed: int) -> None:
-    """Of a call, by trying all layouts of the tensors beside it: the larger sum with it, less the
-    plan's."""
+    """An alternative of a call is priced with the best layouts of the adjacent tensors. All layouts
+    are tried: the price is the larger sum with the alternative, minus the plan's cost."""
     f = found(tiny(seed))
     now, formulation = cost(f), f.formulation
     for call in f.plan.calls:
@@ -193,8 +195,9 @@ def test_another_way_costs_what_it_does_with_all_else_at_its_best(seed: int) -> 
     "seed", [32, 75, 104, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100))]
 )
 def test_a_known_way_is_told_at_its_best(seed: int) -> None:
-    """Of gradients that take longer than the backward pass what shows was once added to the best if
-    they did not: a quarter too much for tensor parallelism with seed 32, half with 104."""
+    """A known strategy is priced at its best. Gradients may take longer than the backward pass.
+    Their exposed time was once added to the best of the other sum. That made tensor parallelism a
+    quarter too expensive with seed 32, and by half with 104."""
     case = drawn(seed)
     ways = {
         "data parallel": data_parallel(case.calls, case.mesh),
@@ -249,7 +252,7 @@ def test_no_plan_called_optimal_is_beaten_by_any_choice(seed: int) -> None:
             assert not cheaper(f.formulation, f.plan.cost * (1 - CLOSE))
             assert cheaper(
                 f.formulation, f.plan.cost * (1 + 100 * CLOSE)
-            )  # the plan itself is found by it
+            )  # the plan itself is such a choice
         except TooLarge:
             assert seed not in QUICK
 
@@ -271,13 +274,14 @@ def test_no_plan_within_memory_is_beaten_by_any_that_fits(seed: int) -> None:
         assert least >= f.plan.cost * (1 - CLOSE)
 
 
-#: 121, 129, 399: a plan on one axis was called optimal, and one on 2 x 2 cost less.
+#: 121, 129, 399: a plan on one axis was called optimal, although one on 2 x 2 cost less.
 @pytest.mark.parametrize(
     "seed",
     [0, 3, 121, 129, 399, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))],
 )
 def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
-    """Where the mesh is searched for, too: by the plan on any mesh, or by any pipeline."""
+    """An optimal plan of a search over meshes is beaten neither by the plan on any one mesh nor by
+    a pipeline."""
     case = drawn(seed)
     cluster = dataclasses.replace(case.cluster, size=case.draw.choice((4, 4, 8)))
     plan = flow.auto.plan(case.model, case.x, cluster)
@@ -305,7 +309,7 @@ def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
                 ).cost >= plan.cost * (1 - CLOSE), (stages, micros)
 
 
-# ----------------------------------------------------------------------------- where exactness ends
+# ------------------------------------------------------------------------------ limits of exactness
 
 
 def test_rounding_does_not_decide_whether_a_plan_is_optimal() -> None:
@@ -329,12 +333,12 @@ def test_rounding_does_not_decide_whether_a_plan_is_optimal() -> None:
     assert not Solution([0], 1.0, 1.0 - 1e-8, True).optimal
 
 
-# ------------------------------------------------------------------------------ ways lost to errors
+# ------------------------------------------------------------------------ strategies lost to errors
 
 
 @contextlib.contextmanager
 def ruled(function: Any, describe: Callable[..., None]) -> Iterator[None]:
-    """Another rule for a function, and nothing remembered of what rules have said."""
+    """Replace a function's rule and clear the cached answers of rules."""
     before = RULES[function]
     candidates._known.clear()
     RULES[function] = dataclasses.replace(before, describe=describe)
@@ -355,14 +359,15 @@ def planned(**options: Any) -> Plan:
 
 
 def found_by(function: Any, describe: Callable[..., None]) -> Plan:
-    """The plan on two devices where a function has this rule, but for the capture."""
+    """Return the plan on two devices with this rule for a function. The capture uses the real
+    rule."""
     calls = calls_of_model(model_of_gelus(), (torch.empty(64, 64),))
     with ruled(function, describe):
         return search(calls, Cluster.preset("dgx-h100"), Placement("cpu", [0, 1]), Options()).plan
 
 
 def failing(error: Exception, when: Callable[..., bool]) -> Callable[..., None]:
-    """The rule of gelu with a fault."""
+    """Return the rule of gelu with a fault."""
     real = RULES[F.gelu].describe
 
     def describe(op: Any, *args: Any, **kwargs: Any) -> None:
@@ -400,12 +405,12 @@ def test_strategies_lost_to_a_fault_of_a_rule_are_counted(
         assert sum(x.ways for x in plan.lost) >= 4
         text = plan.report()
         assert (
-            f"ways to lay out the operands of gelu (2 calls): its rule failed with "
+            f"layouts of the operands of gelu (2 calls): its rule failed with "
             f"{type(error).__name__}: {error} (" in text
         )
         assert "optimal:" not in text
         assert (
-            "open: no plan that was looked at costs less, but errors have kept others from the "
+            "open: no plan in the search costs less, but errors have excluded other plans from the "
             "search, see below" in text
         )
         assert data(plan)["plan"]["optimal"] is False
@@ -414,8 +419,8 @@ def test_strategies_lost_to_a_fault_of_a_rule_are_counted(
 
 
 def test_what_a_rule_refuses_is_no_loss() -> None:
-    """A form of the call that the rule does not describe runs on whole tensors, at the runtime as
-    in the plan."""
+    """A call form that the rule does not describe runs replicated, at run time as in the plan.
+    Nothing is reported as lost."""
 
     def other_arguments(op: Any, input: Any) -> None:
         raise AssertionError("gelu is called with approximate=")
@@ -476,14 +481,14 @@ def test_losses_are_kept_with_a_plan(tmp_path: Path) -> None:
     assert proven(again.cost, again.bound)
     assert not again.optimal
     old = json.loads((tmp_path / "plan.json").read_text())
-    del old["lost"], old["source"]  # as a file of before has it
+    del old["lost"], old["source"]  # older files do not have them
     (tmp_path / "old.json").write_text(json.dumps(old))
     assert Plan.load(tmp_path / "old.json") == dataclasses.replace(plan, lost=(), source="")
 
 
 def test_ways_that_are_too_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "_MOST", 8)
-    assert "ways to run calls left out, too many for one call" in planned(mesh=(2, 2)).report()
+    monkeypatch.setattr(candidates, "_MAX_CANDIDATES", 8)
+    assert "strategies left out, too many for one call" in planned(mesh=(2, 2)).report()
     monkeypatch.undo()
     assert "left out" not in planned(mesh=(2, 2)).report()
 
@@ -560,7 +565,7 @@ plan for 2 devices of {name}, one axis, training, 1 call
   cost       {cost} a step, optimal: no plan in the space of the search costs less
              {spent}
   bound      {cost} a step
-  step time  {cost} foretold, with what goes on at the same time
+  step time  {cost} predicted, overlap included
   memory     {memory}
   figures    of {name}: {figures}"""
 ASSUMED = """\
@@ -605,8 +610,8 @@ def test_whose_figures_a_plan_tells(tmp_path: Path) -> None:
 
 
 def test_the_whole_of_what_a_plan_says() -> None:
-    """A snapshot of every sentence of a plan in stages: what one of them says it must say of one
-    thing."""
+    """Compare the sentences of a staged plan's report with a snapshot. Each sentence must speak of
+    one thing."""
     text = dataclasses.replace(pipelined(4), source="measured here").report()
     assert text.splitlines()[0] == (
         "plan for 8 devices of dgx-h100, 2 pipeline stages of 4 devices each (a mesh of 2 x "
@@ -615,22 +620,22 @@ def test_the_whole_of_what_a_plan_says() -> None:
     assert "  figures    of dgx-h100: measured here" in text
     assert (
         "             of all stages together: computing and moving 20 ms, parameters and "
-        "gradients 4 ms, less 2 ms that hides behind computing" in text
+        "gradients 4 ms, less 2 ms hidden behind computing" in text
     )
-    assert "parameters and how they lie (12, 8.2 KiB a rank of each stage, together)" in text
+    assert "parameters and their layouts (12, 8.2 KiB a rank of each stage, together)" in text
     assert "  stage  lane  ranks  mesh  holds         runs again  memory a rank" in text
     assert "  0      0     0-3    2x2   blocks.{0-1}  blocks.0    19.5 KiB" in text
-    assert (
-        proof(layered(1))
-        == "gap 10 %: no plan costs less than the bound, whether one costs less than this is open"
+    assert proof(layered(1)) == (
+        "gap 10 %: no plan costs less than the bound; a plan that costs less than this one may "
+        "exist"
     )
 
 
-# ------------------------------------------------------------------------------------ ranks at hand
+# ----------------------------------------------------------------------------------- measured ranks
 
 
 def example() -> Any:
-    """The example as a module."""
+    """Return the example as a module."""
     path = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     assert spec is not None
@@ -673,7 +678,7 @@ class Step(flow.nn.Graph):
 
 
 def ways(where: Placement) -> list[str]:
-    """What an eager model and a graph say of the figures that they were planned by."""
+    """Return the source of the figures that the plans of an eager model and of a graph report."""
     eager = flow.parallelize(nn.Linear(8, 8), where, "auto", inputs=(torch.zeros(4, 8),))
     step = Step(nn.Linear(8, 8).to_global(where, flow.sbp.broadcast))  # type: ignore[operator]
     step(torch.zeros(4, 8).to_global(where, flow.sbp.broadcast, check_meta=False))  # type: ignore[attr-defined]
@@ -683,14 +688,14 @@ def ways(where: Placement) -> list[str]:
 
 
 def measured_ranks(folder: str) -> dict[str, Any]:
-    """What each rank sees of measuring, keeping and reading what was measured."""
+    """Return one rank's results of measuring, saving and reading a cluster."""
     where, rank, seconds = flow.placement.all("cpu"), world().rank, this_machine._SECONDS
     before = {name: os.environ.get(name) for name in (this_machine.VARIABLE, "XDG_CACHE_HOME")}
     real, times, first = this_machine.measured, [0], list[Cluster]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         times[0] += 1
-        first.append(real(*args, **kwargs) if not first else first[0])  # once is enough
+        first.append(real(*args, **kwargs) if not first else first[0])  # one measurement is enough
         return first[0]
 
     found: dict[str, Any] = {}
@@ -701,10 +706,10 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         found["off"] = ways(where), times[0]
         os.environ[this_machine.VARIABLE] = (
             "1" if rank == 0 else "0"
-        )  # rank 0 says it for all: no rank waits for another
+        )  # rank 0 decides for all ranks, so no rank waits for another
         found["on"] = ways(where), times[0]
         (file,) = this_machine.cache_folder().iterdir()
-        this_machine._known.clear()  # as another process
+        world().state(this_machine.KnownClusters).clear()  # as in another process
         found["kept"] = this_machine.cluster_here("cpu") == Cluster.load(file), times[0], str(file)
         with use_cluster(Cluster.preset("cpu")):
             found["named"] = ways(where), times[0]
@@ -715,18 +720,18 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         world().comm((0, 1)).barrier()
         if rank == 0:
             file.write_text(file.read_text()[:100])
-        this_machine._known.clear()
+        world().state(this_machine.KnownClusters).clear()
         found["broken"] = (
             this_machine.cluster_here("cpu") == Cluster.load(file),
             times[0],
             [p.name for p in file.parent.iterdir()] == [file.name],
         )
-        os.environ["XDG_CACHE_HOME"] = str(file)  # which is no folder
-        this_machine._known.clear()
+        os.environ["XDG_CACHE_HOME"] = str(file)  # not a folder
+        world().state(this_machine.KnownClusters).clear()
         found["nowhere"] = ways(where)[:1], times[0]
     finally:
         this_machine.measured, this_machine._SECONDS = real, seconds
-        this_machine._known.clear()
+        world().state(this_machine.KnownClusters).clear()
         logging.getLogger("globaltensor").setLevel(logging.NOTSET)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -751,7 +756,7 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
     assert times == 1
     assert all(
         text.startswith("this machine: measured on ")
-        and text.endswith(f"Kept in {file}: delete the file to measure anew")
+        and text.endswith(f"Saved in {file}: delete the file to measure again")
         for text in told
     )
     assert "2 ranks of 1 thread over " in told[0]
@@ -767,7 +772,7 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
     assert first["broken"] == (True, 2, True), "measured anew, and nothing else left in the folder"
     told, times = first["nowhere"]
     assert times == 3, "for both ways: what cannot be kept in a file is remembered"
-    assert "Kept in" not in told[0]
+    assert "Saved in" not in told[0]
     assert told[0].startswith("this machine: measured on ")
 
 
@@ -793,5 +798,5 @@ def test_what_a_measurement_depends_on_names_its_file(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
     assert machine() != now
     monkeypatch.undo()
-    torch.set_num_threads(torch.get_num_threads() + 1)  # conftest sets it back
+    torch.set_num_threads(torch.get_num_threads() + 1)  # conftest resets it
     assert machine() != now

@@ -1,5 +1,5 @@
-"""``globaltensor plan``: what it prints and writes, what it takes for MODULE:NAME, and what it says
-of mistakes."""
+"""Tests of ``globaltensor plan``: its output and files, the forms of MODULE:NAME that it accepts,
+and its error messages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from globaltensor.__main__ import main
 from globaltensor.auto import cli
 from globaltensor.auto.plan.plan import Plan
+from globaltensor.auto.plan.report import report
 from globaltensor.cluster import Cluster
 from globaltensor.errors import PlanError
 
@@ -72,7 +73,7 @@ class inner:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a module ``planned_models``, as the current one."""
+    """Make a folder with a module ``planned_models`` the current folder."""
     (tmp_path / "planned_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -116,8 +117,24 @@ def test_a_preset_a_mesh_and_files(models: Path, capsys: pytest.CaptureFixture[s
     assert code == 0, err
     assert out.startswith("plan for 4 devices of dgx-h100, a mesh of 2 x 2")
     assert (models / "p.html").read_text().startswith("<!doctype html>")
-    assert Plan.load(models / "p.json").report() + "\n" == out
+    assert report(Plan.load(models / "p.json"), saved="p.json") + "\n" == out
+    assert 'plan = flow.auto.load_plan("p.json")' in out
+    assert "--save" not in out
     assert "written to p.html" in err
+
+
+def test_internals_of_the_search_are_shown_on_request(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("planned_models:small", "--cluster", "cpu")
+    code, out, _ = ran(capsys, *asked)
+    assert code == 0
+    assert "search:" not in out
+    assert "\n\nin short\n  cost " in out
+    assert out.endswith("--save plan.json does\n")
+    code, out, _ = ran(capsys, *asked, "--verbose")
+    assert code == 0
+    assert re.search(r"\n\nsearch: .*\bsolving ", out)
 
 
 def test_as_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +153,7 @@ def test_as_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(out)
     assert told["cluster"] == "cpu"
     assert told["mesh"] == [2]
-    assert next(g["shape"] for g in told["given"] if g["kind"] == "input") == [16, 8]
+    assert next(g["shape"] for g in told["placed"] if g["kind"] == "input") == [16, 8]
 
 
 def test_explaining_instead_of_reporting(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,14 +208,18 @@ def test_a_module_may_be_a_file(models: Path, capsys: pytest.CaptureFixture[str]
         (["small"], "not of the form MODULE:NAME"),
         (["nowhere_at_all:small"], "no module 'nowhere_at_all' can be imported from"),
         (["none.py:small"], "there is no file none.py"),
-        (["planned_models:smal"], r"planned_models has no 'smal'; it has .*small"),
+        (
+            ["planned_models:smal"],
+            r"planned_models has no 'smal'; it has .*small.*; did you mean 'small'\?",
+        ),
         (["planned_models:alone"], "is a model without inputs; give"),
-        (["planned_models:number"], r"gives an int; wanted is \(model, inputs\)"),
-        (["planned_models:triple"], "gives a tuple of 4; wanted is"),
+        (["planned_models:number"], r"provides an int; expected \(model, inputs\)"),
+        (["planned_models:triple"], "provides a tuple of 4; expected"),
         (
             ["planned_models:small", "--cluster", "dgx-z"],
-            "no preset is called so; presets are generic, dgx-a100",
+            "no preset of this name; presets are generic, dgx-a100",
         ),
+        (["planned_models:small", "--cluster", "dgx-h10"], r"did you mean dgx-h100\?"),
         (["planned_models:small", "--cluster", "none.json"], "none.json: cannot be read"),
         (["planned_models:small", "--devices", "0"], "--devices 0: at least 1"),
         (["planned_models:small", "--mesh", "2y4"], "--mesh 2y4: a shape such as 8 or 2x4"),
@@ -277,9 +298,9 @@ def test_the_command_in_a_process_of_its_own(models: Path) -> None:
 def test_the_package_is_the_command_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["globaltensor", "doctor", "--json"])
+    monkeypatch.setattr(sys, "argv", ["globaltensor", "doctor", "--json", "--no-ranks"])
     monkeypatch.delitem(sys.modules, "globaltensor.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("globaltensor", run_name="__main__")
     assert not ended.value.code
-    assert "torch" in json.loads(capsys.readouterr().out)
+    assert "torch" in [check["name"] for check in json.loads(capsys.readouterr().out)["checks"]]

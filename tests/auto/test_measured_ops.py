@@ -1,4 +1,5 @@
-"""Measured calls in the search: keys, what is measured, what the search makes of it."""
+"""Tests of measured calls in the search: keys, the choice of measured calls, and their use by the
+search."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_a_key_says_function_parts_and_arguments() -> None:
     gelus = [c for c in calls_of_model(Gelus(), (torch.randn(4, 8),)).calls if c.func is F.gelu]
     keys = {op_key(c, [calls.values[c.operands[0]]], [(4, 8)]) for c in gelus}
     assert len(gelus) == 2
-    assert len(keys) == 2  # of another approximation
+    assert len(keys) == 2  # the second with another approximation
 
 
 class Gelus(nn.Module):
@@ -99,8 +100,8 @@ def test_what_is_to_be_measured_runs(model: Any, inputs: Any) -> None:
             assert any(
                 g is not None for g in torch.autograd.grad(out.sum(), leaves, allow_unused=True)
             ), op.key
-    # Of each call that computes, each shape of its parts: these models have none that cannot be
-    # made on parts when split by rows or columns.
+    # Each computing call is measured with each shape of its local tensors. All calls of these
+    # models can be made on local tensors when split by rows or columns.
     assert any(
         op.key.startswith(("linear(float32[2,", "linear(float32[4, 8, ", "conv2d(float32[2,"))
         for op in found
@@ -124,7 +125,7 @@ def test_the_search_counts_what_was_measured() -> None:
     for k in range(len(after)):
         if k in by_rows:
             assert (after.forward[k], after.backward[k]) == (7.0, 11.0)
-        else:  # what was not measured is as far off as what was
+        else:  # calls without a measurement are scaled by the same factor
             assert after.forward[k] == pytest.approx(
                 before.forward[k] * 7.0 / before.forward[by_rows[0]]
             )
@@ -143,7 +144,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rings_of_attention_do_what_was_measured_for_each_rank(size: int) -> None:
-    """Rows of queries that are split meet the keys of all ranks; heads that are split do not."""
+    """Query rows that are split meet the keys of all ranks, but heads that are split do not."""
     calls = calls_of_model(Attending(), (torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)))
     (call,) = (c for c in calls.calls if "attention" in c.func.__name__)
     mesh = Placement("cpu", list(range(size)))
@@ -165,7 +166,8 @@ def test_rings_of_attention_do_what_was_measured_for_each_rank(size: int) -> Non
 
 
 def test_a_measurement_changes_the_plan() -> None:
-    """Splitting the batch is the plan, until calls on half of it are found to be slow."""
+    """A measurement changes the plan: the batch is split until calls on half of it are measured to
+    be slow."""
     model, x = Linears(), torch.randn(64, 8)
     cluster = Cluster(
         kernel=0.0, launch=0.0, latency=0.0, memory_bandwidth=1e5, bandwidth=1e12, size=2
@@ -210,6 +212,7 @@ def calibrated() -> tuple[dict[str, tuple[float, float]], float, float]:
     return dict(cluster.ops), plan.cost, plan.bound
 
 
+@pytest.mark.extended
 def test_all_ranks_get_the_same_cluster() -> None:
     (mine, cost, bound), other = run_on(2, calibrated)
     assert (mine, cost, bound) == other
@@ -241,9 +244,10 @@ def whole_steps(steps: bool) -> tuple[Any, ...]:
     return cluster.launch, cluster.kernel, found
 
 
+@pytest.mark.extended
 def test_whole_steps_stretch_the_cluster() -> None:
-    """What is fitted to the steps of plans that compute and move unlike much, the same on every
-    rank; the model stays as it was."""
+    """The cluster is fitted to the steps of plans that differ in computing and moving. The fit is
+    the same on every rank, and the model is unchanged."""
     (launch, kernel, found), other = run_on(2, whole_steps, True)
     assert (launch, kernel, found) == other
     ((steps, (computing, moving, waiting, held, buckets)),) = found
@@ -265,8 +269,8 @@ def test_whole_steps_stretch_the_cluster() -> None:
 
 
 def built_anew(seconds: float) -> list[int]:
-    """How many graphs there are each time that they are built, and of the time before that are
-    still there then."""
+    """Return two counts for each build: the previous build's graphs that are still alive, and the
+    new graphs."""
     kept, timed, seen, before = whole._built, whole._timed, [], []
 
     def built(*args: Any) -> Any:
@@ -297,17 +301,17 @@ def test_steps_of_a_model_that_fills_memory_are_not_run() -> None:
     one = Placement("cpu", [0])
     assert calibration._can_run(model, one, 2 * whole.COPIES * nbytes)
     assert not calibration._can_run(model, one, 2 * whole.COPIES * nbytes - 1)
-    assert not calibration._can_run(model, MESH, 1 << 40)  # of more ranks than there are
+    assert not calibration._can_run(model, MESH, 1 << 40)  # more ranks than there are
     assert not calibration._can_run(Linears().to("meta"), one, 1 << 40)
     assert not calibration._can_run(Linears().requires_grad_(False), one, 1 << 40)
 
 
 class Choosy(torch.nn.Linear):
-    """Its steps can only be run on rows that add up to something."""
+    """A linear layer whose steps only run on rows with a nonzero sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
-        return torch.linalg.cholesky(out.T @ out * 0)  # of numbers: fails; of shapes: does not
+        return torch.linalg.cholesky(out.T @ out * 0)  # fails on values, not on shapes
 
 
 def strange() -> tuple[float, list[str]]:
@@ -344,17 +348,17 @@ def test_factors_are_found_again(computing: float, moving: float, waiting: float
     assert found[:2] == pytest.approx((computing, moving), rel=0.2)
     assert found[2] == pytest.approx(waiting, rel=0.2, abs=3e-3)
     assert found[3] == pytest.approx(held, rel=0.2)
-    assert found[4] == pytest.approx(buckets, abs=0.25)  # drawn towards what other moves take
+    assert found[4] == pytest.approx(buckets, abs=0.25)  # pulled towards the factor of other moves
     assert whole.factors([whole.MeasuredStep(1.0, 0.0, 1.5)] * 3) == pytest.approx(
         (1.5, 1.5, 0.0, 1.5, 1.5), rel=0.02
-    )  # nothing moved: nothing says otherwise
+    )  # nothing moved, so the other factors get the same value
     assert whole.factors([whole.MeasuredStep(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0, 10.0)
     shorter = [
         whole.MeasuredStep(1.0, 1.0, 2.0),
         whole.MeasuredStep(1.0, 1.0, 1.9, waits=30),
         whole.MeasuredStep(1.0, 0.1, 1.1),
     ]
-    assert whole.factors(shorter)[2] == 0.0  # nobody waits for less than nothing
+    assert whole.factors(shorter)[2] == 0.0  # a wait cannot be negative
 
 
 @pytest.mark.parametrize(
@@ -386,9 +390,7 @@ def test_stretched_times(cluster: Cluster) -> None:
     whole, longer_whole = (
         updating(c, 1 << 32, Options(), torch.float32) for c in (cluster, copying)
     )
-    assert longer_whole == pytest.approx(
-        3.0 * whole, rel=0.01
-    )  # of which a kernel is next to nothing
+    assert longer_whole == pytest.approx(3.0 * whole, rel=0.01)  # a kernel launch is negligible
     once, later = (
         updating(c, 1 << 20, Options(), torch.float32)
         for c in (cluster, cluster.scaled(2.0, 1.0, 0.0, 3.0))
@@ -397,8 +399,8 @@ def test_stretched_times(cluster: Cluster) -> None:
 
 
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:
-    """Whatever took a parameter: the reducer sums what arrives for a leaf that several ranks hold,
-    in buckets."""
+    """Gradients of broadcast parameters are summed whole and in buckets, for any consumer of the
+    parameter. The reducer sums the gradients that arrive at a leaf on several ranks."""
     cluster = Cluster(launch=1e-3, latency=0.0)
     shape, alone, together = (
         (8, 16),
@@ -418,8 +420,8 @@ def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> No
 
 
 def test_gathered_parameters_wait_together() -> None:
-    """What moves in the middle of a step waits for late ranks; parameters that are gathered
-    together do so once for all of them."""
+    """Parameters that are gathered together wait for late ranks once. Each other move in the middle
+    of a step waits for itself."""
     shape, rank_skew = (8, 16), 1e-3
     tables = []
     for late in (0.0, rank_skew):
@@ -439,8 +441,8 @@ def test_gathered_parameters_wait_together() -> None:
 
 
 def test_buckets_have_a_factor_of_their_own() -> None:
-    """Parameters that are gathered and gradients that are summed or scattered in buckets; nothing
-    else that moves."""
+    """The bucket factor applies to gathered parameters and to gradients summed or scattered in
+    buckets, and to no other move."""
     shape, layouts = (8, 16), [(B,), (S(0),)]
     found = []
     for bucketed in (1.0, 0.5):

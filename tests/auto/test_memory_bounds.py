@@ -1,8 +1,9 @@
-"""Bounds of plans within a memory limit, by a price on memory; and what kernels of a GPU keep for
-backward."""
+"""Tests of bounds for plans under a memory limit, by a price on memory, and of the bytes that GPU
+kernels save for backward."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from globaltensor.auto.inter_op.lagrangian_bound import Dual
 from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.search_limits import LIMITS
 from globaltensor.errors import PlanError
 
 
@@ -32,10 +34,12 @@ def all_looks(dual: Dual) -> float:
 
 @pytest.mark.parametrize("share", [0.25, 0.45, 0.7])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sweep(3)
 def test_no_plan_of_a_schedule_takes_less_than_its_bound(
     share: float, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ASKED", -1)  # nothing is left out for its bound within the memory
+    limits = dataclasses.replace(LIMITS, prices_before_division=-1)
+    monkeypatch.setattr(module, "LIMITS", limits)  # skip no setting because of its bound
     of = gpt(6, width=512, length=128, tied=tied)
     free = search_pipelines(
         of, 32, DGX, 4, Options(memory=10**12), SearchSpace(stages=[1], micro_batches=[1])
@@ -54,7 +58,7 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
         prices = sorted(dual.known)
         for a, b, d in zip(
             prices, prices[1:], prices[2:], strict=False
-        ):  # as a least of lines it is concave
+        ):  # a minimum of lines is concave
             on = ((d - b) * dual.known[a] + (b - a) * dual.known[d]) / (d - a)
             assert dual.known[b] >= on - 1e-9 * abs(on)
     assert compared >= 2
@@ -64,8 +68,9 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
 
 
 def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
-    """A column of layers alike on one device, of which as few run again as make it fit: the bound
-    lies below by little."""
+    """The bound is close where recomputation is the price of memory. In a column of equal layers on
+    one device, the fewest layers that make the plan fit are recomputed. The bound is a little below
+    the cost."""
     of, space = gpt(24, width=512, length=256), only((1,))
     free = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), space)
     kept = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), only((1,), recompute=False))
@@ -96,7 +101,7 @@ def test_a_bound_without_a_limit_is_the_even_part() -> None:
             assert dual.value == dual.evenly + dual.bubble
 
 
-# ---------------------------------------------------------------------------- what is kept on a GPU
+# ----------------------------------------------------------------------------- bytes saved on a GPU
 
 
 class Attention(nn.Module):
@@ -110,7 +115,8 @@ class Attention(nn.Module):
 
 
 def kept(model: nn.Module, dtype: torch.dtype, device: str, name: str) -> tuple[int, int]:
-    """(bytes besides values, number of values) that the calls of this name keep for backward."""
+    """Return (bytes in addition to values, number of values) that the calls of this name save for
+    backward."""
     calls = calls_of_model(
         model.to(dtype), (torch.empty(2, 128, 64, dtype=dtype),), None, device
     ).calls
@@ -121,7 +127,7 @@ def kept(model: nn.Module, dtype: torch.dtype, device: str, name: str) -> tuple[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_of_a_gpu_keeps_no_scores_with_dropout_either(dtype: torch.dtype) -> None:
-    rows = 2 * 4 * 128 * 4  # of each query the logarithm of its sum, in single precision
+    rows = 2 * 4 * 128 * 4  # the logarithm of each query's sum, in single precision
     name = "scaled_dot_product_attention"
     assert (
         kept(Attention(0.0), dtype, "cuda", name)

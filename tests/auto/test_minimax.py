@@ -1,5 +1,5 @@
-"""The larger of two costs made least: choices that are as one up to some call and as another after
-it, and weights at which bounds are highest."""
+"""Tests of minimizing the larger of two costs. The tests cover choices that take one end up to some
+call and the other end after it, and the weights with the highest bounds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from globaltensor.cluster import Cluster
 
 
 def drawn(seed: int, limit: int | None) -> tuple[tuple[Problem, Problem], list[int]]:
-    """Two problems that differ in costs, some of them forbidden in both but not all, and the order
-    of the calls: other nodes have calls as neighbours only."""
+    """Draw two problems that differ in costs, and the order of the calls. Some entries are
+    forbidden in both problems, but not all. Other nodes have only calls as neighbors."""
     draw = np.random.default_rng(seed)
     calls, others = int(draw.integers(1, 6)), int(draw.integers(0, 4))
     sizes = draw.integers(1, 4, calls + others)
@@ -45,8 +45,8 @@ def drawn(seed: int, limit: int | None) -> tuple[tuple[Problem, Problem], list[i
 
 @pytest.mark.parametrize("seed", range(60))
 def test_it_is_the_best_of_all_there_are(seed: int) -> None:
-    """Beside each number of calls as before, with the others' strategies that suit them at the
-    weight at which the two ends cost the same."""
+    """The relinked choice is the best for any number of calls taken from the first end. The other
+    nodes take the strategies that suit the weight at which the two ends cost the same."""
     both, order = drawn(seed, limit=12 if seed % 2 else None)
     sizes = [len(c) for c in both[0].costs]
     every = [
@@ -80,8 +80,8 @@ def test_it_is_the_best_of_all_there_are(seed: int) -> None:
 @pytest.mark.parametrize("how", ["program", "parts", "weights"])
 @pytest.mark.parametrize("seed", range(100))
 def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
-    """Against all choices there are: by an integer program, by branch and bound, and by weights
-    alone, whose bound is valid."""
+    """The minimum of the larger cost is found and proven against all choices, by an integer program
+    and by branch and bound. Weights alone give a valid bound."""
     both, order = drawn(seed, limit=12 if seed % 2 else None)
     first = solve(both[0])
     every = [
@@ -112,8 +112,8 @@ def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
 @pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("seed", range(40))
 def test_only_what_costs_less_is_looked_for(seed: int, share: float) -> None:
-    """By `MinimaxSolver` and by `solve`: the best if it costs less than that; else a bound of as
-    much."""
+    """`MinimaxSolver` and `solve` return the best choice if it costs less than the given value.
+    Otherwise they return a bound of that value."""
     both, order = drawn(seed, limit=12 if seed % 2 else None)
     every = [
         c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)
@@ -147,7 +147,8 @@ def test_it_ends_where_it_may_solve_no_more(program: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_pair_leaves_out_is_no_loss_for_either(seed: int) -> None:
-    """Nor for what lies between: the least cost, at any weight, is as it was."""
+    """A joint presolve keeps the minimum cost of both problems, and of every weighting between
+    them."""
     both, _ = drawn(seed, limit=12 if seed % 2 else None)
     every = [
         c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)
@@ -201,7 +202,8 @@ def test_weights_are_of_all_costs(at: float) -> None:
 
 
 def test_layers_that_are_alike_are_laid_out_in_two_ways() -> None:
-    """Where all in one way compute, or sum gradients, for too long."""
+    """Equal layers get two different layouts where one layout for all computes, or sums gradients,
+    for too long."""
     calls, cluster = layers(2048, 24)(512), Cluster.preset("dgx-h100", nodes=4)
     plan = search(calls, cluster, mesh((4, 8)), Options(), compared=False).plan
     assert plan.gap < 0.03, "8.7 % with all layers alike"

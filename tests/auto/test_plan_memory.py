@@ -1,5 +1,5 @@
-"""The memory of plans: what ranks gather of parameters is counted, kept for backward or gathered
-again, and a rank's peak is what the plan says."""
+"""Tests of the memory of plans. Gathered parameters are counted, and are saved for backward or
+gathered again. A rank's peak is the plan's figure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Training(flow.nn.Graph):
 
 
 class Tied(nn.Module):
-    """A weight that two calls take."""
+    """A model with a weight that two calls use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Tied(nn.Module):
 
 
 def _trained(mode: str) -> dict[str, Any]:
-    """Three steps, and what this rank held at most in the last two."""
+    """Run three steps and measure this rank's peak in the last two."""
     place = flow.placement.all("cpu")
     model = stack().to_global(place, B)  # type: ignore[operator]
     graph, x = Training(model, mode), values(ROWS, WIDTH).to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _trained(mode: str) -> dict[str, Any]:
     return {
         "peak": live.peak,
         "plan": plan.memory,
-        "held": plan.held,
+        "held": plan.memory_breakdown,
         "choices": plan.choices,
         "losses": losses,
     }
@@ -120,8 +120,8 @@ def test_what_a_rank_holds_is_what_the_plan_says() -> None:
     assert kept["held"]["gathered parameters"] > WEIGHTS / 2, (
         "kept in shares, and what is gathered of them for backward too"
     )
-    assert not kept["choices"].get("freed")
-    assert again["choices"]["freed"]
+    assert not kept["choices"].get("reshard_after_forward")
+    assert again["choices"]["reshard_after_forward"]
     assert not again["held"]["gathered parameters"]
     assert again["peak"] < kept["peak"] - WEIGHTS / 2
 
@@ -135,8 +135,9 @@ def problem_of(model: nn.Module, x: Tensor, mesh: tuple[int, ...], **options: An
 
 
 def test_copies_cost_what_was_paid_before_and_take_memory() -> None:
-    """In shares, with the batch split: each weight is gathered for its layer, and but for the
-    first, whose input wants no gradient, kept for backward."""
+    """Gathered copies take memory, or time if gathered again. The batch is split and each sharded
+    weight is gathered for its layer. Each copy is saved for backward, except the first, whose input
+    needs no gradient."""
     shares = {f"{2 * k}.weight": ((S(0),),) for k in range(LAYERS)} | {
         f"{2 * k}.bias": ((B,),) for k in range(LAYERS)
     }
@@ -164,8 +165,8 @@ def test_copies_cost_what_was_paid_before_and_take_memory() -> None:
 
 
 def test_what_is_gathered_is_never_free_of_memory() -> None:
-    """Whatever is chosen: where calls want more of a parameter than a rank keeps, its node says
-    so."""
+    """The node of a parameter counts the gathered memory for every choice in which a call needs
+    more of the parameter than a rank stores."""
     for mesh, collect in itertools.product(((2,), (2, 2)), (False, True)):
         for model in (stack(16, 2), Tied().double()):
             f = problem_of(model, torch.empty(8, 16).double(), mesh, collect=collect)
@@ -201,8 +202,9 @@ def test_what_is_gathered_is_never_free_of_memory() -> None:
 
 
 def test_calls_that_share_a_parameter_may_each_have_a_copy() -> None:
-    """A tied weight in shares may be wanted whole by one call and in half by another: the best plan
-    costs no more than without account of copies, where the memory is taken from no limit."""
+    """Calls that share a parameter may each have their own copy. One call may need a sharded tied
+    weight whole, and another call half of it. Without a memory limit, counting the copies does not
+    raise the cost of the best plan."""
     x = torch.empty(64, 16).double()
     for collect in (False, True):
         f = problem_of(Tied().double(), x, (2, 2), collect=collect)
@@ -210,7 +212,7 @@ def test_calls_that_share_a_parameter_may_each_have_a_copy() -> None:
         free = dataclasses.replace(f.problem, tables=list(f.problem.tables))
         node = f.node_of_value[f.calls.parameters[0].number]
         for e, (i, j) in enumerate(free.edges):
-            if i == node:  # as if whatever is wanted could be had from how it is kept
+            if i == node:  # as if each wanted layout could be made from the stored layout
                 taker = next(c for c, at in f.node_of_call.items() if at == j)
                 value, call = f.calls.parameters[0], f.calls.calls[taker]
                 wanted = f.candidates[taker].ins[call.operands.index(value.number)]
@@ -264,12 +266,12 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
     assert least is not None
     assert least < roomy.plan.memory
     tight = search(calls, FAST, where, dataclasses.replace(options, memory=least), compared=False)
-    assert not roomy.plan.choices.get("freed")
-    assert tight.plan.choices["freed"]
+    assert not roomy.plan.choices.get("reshard_after_forward")
+    assert tight.plan.choices["reshard_after_forward"]
     assert tight.plan.memory <= least
     assert tight.plan.cost > roomy.plan.cost
     assert tight.plan.cost == pytest.approx(tight.formulation.problem.evaluate(tight.choice))
-    spent = tight.plan.spent
+    spent = tight.plan.cost_breakdown
     assert spent["computing"] + spent["moving"] + spent["updating"] - spent[
         "hidden"
     ] == pytest.approx(tight.plan.cost), "the second time is moving too"
@@ -285,7 +287,7 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
 def test_of_both_ways_to_fit_the_cheaper_one_is_taken() -> None:
     calls = calls_of_model(stack(64, 4), (torch.empty(1 << 12, 64).double(),))
     where = Placement("cpu", np.arange(4))
-    plain = Options(hidden=0.0)  # one problem for each way: nothing hides
+    plain = Options(hidden=0.0)  # one problem for each variant, as nothing hides
     free = search(calls, FAST, where, plain, compared=False)
     least = free.formulation.least_memory()
     assert least is not None
@@ -317,18 +319,19 @@ def test_ways_that_are_compared_may_let_go_too() -> None:
     assert not price_layouts(f.under(memory=1 << 10), data_parallel(calls, f.mesh)).fits
 
 
-# -------------------------------------------------------------------------------------- carried out
+# ------------------------------------------------------------------------------------ applied plans
 
 
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule"), [((2,), 2, "1f1b"), ((2,), 2, "zb-h1"), ((4,), 1, "1f1b")]
 )
+@pytest.mark.sweep(3)
 def test_a_plan_in_shares_and_stages_is_carried_out(
     mesh: tuple[int, ...], stages: int, schedule: str
 ) -> None:
     space = only(mesh, stages, 4 if stages > 1 else 2, schedules=(schedule,), recompute=False)
     tight = searched(4, space, memory=int(searched(4, space).memory * 0.8))
-    assert tight.choices["freed"]
+    assert tight.choices["reshard_after_forward"]
     carried(tight, 4, line(4))
 
 
@@ -341,12 +344,14 @@ def test_in_eager_mode_a_models_forward_lets_go() -> None:
     def run(freed: bool) -> tuple[list[int], list[Tensor]]:
         place = flow.placement.all("cpu")
         model = copy.deepcopy(plain).to_global(place, S(0))
-        install_reshard_hooks(model, dataclasses.replace(plan, choices={"freed": freed}))
+        install_reshard_hooks(
+            model, dataclasses.replace(plan, choices={"reshard_after_forward": freed})
+        )
         noted: list[int] = []
         model[2].register_forward_hook(lambda *_: noted.append(parameter_gather._state().freed))
         given = x.to_global(place, B, check_meta=False)  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="shape"):
-            model(given[:, :3])  # a run that fails closes what it has opened
+            model(given[:, :3])  # a run that fails closes everything that it has opened
         model(given).square().mean().backward()
         with torch.no_grad():
             model(given)

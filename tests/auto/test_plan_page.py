@@ -1,5 +1,5 @@
-"""The page of a plan: self-contained, its scripts whole, and in a browser without errors, where
-there is one."""
+"""Tests of a plan's page. The page is self-contained and its scripts are complete. If a browser is
+available, the page runs there without errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ needs_browser = pytest.mark.skipif(
 
 
 class Elements(html.parser.HTMLParser):
-    """What stands in a page: (tag, attributes) of each element, and the text of each script."""
+    """A parser that collects a page's elements: (tag, attributes) of each element, and the text of
+    each script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ def ids(text: str) -> set[str]:
     return {i for _, about in Elements(text).elements if (i := about.get("id"))}
 
 
-# ----------------------------------------------------------------------------------------- the text
+# --------------------------------------------------------------------------------------------- text
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
@@ -78,7 +79,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
         assert not (about.get("href") or "#").startswith(("http", "//")), (tag, about)
     assert set(re.findall(r"https?://[^\"' )]+", text)) <= {
         "http://www.w3.org/2000/svg"
-    }  # a name, nothing is fetched
+    }  # a name, not fetched
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
     assert "default-src 'none'" in text
 
@@ -109,7 +110,9 @@ def test_names_are_data_and_never_markup() -> None:
 def test_the_timeline_is_a_trace() -> None:
     plan = layered(2)
     spans = [e for e in data(plan)["trace"]["traceEvents"] if e["ph"] == "X"]
-    assert sum(e["dur"] for e in spans) * 1e-6 == pytest.approx(plan.cost + plan.spent["hidden"])
+    assert sum(e["dur"] for e in spans) * 1e-6 == pytest.approx(
+        plan.cost + plan.cost_breakdown["hidden"]
+    )
     ends = [0.0, *(e["ts"] + e["dur"] for e in spans)]
     assert all(e["ts"] == pytest.approx(end) for e, end in zip(spans, ends, strict=False)), (
         "one after the other"
@@ -138,7 +141,7 @@ def test_all_scripts_are_in_the_page_and_packaged() -> None:
     git = shutil.which("git")
     if (
         git is not None and (FOLDER.parents[2] / ".git").exists()
-    ):  # the build leaves out what git ignores
+    ):  # the build omits files that git ignores
         done = subprocess.run(
             [git, "check-ignore", *map(str, FOLDER.iterdir())],
             cwd=FOLDER,
@@ -149,7 +152,7 @@ def test_all_scripts_are_in_the_page_and_packaged() -> None:
         assert not done.stdout, done.stdout
 
 
-# -------------------------------------------------------------------------------------- the scripts
+# ------------------------------------------------------------------------------------------ scripts
 
 
 @needs_node
@@ -178,7 +181,7 @@ console.log(JSON.stringify({
 
 
 def evaluated(plan: Plan) -> dict[str, Any]:
-    """What the scripts that need no page make of a plan."""
+    """Evaluate a plan with the scripts that need no page."""
     program = "".join((FOLDER / f"{name}.js").read_text() for name in ("figures", "model")) + ROWS
     done = subprocess.run(
         [NODE, "-e", program],
@@ -214,10 +217,10 @@ def test_layers_that_are_alike_are_folded() -> None:
         "      linear_3 all_reduce",
     ]
     assert told["calls"] == len(plan.calls)
-    assert told["compute"] == pytest.approx(plan.spent["computing"])
-    assert told["move"] == pytest.approx(plan.spent["moving"])
+    assert told["compute"] == pytest.approx(plan.cost_breakdown["computing"])
+    assert told["move"] == pytest.approx(plan.cost_breakdown["moving"])
     assert told["wrong"] == 0
-    assert told["lanes"] == 1  # the way around a layer; the rest goes from row to row
+    assert told["lanes"] == 1  # the residual of a layer; all other edges go from row to row
 
 
 @needs_node
@@ -249,7 +252,7 @@ def test_figures_are_those_of_the_report() -> None:
     ]
 
 
-# ---------------------------------------------------------------------------------------- a browser
+# ------------------------------------------------------------------------------------------ browser
 
 DRIVE = """
 <script>
@@ -295,8 +298,8 @@ setTimeout(() => {
 def opened(
     text: str, tmp_path: Path, size: tuple[int, int] = (1200, 900), dark: bool = False
 ) -> dict[str, Any]:
-    """Open a page, do what DRIVE does there -> what it has seen. Fails where the browser's console
-    has anything to say."""
+    """Open a page, run DRIVE on it, and return what DRIVE has recorded. Fails if the browser's
+    console shows a message."""
     assert CHROMIUM is not None
     file = tmp_path / "plan.html"
     file.write_text(text.replace("</body>", DRIVE + "</body>"), encoding="utf-8")
@@ -314,7 +317,7 @@ def opened(
         out, err = browser.communicate(timeout=120)
     finally:
         try:
-            os.killpg(browser.pid, signal.SIGKILL)  # its helpers too, whatever has happened
+            os.killpg(browser.pid, signal.SIGKILL)  # always with its helper processes
         except ProcessLookupError:
             pass
         browser.wait(timeout=30)

@@ -1,5 +1,5 @@
-"""Profiling: a measured cluster is lawful, the same on all ranks, and comes out of the command line
-as it went in."""
+"""Tests of profiling. A measured cluster obeys the laws and is the same on all ranks. The command
+line saves and loads it unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lawful(c: Cluster, ranks: int) -> None:
         )
         assert (
             max(halves) <= whole <= 2 * sum(halves)
-        )  # as measured, not as a ring would: a machine at work on other things has its own mind
+        )  # no ring formula here: these are measured times, on a machine that may be busy
     assert 1 <= c.overlap <= 2
     assert 0 <= c.rank_skew < 1
     for dtype in ("float64", "float32", "bfloat16"):
@@ -108,7 +108,7 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
     sent: list[int] = []
 
     class Alone:
-        """What a group looks like to one of its ranks; nothing moves."""
+        """A group with one rank, in which nothing moves."""
 
         index = 0
 
@@ -126,7 +126,7 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
             sent.append(sum(t.nbytes for t in sends.values()))
 
     class Called:
-        """A clock that only calls."""
+        """A clock that only runs the calls."""
 
         device = torch.device("cpu")
         world = SimpleNamespace(
@@ -361,4 +361,4 @@ def test_a_command_that_fails_leaves_the_output_as_it_was(
     }.items():
         monkeypatch.setenv(name, value)
     assert main(["profile", "--seconds", "0", "--out", str(tmp_path / "none" / "x.json")]) == 1
-    assert "seconds=0.0" in capsys.readouterr().err  # the file is another rank's business
+    assert "seconds=0.0" in capsys.readouterr().err  # only the other rank needs the file

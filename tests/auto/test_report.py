@@ -1,5 +1,5 @@
-"""What plans say of themselves: report, explanations, files. The prices of other ways are checked
-against trying them all."""
+"""Tests of a plan's reports, explanations and files. Prices of alternatives are compared with
+trying them all."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ import globaltensor as flow
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import SearchResult, search
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.auto.plan.plan import Plan
+from globaltensor.auto.plan.plan import Alternative, Plan
 from globaltensor.cluster import Cluster
 from globaltensor.errors import PlanError
 
 REPORT = """\
 plan for 8 devices of dgx-h100, a mesh of 2 x 4, training, 13 calls
-  cost       21.8 ms a step, gap 10 %: no plan costs less than the bound, whether one costs less than this is open
-             computing 20.1 ms, moving 1.8 ms, updating 100 us, less 150 us that hides behind computing
+  cost       21.8 ms a step, gap 10 %: no plan costs less than the bound; a plan that costs less than this one may exist
+             computing 20.1 ms, moving 1.8 ms, updating 100 us, less 150 us hidden behind computing
   bound      19.7 ms a step
-  step time  21.8 ms foretold, with what goes on at the same time
+  step time  21.8 ms predicted, overlap included
   memory     35.8 KiB a rank at its peak, 50 % of the limit of 71.6 KiB
              parameters 6.2 KiB, gradients 6.2 KiB, optimizer 12.4 KiB, inputs and buffers 256 B, activations 10.8 KiB
 
-alternatives: each at its best under the same prices, against this plan
+alternatives: the best plan of each kind at the same prices, compared with this plan
   this plan               21.8 ms          35.8 KiB
   fully sharded (ZeRO-3)  19.7 ms  -10 %  143.2 KiB  does not fit: needs more than there is
   data parallel           27.3 ms  +25 %  107.4 KiB
   pipeline                  never                    input_0 [8, 16] has fewer rows than there are ranks
 
-parameters and how they lie (9, 6.2 KiB a rank)
+parameters and their layouts (9, 6.2 KiB a rank)
   blocks.*.norm.weight  3 x  [16]      float32  B B     64 B a rank each
   blocks.*.up.weight    3 x  [64, 16]  float32  B S(0)  1.0 KiB a rank each
   blocks.*.down.weight  3 x  [16, 64]  float32  B S(1)  1.0 KiB a rank each
 inputs and buffers
   input_0    [8, 16]  float32  S(0) B  256 B a rank
 
-dearest changes of layout (6, 1.8 ms in all)
+costliest changes of layout (6, 1.8 ms in all)
        what                  layout            forward     gradient      bytes  seconds in all  taken by
   3 x  blocks.*.down linear  S(0) P -> S(0) B  all_reduce                512 B          1.5 ms  blocks.* add
   3 x  blocks.*.up.weight    B S(0)                        all_reduce  4.0 KiB          300 us  blocks.*.up linear
 
-dearest calls
+costliest calls
        what                      seconds in all  share  takes              gives
   3 x  blocks.*.up linear                  9 ms    1/8  S(0) B, B S(0)     S(0) S(1)
   3 x  blocks.*.down linear                9 ms    1/8  S(0) S(1), B S(1)  S(0) P
@@ -58,11 +58,19 @@ dearest calls
   3 x  blocks.* add                      900 us    1/8  S(0) B, S(0) B     S(0) B
        mse_loss                          300 us    1/8  S(0) B             P B
 
-chosen besides
+other choices
   micro batches  4
   schedule       1f1b
 
-search: solving 250 ms, 99 nodes, width 2"""  # noqa: E501
+in short
+  cost     21.8 ms a step, 1.25 times as fast as data parallel
+  memory   35.8 KiB a rank at its peak, 50 % of the limit of 71.6 KiB
+  layouts  6 of 9 parameters split, 3 whole on every rank
+  apply    plan = flow.auto.load_plan("plan.json"); model = flow.parallelize(model, placement, plan)
+           in a graph: self.config.use_auto_plan(plan)
+           plan.save("plan.json") writes the file, as --save plan.json does"""  # noqa: E501
+
+SEARCHED = "\n\nsearch: solving 250 ms, 99 nodes, width 2\n\nin short\n"
 
 EXPLAINED = """\
 blocks.1.up: 1 call and 1 tensor given; computing 3 ms, moving 100 us a step
@@ -81,7 +89,7 @@ linear_2 = linear(layer_norm_1 S(0) B, blocks.1.up.weight B S(0)) -> [8, 64] S(0
 
 
 class MLP(nn.Module):
-    """Two linears, and a way around them."""
+    """A model of two linears with a residual."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -92,7 +100,7 @@ class MLP(nn.Module):
 
 
 def found(mesh: tuple[int, ...], memory: int | None = None) -> SearchResult:
-    """The plan of a small model, its problem and its choice."""
+    """Return the plan of a small model with its problem and its choice."""
     calls = calls_of_model(MLP(), (torch.empty(16, 256),))
     placement = flow.placement("cpu", np.arange(math.prod(mesh)).reshape(mesh).tolist())
     return search(calls, Cluster.preset("dgx-h100"), placement, Options(memory=memory))
@@ -107,12 +115,79 @@ def test_the_report_reads_so() -> None:
     assert layered(3).report() == REPORT
 
 
+def test_only_a_verbose_report_has_the_internals_of_the_search() -> None:
+    assert layered(3).report(verbose=True) == REPORT.replace("\n\nin short\n", SEARCHED)
+
+
+def test_what_was_not_searched_is_in_every_report() -> None:
+    told = {"left_out_ways": "7 strategies left out, too many for one call", "nodes": 99}
+    text = dataclasses.replace(layered(3), search=told).report()
+    assert "\n\nnot searched: 7 strategies left out, too many for one call\n\nin short" in text
+    assert "99" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (None, "cost     21.8 ms a step"),
+        (
+            Alternative(3 * layered(3).cost, 1 << 20, True),
+            "cost     21.8 ms a step, 3 times as fast as data parallel",
+        ),
+        (Alternative(layered(3).cost, 1 << 20, True), "cost     21.8 ms a step"),
+        (Alternative(1.0, 1 << 20, False), "cost     21.8 ms a step; data parallel does not fit"),
+        (
+            Alternative(math.inf, 0, False, "too few rows"),
+            "cost     21.8 ms a step; data parallel is not possible",
+        ),
+    ],
+)
+def test_the_end_compares_with_data_parallel(data: Alternative | None, line: str) -> None:
+    given = {} if data is None else {"data parallel": data}
+    text = dataclasses.replace(layered(3), alternatives=given).report()
+    assert text.partition("\nin short\n  ")[2].splitlines()[0] == line
+
+
+def test_layouts_in_short() -> None:
+    plan = layered(3)
+    whole = tuple(dataclasses.replace(g, layout=("B", "B")) for g in plan.placed)
+    split = tuple(dataclasses.replace(g, layout=("B", "S(0)")) for g in plan.placed)
+    for placed, text in (
+        (whole, "all 9 parameters whole on every rank\n"),
+        (split, "9 of 9 parameters split\n"),
+        ((), "no parameters\n"),
+    ):
+        report = dataclasses.replace(plan, placed=placed).report()
+        assert f"\n  layouts  {text}" in report
+
+
+def test_keys_of_the_json_have_no_spaces_and_the_plan_is_read_again(tmp_path: Path) -> None:
+    plan = flow.auto.plan(MLP(), (torch.empty(16, 256),), "dgx-h100", mesh=(2, 2))
+    assert "fully sharded (ZeRO-3)" in plan.alternatives
+    assert "inputs and buffers" in plan.memory_breakdown
+
+    def keys(value: object) -> list[str]:
+        if isinstance(value, dict):
+            return [*value, *(k for v in value.values() for k in keys(v))]
+        return [k for v in value for k in keys(v)] if isinstance(value, list) else []
+
+    told = json.loads(plan.to_json())
+    assert set(told["alternatives"]) == {"data_parallel", "tensor_parallel", "fully_sharded"}
+    assert [key for key in keys(told) if " " in key] == []
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    # files of before have the names for people
+    told["alternatives"] = {"data parallel": told["alternatives"]["data_parallel"]}
+    (tmp_path / "old.json").write_text(json.dumps(told))
+    assert list(Plan.load(tmp_path / "old.json").alternatives) == ["data parallel"]
+
+
 def test_an_explanation_reads_so() -> None:
     assert layered(3).explain("blocks.1.up") == EXPLAINED
 
 
 BESIDES = """\
-chosen besides
+other choices
   stages         2
   micro batches  8
   schedule       1f1b
@@ -131,7 +206,7 @@ def test_stages_and_what_else_was_chosen_read_so() -> None:
     assert BESIDES in text
     assert (
         "of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less "
-        "2 ms that hides behind computing" in text
+        "2 ms hidden behind computing" in text
     )
     assert "other ways have not been priced one by one" in plan.explain("blocks.0.up")
 
@@ -153,7 +228,7 @@ def test_a_real_report_says_what_it_must(searched: SearchResult) -> None:
 
 
 def test_costs_add_up(searched: SearchResult) -> None:
-    spent = searched.plan.spent
+    spent = searched.plan.cost_breakdown
     assert searched.plan.cost == pytest.approx(
         spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"], rel=1e-9
     )
@@ -163,7 +238,7 @@ def test_costs_add_up(searched: SearchResult) -> None:
 
 
 class Shared(nn.Module):
-    """A tensor and a weight that several calls take."""
+    """A model with a tensor and a weight that several calls use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +267,7 @@ def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, 
     plan = search(
         calls, Cluster.preset(cluster), flow.placement("cpu", [[0, 1], [2, 3]]), Options(**options)
     ).plan  # type: ignore[arg-type]
-    spent = plan.spent
+    spent = plan.cost_breakdown
     found = (
         spent["computing"]
         + spent["moving"]
@@ -205,7 +280,7 @@ def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, 
     assert min(spent.values()) >= -1e-12
     if (
         "wait" in options
-    ):  # a wait for each that moves forward, and for each gradient; those of parameters may hide
+    ):  # one wait for each forward move and each gradient; those of parameters may hide
         assert (
             -1e-12
             <= spent["waiting"]
@@ -215,20 +290,20 @@ def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, 
 
 
 def test_memory_adds_up(searched: SearchResult) -> None:
-    held, plan = searched.plan.held, searched.plan
+    held, plan = searched.plan.memory_breakdown, searched.plan
     assert sum(held.values()) == plan.memory == max(level for _, level in plan.over_time)
     assert (
         held["gradients"]
         == held["parameters"]
-        == sum(g.bytes for g in plan.given if g.kind == "parameter")
+        == sum(g.bytes for g in plan.placed if g.kind == "parameter")
     )
     assert held["optimizer"] == 2 * held["parameters"]
     assert plan.moments == 2 * (1 + max(c.number for c in plan.calls))
 
 
 def test_gradients_that_are_summed_are_among_the_changes() -> None:
-    """A parameter that every rank holds does not change, its gradient is all-reduced
-    nevertheless."""
+    """Summed gradients are listed among the changes. A parameter that every rank holds does not
+    change, but its gradient is all-reduced."""
     calls = calls_of_model(MLP(), (torch.empty(16, 256),))
     whole = (flow.sbp.broadcast,)
     fixed = {
@@ -239,19 +314,21 @@ def test_gradients_that_are_summed_are_among_the_changes() -> None:
         calls, Cluster.preset("dgx-h100"), flow.placement("cpu", [0, 1, 2, 3]), Options(fixed=fixed)
     ).plan
     summed = {
-        c.value: c for c in plan.changes if c.back == "all_reduce" and c.src == c.dst == ("B",)
+        c.value: c
+        for c in plan.changes
+        if c.backward_collectives == "all_reduce" and c.src == c.dst == ("B",)
     }
     assert set(summed) == {"up.weight", "up.bias", "down.weight"}
     assert all(c.forward == 0 < c.backward for c in summed.values())
     assert "all_reduce of the gradient of up.weight" in plan.explain("up")
 
 
-# --------------------------------------------------------------------------------------- other ways
+# ------------------------------------------------------------------------------------- alternatives
 
 
 def cheapest(f: SearchResult, node: int, k: int) -> tuple[float, set[int]]:
-    """(least cost with strategy k for a node, the tensors beside it tried in all ways, by how much
-    the peak grows then)."""
+    """Return (minimum cost with strategy k for a node, changes of the peak at that cost), over all
+    layouts of the adjacent tensors."""
     problem, base = f.formulation.problem, list(f.choice)
     beside = {b if a == node else a for a, b in problem.edges if node in (a, b)} & set(
         f.formulation.node_of_value.values()
@@ -306,12 +383,13 @@ def test_prices_of_other_ways_are_those_of_trying_them() -> None:
 def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_finds(
     hidden: float | None,
 ) -> None:
-    """With one call in the model, the rest of the plan is nothing: best response and search agree.
-    Gradients that would come to take longer than the backward pass cost more than is told."""
+    """The price of another parameter layout is the one of a search with that layout fixed. The
+    model has one call, so best response and search agree. Where gradients would take longer than
+    the backward pass, the real cost is above the reported one."""
     calls = calls_of_model(nn.Linear(64, 64, bias=False), (torch.empty(16, 64),))
     placement, cluster = flow.placement("cpu", [0, 1, 2, 3]), Cluster.preset("dgx-h100")
     best = search(calls, cluster, placement, Options(hidden=hidden))
-    (weight,) = (g for g in best.plan.given if g.kind == "parameter")
+    (weight,) = (g for g in best.plan.placed if g.kind == "parameter")
     assert len(weight.others) == 2
     by_name = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1)}
     for other in weight.others:
@@ -329,7 +407,7 @@ def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_fin
 
 def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: SearchResult) -> None:
     extras = [
-        o.extra for thing in (*searched.plan.calls, *searched.plan.given) for o in thing.others
+        o.extra for thing in (*searched.plan.calls, *searched.plan.placed) for o in thing.others
     ]
     assert searched.plan.optimal
     assert len(extras) > 10
@@ -350,7 +428,7 @@ def test_a_module_is_explained_with_its_parameters_and_calls(searched: SearchRes
 def test_calls_tensors_and_patterns_are_found() -> None:
     plan = layered(5)
     assert plan.explain("linear_3").count(" = linear(") == 1
-    assert plan.explain("blocks.2.up.weight").count(" = linear(") == 1  # what takes it
+    assert plan.explain("blocks.2.up.weight").count(" = linear(") == 1  # its consumer
     assert plan.explain("blocks.2").startswith("blocks.2: 4 calls and 3 tensors given")
     assert plan.explain("blocks").startswith("blocks: 20 calls and 15 tensors given")
     assert "(5 alike: linear_0, linear_2, linear_4, ...)" in plan.explain("blocks.*.up")
@@ -362,10 +440,13 @@ def test_calls_tensors_and_patterns_are_found() -> None:
 def test_an_unknown_path_is_told_what_is_near() -> None:
     with pytest.raises(
         PlanError,
-        match=r"no module, parameter, call or tensor 'blocks\.1\.upp'; near it: .*blocks\.1\.up",
+        match=(
+            r"no module, parameter, call or tensor 'blocks\.1\.upp'; similar names: "
+            r".*blocks\.1\.up"
+        ),
     ):
         layered(2).explain("blocks.1.upp")
-    with pytest.raises(PlanError, match=r"near it: .*blocks"):
+    with pytest.raises(PlanError, match=r"similar names: .*blocks"):
         layered(2).explain("zzz")
 
 
@@ -397,8 +478,11 @@ def test_a_plan_written_and_read_is_the_same(make: object, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"version": 1, "cost": 3}')
+    (tmp_path / "other.json").write_text('{"version": 2, "cost": 3}')
     with pytest.raises(PlanError, match=r"other\.json is no plan"):
         Plan.load(tmp_path / "other.json")
     with pytest.raises(PlanError, match=r"none\.json is no plan"):
         Plan.load(tmp_path / "none.json")
+    (tmp_path / "old.json").write_text('{"version": 1, "cost": 3}')
+    with pytest.raises(PlanError, match="a plan of another version; this version is 2"):
+        Plan.load(tmp_path / "old.json")

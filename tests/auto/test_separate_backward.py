@@ -1,5 +1,5 @@
-"""What folding costs: every folded plan is one of the plans whose backward chooses for itself, at
-the same cost, and those may be better."""
+"""Tests of the cost of folding. Every folded plan is also a plan with separately chosen backward,
+at the same cost. Plans with a separate backward may be better."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight twice, and a value that three calls take."""
+    """A model that uses one weight twice, and one value in three calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +73,7 @@ def folded(model: str, machine: str, grid: tuple[int, ...]) -> Formulation:
     ("model", "grid"),
     [(m, (2,)) for m in MODELS] + [("mlp", (3,)), ("tied", (4,)), ("mlp", (2, 2))],
 )
+@pytest.mark.sweep(3)
 def test_a_folded_plan_is_one_of_them_at_the_same_cost(
     model: str, grid: tuple[int, ...], machine: str
 ) -> None:
@@ -94,16 +95,17 @@ def test_a_folded_plan_is_one_of_them_at_the_same_cost(
         cost = known.problem.evaluate(choice)
         if cost < float("inf"):
             seen += 1
-            # No more: a gradient may take another way back than the value came, or be computed in
-            # the cheaper of two ways that lie alike.
+            # The cost may be lower: a gradient may take another path than its value did, or use the
+            # cheaper of two strategies with the same layouts.
             assert unfolded.problem.evaluate(unfolded.lifted(choice)) <= cost * (1 + 1e-9)
     assert seen >= 50
 
 
 @pytest.mark.parametrize("model", ["mlp", "tied"])
 def test_where_moving_costs_all_a_free_backward_does_everything_everywhere(model: str) -> None:
-    """The gradient of a whole tensor need not be a partial sum then: nothing moves, and each rank
-    computes what one device does."""
+    """A free backward runs everything on every rank if moves cost nearly everything. Then the
+    gradient of a broadcast tensor need not be partial: nothing moves, and each rank computes what
+    one device does."""
     known = folded(model, "apart", (2,))
     free = solve(Unfolded(known).problem)
     whole = [
@@ -114,14 +116,14 @@ def test_where_moving_costs_all_a_free_backward_does_everything_everywhere(model
         f.forward[r] + f.backward[r] for f, r in zip(known.candidates.values(), whole, strict=True)
     )
     assert free.optimal
-    # A call's seconds of backward are shared among its operands' gradients alike, also where that
-    # of a bias would be had for less elsewhere.
+    # A call's backward seconds are shared equally among its operands' gradients, even where the
+    # gradient of a bias would be cheaper elsewhere.
     assert free.cost == pytest.approx(computing + steps(known), rel=1e-3)
     assert free.cost < solve(known.problem).cost
 
 
 def steps(known: Formulation) -> float:
-    """The optimizer's on whole parameters."""
+    """Return the optimizer's seconds on replicated parameters."""
     found = 0.0
     for value in known.calls.parameters:
         node = known.node_of_value[value.number]

@@ -1,5 +1,5 @@
-"""The solver against exhaustive search: the optimum every time, bounds that hold, infeasibility
-told with the limit that would do; files; the command."""
+"""Tests of the solver against exhaustive search: optima, valid bounds, and infeasibility errors
+with the smallest limit that would do. Files and the command are tested too."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ GRAPHS = ("sparse", "wide", "dense", "chain", "hub")
 
 
 def made(seed: int, least: int = 2, most: int = 7) -> Problem:
-    """A small problem: any width, integers or floats, forbidden entries, several usages a node,
-    limits that are loose, tight or too low."""
+    """Make a small problem: any width, integer or float costs, forbidden entries, several usages
+    per node, and limits that are loose, tight or too low."""
     draw = random.Random(seed)
     kind, count, floats = GRAPHS[seed % len(GRAPHS)], draw.randint(least, most), draw.random() < 0.3
     never, holes, times = (
@@ -92,8 +92,8 @@ def made(seed: int, least: int = 2, most: int = 7) -> Problem:
 
 
 def exhaustive(problem: Problem) -> tuple[float, float]:
-    """(the least cost of a choice that fits, the least peak of a choice without forbidden entries),
-    inf where there is none."""
+    """Return (minimum cost of a choice that fits, minimum peak of a choice without forbidden
+    entries). Each is inf if there is no such choice."""
     best = peak = math.inf
     for choice in itertools.product(*(range(len(costs)) for costs in problem.costs)):
         cost = problem.evaluate(choice)
@@ -132,8 +132,8 @@ def test_the_optimum_of_small_problems(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_optimum_where_nothing_reduces(seed: int) -> None:
-    """Dense, wide, tight: multipliers leave a gap that an integer program, or branching, must
-    close."""
+    """The optimum is found where no reduction applies. The problems are dense, wide and tight:
+    multipliers leave a gap that an integer program, or branching, must close."""
     confirm(tight(seed))
 
 
@@ -155,8 +155,8 @@ def tight(seed: int, count: int = 7, size: int = 3) -> Problem:
 
 
 def test_the_gap_stays_open_without_its_closing_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would not see branching missing if multipliers closed every gap by
-    themselves."""
+    """Some gaps stay open without the closing stages. If multipliers closed every gap alone, the
+    test above would not notice missing branching."""
     monkeypatch.setattr(MODULE, "finish", lambda *_: False)
     assert any(not solve(tight(seed), seconds=20).optimal for seed in range(6))
 
@@ -179,7 +179,8 @@ def test_reductions_keep_the_optimum(seed: int) -> None:
 
 
 def test_reductions_take_out_what_follows() -> None:
-    """A chain of nodes each of which must do as its neighbour does becomes one node."""
+    """Reductions remove nodes that follow from others. A chain of nodes that must all agree with
+    their neighbors becomes one node."""
     problem = Problem("followers", usage_limit=100)
     same = np.where(np.eye(3) > 0, 1, solver.problem.FORBIDDEN)
     for i in range(50):
@@ -192,8 +193,8 @@ def test_reductions_take_out_what_follows() -> None:
 
 
 def test_a_strategy_may_win_over_all_edges_together() -> None:
-    """What it loses on one edge it more than makes up for on the other: in no single column of the
-    tables is it the better one."""
+    """A strategy may dominate over all edges together. A loss on one edge is outweighed by a gain
+    on another, although the strategy is better in no single column of the tables."""
     problem = Problem("between")
     for costs in ([4, 0], [0, 0], [0, 0]):
         problem.node(costs)
@@ -237,8 +238,8 @@ def test_stand_ins_are_those_of_their_definition(seed: int) -> None:
 
 
 def test_what_is_equal_is_reduced_once() -> None:
-    """Layers that are alike, whatever the order in which their nodes are touched; a hub that all of
-    them know is one node."""
+    """Equal layers are reduced once, in any order of visiting their nodes. A shared value that all
+    of them use is one node."""
     draw = np.random.default_rng(0)
     costs, tables = (
         [draw.random(n) for n in (4, 5, 3)],
@@ -268,7 +269,8 @@ def test_what_is_equal_is_reduced_once() -> None:
 
 
 def test_integer_programs_run_with_as_many_threads_as_they_are_given() -> None:
-    """HiGHS keeps the number it had first in a thread, and refuses another."""
+    """Integer programs run with the given number of threads. In one thread, HiGHS keeps its first
+    number and refuses another."""
     pytest.importorskip("highspy")
     flat = FlatProblem(core_of(tight(0)))
     for threads in (1, 2, 1):
@@ -302,8 +304,8 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
-    """Prices that elimination evaluates are no worse than what messages come to, also while nothing
-    that fits is known."""
+    """Prices from elimination give bounds no worse than those of messages, even before a feasible
+    choice is known."""
     draw = np.random.default_rng(seed)
     problem = Problem("chain")
     for i in range(30):
@@ -354,7 +356,8 @@ def test_elimination_is_exact_and_tells_its_width() -> None:
 
 
 def test_deep_networks_are_solved_exactly() -> None:
-    """2,400 nodes of 16 strategies in a series-parallel graph, without and with a memory limit."""
+    """Networks of 2,400 nodes with 16 strategies in a series-parallel graph are solved exactly,
+    without and with a memory limit."""
     problem, rng = Problem("deep"), np.random.default_rng(0)
     tables = [rng.integers(0, 1000, (16, 16)) for _ in range(24)]
     costs = [rng.integers(0, 1000, 16) for _ in range(24)]
@@ -434,7 +437,7 @@ def test_a_problem_refuses_what_contradicts_itself() -> None:
             wrong()
     shared = np.array(
         [1.0, math.inf]
-    )  # fine as costs, of any number of nodes, and no amounts of memory
+    )  # valid as costs, for any number of nodes, but not as amounts of memory
     problem.node(shared)
     problem.node(shared)
     with pytest.raises(ProblemError, match="finite"):
@@ -529,14 +532,14 @@ def test_the_command_on_files_that_are_missing_wrong_or_infeasible(tmp_path: Pat
         str(tmp_path / "x.json"), "--seconds", "60", "--out", str(tmp_path / "out")
     )
     assert infeasible.returncode == 1
-    assert not (tmp_path / "out").exists()  # nothing that could be taken for a solution
+    assert not (tmp_path / "out").exists()  # no file that could be mistaken for a solution
     assert "no choice" in infeasible.stderr
     assert "a limit of 2 would do" in infeasible.stderr
     assert "Traceback" not in missing.stderr + infeasible.stderr
 
 
 def benchmark(name: str) -> Any:
-    """A script of benchmarks/, imported."""
+    """Import a script of benchmarks/."""
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     made = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
     assert made is not None
@@ -593,8 +596,9 @@ def test_a_benchmarks_ranks_take_what_the_first_has_found(monkeypatch: pytest.Mo
 def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The machine's pace changes by a tenth from round to round, contenders differ by a twentieth:
-    each has its own time in every round."""
+    """Times of contenders are separated from the machine's pace. The pace changes by a tenth from
+    round to round, and contenders differ by a twentieth. Each contender keeps its own time in every
+    round."""
     script, drawn = plans_benchmark(monkeypatch), np.random.default_rng(0)
     own = {f"plan {k}": 1.05**k for k in range(12)}
     groups = []
@@ -627,7 +631,7 @@ def test_a_benchmark_runs_plans_near_the_best_again(monkeypatch: pytest.MonkeyPa
 
 
 def grid(side: int, size: int, seed: int) -> Problem:
-    """Too wide to eliminate with small tables, with memory that binds."""
+    """Make a grid problem with a binding memory limit, too wide to eliminate with small tables."""
     draw = random.Random(seed)
     problem = Problem("grid", usage_limit=18 * side * side)
     for i in range(side * side):
@@ -676,8 +680,8 @@ def test_a_wide_graph_gets_a_bound_and_a_choice_close_to_it() -> None:
 
 
 def test_prices_where_lines_cross() -> None:
-    """The bound of two evaluations is highest where they meet; with several moments HiGHS finds the
-    same."""
+    """The bound of two evaluations is highest where their lines cross. With several moments HiGHS
+    finds the same point."""
     point, height = line(np.array([0.0, 10.0]), np.array([2.0, -3.0]), 0.0, 100.0)
     assert (point[0], height) == (2.0, 4.0)
     point, height = line(np.array([0.0, 10.0]), np.array([2.0, -3.0]), 3.0, 100.0)

@@ -1,5 +1,5 @@
-"""The solver where numbers are hard: limits that floats just reach, proofs within another solver's
-tolerance; and equal layers, which are worked out once."""
+"""Tests of the solver on hard numbers: limits that floats just reach, and proofs within another
+solver's tolerance. Equal layers are reduced once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MODULE = sys.modules[solve.__module__]
 
 @pytest.mark.parametrize("seed", range(25))
 def test_a_limit_of_broken_numbers_is_kept_where_it_is_just_reached(seed: int) -> None:
-    """Usages that floats do not add up exactly: the least peak itself is a limit that can be
-    kept."""
+    """A limit equal to the minimum peak can be met, although floats do not add up the usages
+    exactly."""
     draw = random.Random(seed)
     problem = Problem("broken")
     sizes = [draw.randint(1, 3) for _ in range(draw.randint(2, 5))]
@@ -41,7 +41,8 @@ def test_a_limit_of_broken_numbers_is_kept_where_it_is_just_reached(seed: int) -
 
 
 def test_what_highs_takes_for_feasible_is_no_proof() -> None:
-    """Two bytes too many of 80 GiB are within HiGHS's tolerance, and not within the limit."""
+    """A solution that HiGHS accepts as feasible is no proof. Two bytes above 80 GiB are within
+    HiGHS's tolerance, but not within the limit."""
     limit = 80 << 30
     problem = Problem("close", usage_limit=limit)
     problem.node([0, 10], [((0, 1), [limit // 2 + 1, 0])])
@@ -56,8 +57,8 @@ def test_what_highs_takes_for_feasible_is_no_proof() -> None:
 
 
 def test_equal_layers_are_reduced_once() -> None:
-    """What a reduction works out for forty layers is what it works out for twenty, but for the
-    chain of them."""
+    """Equal layers are reduced once. Forty layers need the work of twenty, except for the chain of
+    layers."""
 
     def asked(layers: int) -> int:
         draw, problem = np.random.default_rng(0), Problem("layers")

@@ -1,5 +1,5 @@
-"""What the search believes a call to do is what it does: operands that lie as a candidate says give
-results that lie as it says, and nothing else moves."""
+"""Tests that calls do what the search predicts. Operands in a candidate's layouts give results in
+its layouts, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from globaltensor.sharding.spec import Spec
 
 
 class Attention(nn.Module):
-    """Embedding, norm, attention, gelu, and a loss over words."""
+    """A model of an embedding, a norm, attention, gelu, and a loss over words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ MODELS = {
 def plainly(
     calls: Calls, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Each value, by running the calls on one device."""
+    """Compute each value by running the calls on one device."""
     states = dict([*model.named_parameters(), *model.named_buffers()])
     given = iter(inputs)
     found = {v.number: states[v.path].detach() if v.path else next(given) for v in calls.states()}
@@ -91,6 +91,7 @@ def with_values(given: Any, values: dict[int, Any]) -> Any:
 
 @pytest.mark.parametrize("grid", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(3)
 def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     made, inputs = MODELS[name][0]().double(), MODELS[name][1]()
@@ -108,8 +109,8 @@ def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_mean_loss_keeps_its_targets_split(weighted: bool) -> None:
-    """The number of those that count is summed while the losses are computed, or with the
-    gradients: no plan is dearer for it."""
+    """A mean loss keeps its targets split, and the split costs no extra time in any plan. The
+    number of counted targets is summed while the losses are computed, or with the gradients."""
 
     class Loss(nn.Module):
         def forward(
@@ -159,7 +160,7 @@ def run(
             )
         moved = [
             record for record in log if record.bytes and record.op != AHEAD
-        ]  # a sum that is under way meanwhile costs nothing
+        ]  # a sum that overlaps with the computation is free
         assert not moved or found.moving[k] > 0, (
             f"{what} moves {list(map(str, moved))}, which the candidate does not price"
         )
@@ -175,9 +176,9 @@ def whole(t: Any) -> torch.Tensor:
 def test_all_prices_at_once_are_those_of_the_planner(
     grid: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    """Between layouts of one mesh, save where the planner knows a shorter way along no axis (each
-    rank taking its pieces at once), and where, on several axes, a way leads over layouts that the
-    planner leaves out."""
+    """The prices of all moves between layouts of one mesh equal the planner's. Prices may be higher
+    where the planner has a shorter route along no axis (each rank fetches its pieces at once). On
+    several axes, prices may be lower, by routes over layouts that the planner does not try."""
     mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
     prices, entries = ReshardCosts(Cluster(), mesh), [broadcast, partial_sum, split(0), split(1)]
     layouts = [tuple(entries[i] for i in at) for at in np.ndindex(*[4] * len(grid))]
@@ -194,11 +195,12 @@ def test_all_prices_at_once_are_those_of_the_planner(
 
 
 def test_candidates_are_left_out_on_one_mesh_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call has too many on one mesh, another mesh that has room for them gets them all."""
+    """A limit on candidates applies to one mesh only. Another mesh that has room for all candidates
+    gets them all."""
     monkeypatch.setattr(strategies, "_known", {})
     calls = calls_of_model(nn.Linear(6, 10), (torch.randn(4, 6),))
     with monkeypatch.context() as short:
-        short.setattr(strategies, "_MOST", 4)
+        short.setattr(strategies, "_MAX_CANDIDATES", 4)
         assert len(menu_of((2, 2)).of(calls.calls[0], calls.values)) <= 4
     after = len(menu_of((2,)).of(calls.calls[0], calls.values))
     strategies._known.clear()
@@ -230,8 +232,9 @@ def test_an_operand_that_stands_twice_comes_in_one_layout() -> None:
 
 
 def test_dropout_leaves_attention_its_layouts_on_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those that are linear in the values: dropped scores of a partial sum would be drawn
-    anew on each rank. And no call needs more than shapes."""
+    """With dropout, attention keeps its layouts on two axes, except those that are linear in the
+    values. Dropped scores of a partial sum would be drawn again on each rank. No call needs more
+    than shapes."""
 
     def layouts(rate: float) -> set[tuple[Any, ...]]:
         attention = partial(F.scaled_dot_product_attention, dropout_p=rate, is_causal=True)

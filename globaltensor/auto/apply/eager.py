@@ -63,10 +63,10 @@ class _AtFirst:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch_private.recording.on:
             raise GraphError(
-                f"{type(module).__name__} is to be laid out at its first call (parallelize with "
-                f'"auto"), which is too late inside a graph: give parallelize '
+                f"{type(module).__name__} gets its layouts at its first call (parallelize with "
+                f'"auto"), which is too late inside a graph: pass parallelize '
                 "example inputs=, or make the model broadcast and let the graph search for the "
-                "whole step, config.enable_auto_parallel()"
+                "complete step with config.enable_auto_parallel()"
             )
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is self:
@@ -96,8 +96,8 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     calls = agreed(
         name,
         captured,
-        'parallelize with "auto" looked for a plan: a model that asks for values takes one by '
-        'name, "data", "fsdp", "tensor"',
+        'parallelize with "auto" searched for a plan: for a model that reads values of tensors, '
+        'name a plan: "data", "fsdp" or "tensor"',
     )
     given = object_tensors(kwargs, object_tensors(args, []))
     inputs = [v for v in calls.values if v.state == "input"]

@@ -123,7 +123,7 @@ def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: f
     """Return the search's options that correspond to the settings of a graph's config."""
     return Options(
         computation=auto.computation, wait=auto.wait * cluster.launch, collect=auto.collector,
-        states=states, fixed=dict(fixed),
+        optimizer_state_ratio=states, fixed=dict(fixed),
         hidden=None if auto.trunk else 0.0,
         memory=(cluster.memory or None) if auto.memory == "AdaptiveMemory" else None,
     )  # fmt: skip
@@ -220,15 +220,15 @@ def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Pla
             places.add(val._spec.shown.placement)
     if not places:
         raise GraphError(
-            f"{name}: config.enable_auto_parallel() wants a model on a placement: "
-            f"model.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)"
+            f"{name}: config.enable_auto_parallel() needs a model on a placement: "
+            "model.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)"
         )
     if len(places) > 1:
         raise GraphError(
             f"{name}: config.enable_auto_parallel() chooses layouts on one placement, but the "
-            f"graph has {len(places)}: {', '.join(map(repr, places))}. "
-            "flow.auto.plan(...) chooses stages too, and flow.parallelize(model, placement, plan) "
-            "and config.follow(plan) carry them out, the search left off"
+            f"graph has {len(places)}: {', '.join(map(repr, places))}. flow.auto.plan(...) "
+            "chooses stages too, and flow.parallelize(model, placement, plan) and "
+            "config.use_auto_plan(plan) apply them without a search"
         )
     return places.pop()
 

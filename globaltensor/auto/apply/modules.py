@@ -47,7 +47,7 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     """
     plan = _of_model(plan, model)
     lanes = _lanes(plan, placement)
-    layouts = {g.name: _layout(g.layout) for g in plan.given}
+    layouts = {g.name: _layout(g.layout) for g in plan.placed}
     whole = (broadcast,) * len(plan.mesh)
 
     def sbp(path: str, tensor: torch.Tensor) -> Layout:
@@ -60,7 +60,7 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
         staged(model, [lanes[stage["lane"]] for stage in stages], _parts(plan, model), sbp)
     if lanes[0] is not placement:
         model.register_forward_pre_hook(
-            _Entering(lanes[0], [_layout(g.layout) for g in plan.given if g.kind == "input"]),
+            _Entering(lanes[0], [_layout(g.layout) for g in plan.placed if g.kind == "input"]),
             with_kwargs=True,
         )
     install_layout_hooks(model, plan)
@@ -83,7 +83,7 @@ def _of_model(plan: Plan, model: nn.Module) -> Plan:
     In a plan made for a graph, paths begin with the name of the graph's module. Raises PlanError if
     a parameter of the plan is not in the model, or has another shape there."""
     shapes = {path: tuple(t.shape) for path, t in model.named_parameters()}
-    planned = {g.name: g.shape for g in plan.given if g.kind == "parameter"}
+    planned = {g.name: g.shape for g in plan.placed if g.kind == "parameter"}
     strange = sorted(path for path, shape in planned.items() if shapes.get(path) != shape)
     if not strange:
         return plan
@@ -113,12 +113,12 @@ def _without(plan: Plan, prefix: str) -> Plan:
             else path
         )
 
-    given = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.given)
+    given = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.placed)
     calls = tuple(
         dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands)))
         for c in plan.calls
     )
-    return dataclasses.replace(plan, given=given, calls=calls)
+    return dataclasses.replace(plan, placed=given, calls=calls)
 
 
 def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
@@ -243,11 +243,11 @@ class _Entering:
 
 
 def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
-    """Free gathered parameters after each use in the model's forward, if the plan has "freed".
+    """Free gathered parameters after each use in forward, if the plan has "reshard_after_forward".
 
     See `parameter_gather.reshard_after_forward`. While a graph is captured, the hooks do nothing,
     because the graph frees the parameters."""
-    if plan.choices.get("freed"):
+    if plan.choices.get("reshard_after_forward"):
         freed = _Freeing()
         model.register_forward_pre_hook(freed.begin, prepend=True)
         model.register_forward_hook(freed.end, always_call=True)
@@ -282,7 +282,7 @@ def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
         by_module.setdefault(call.module, []).append(call)
         for name in dict.fromkeys(call.operands):
             takers.setdefault(name, []).append(call)
-    held = {g.name for g in plan.given if g.kind != "input"}
+    held = {g.name for g in plan.placed if g.kind != "input"}
     for path, module in model.named_modules():
         own = by_module.get(path)
         if not own or any(True for _ in module.children()) or not _runs_once(own, held):

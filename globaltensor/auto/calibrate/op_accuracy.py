@@ -28,10 +28,10 @@ from .steps import COPIES, calibrate_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]
 
-_TOGETHER = 1 << 28  # the maximum bytes of operands that exist at a time
-_TIMES = 16  # the minimum number of runs of a call while it is measured
-_LEAST = 4e-3  # the minimum seconds of each of these runs, both passes together
-_UNKNOWN = 16 << 30  # the assumed bytes of a rank if the cluster has no figure
+_MAX_OPERAND_BYTES = 1 << 28  # the maximum bytes of operands that exist at a time
+_MIN_RUNS = 16  # the minimum number of runs of a call while it is measured
+_MIN_RUN_SECONDS = 4e-3  # the minimum seconds of each of these runs, both passes together
+_ASSUMED_MEMORY = 16 << 30  # the assumed bytes of a rank if the cluster has no figure
 
 
 class Measurable(NamedTuple):
@@ -90,7 +90,11 @@ def calibrate(
     calls, where = calls_of(model_or_graph, args, kwargs, found.device), mesh_of(mesh, found)
     menu = StrategyBuilder(ReshardCosts(found, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
-    runs = steps and calls.training and _can_run(model_or_graph, where, found.memory or _UNKNOWN)
+    runs = (
+        steps
+        and calls.training
+        and _can_run(model_or_graph, where, found.memory or _ASSUMED_MEMORY)
+    )
     own = seconds * 2 / 3 if runs else seconds
     batches = [
         batch
@@ -170,7 +174,7 @@ def _made(
 ) -> Any:
     """Return the call on one rank, its arguments, and the parameters among them."""
     found = local_call(call, operands, shapes, device)
-    assert found is not None, "it has been tried without memory"
+    assert found is not None, "without a memory limit, the search returns memory"
     function, args = found
     return (
         function,
@@ -227,7 +231,7 @@ def ops_of(
 
 def _takes(op: Measurable) -> float:
     """Return the seconds that measuring an op takes."""
-    return _TIMES * max(_LEAST, op.seconds)
+    return _MIN_RUNS * max(_MIN_RUN_SECONDS, op.seconds)
 
 
 def _affordable(ops: Sequence[Measurable], seconds: float) -> list[Measurable]:
@@ -244,7 +248,7 @@ def _batches(ops: Sequence[Measurable]) -> Iterator[list[Measurable]]:
     """Split the ops into batches whose operands fit into memory together."""
     batch: list[Measurable] = []
     for op in ops:
-        if batch and sum(o.nbytes for o in batch) + op.nbytes > _TOGETHER:
+        if batch and sum(o.nbytes for o in batch) + op.nbytes > _MAX_OPERAND_BYTES:
             yield batch
             batch = []
         batch.append(op)

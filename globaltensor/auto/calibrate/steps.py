@@ -23,7 +23,6 @@ import functools
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 
 from ..._base.pytree import object_tensors, replaced_in_objects
+from ..._base.user_code import warn_user
 from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster, current_cluster, use_cluster
 from ...distributed.world import world
@@ -58,7 +58,7 @@ _ROW, _BEFORE = (
 )
 _SEARCH = 5.0  # seconds of the search for each plan
 _GRAPHS = 4  # the maximum number of graphs that run each plan
-_SOON = 1e-3  # the minimum seconds that building is assumed to take
+_MIN_BUILD_SECONDS = 1e-3  # the minimum seconds that building is assumed to take
 # Penalties of the fit for factors that differ, as fractions of a step's time: equal factors must
 # explain this much less before they may differ.
 _ALIKE = 0.1  # computing and moving
@@ -258,7 +258,7 @@ class _Planned:
     def step(self, measured: float) -> MeasuredStep:
         assert self.chosen is not None, "it has been run"
         found, waits, computing, bucketed, copied = self.chosen
-        spent = found.plan.spent
+        spent = found.plan.cost_breakdown
         moving = (
             spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
         )
@@ -287,7 +287,7 @@ def _measured(
     building = clock.slowest(
         [time.perf_counter() - began - sum(plan.seconds for plan in plans.values())]
     )[0]
-    times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _SOON))))
+    times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _MIN_BUILD_SECONDS))))
     each, names = (seconds - (times - 1) * building) / times, list(graphs)
     took = [_timed(graphs, clock, each)]
     while len(took) < times and names:
@@ -342,9 +342,8 @@ def _built(
             steps[name] = step
         except Exception as error:  # the model may fail on inputs that are not the user's
             told = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(
+            warn_user(
                 f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}",
-                stacklevel=6,
             )
     return steps
 

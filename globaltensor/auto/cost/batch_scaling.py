@@ -4,7 +4,8 @@ Shapes grow linearly with the batch, so two captures determine any third. `inter
 and `BatchMenu` to price micro-batches.
 
 Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and
-batches. For axes longer than `_PROBED`, the signatures of an axis of that length are used, where
+batches. For axes longer than
+`_MAX_PROBED_RANKS`, the signatures of an axis of that length are used, where
 each rank still has data.
 """
 
@@ -31,7 +32,7 @@ from .strategies import StrategyBuilder, StrategyTable
 
 __all__ = ["BatchMenu", "Batches", "takes_statistics"]
 
-_PROBED = 8
+_MAX_PROBED_RANKS = 8
 _ENTRIES: Final = {"broadcast": broadcast, "partial": partial_sum}
 
 
@@ -136,7 +137,7 @@ class Batches:
 
         ``losses`` counts errors as in `signatures.signatures`.
         """
-        probed = min(ranks, _PROBED)
+        probed = min(ranks, _MAX_PROBED_RANKS)
         if rows != self.batch and self.half is None:
             return signatures(call, self.at(rows).values, probed, losses)
         big, small = self._probe(self.whole, call.number, probed, 0, losses), None

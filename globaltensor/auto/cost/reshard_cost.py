@@ -20,16 +20,16 @@ from ..._tensor.gradients.parameter_gather import ALONE_BYTES
 from ...boxing.move_cost import RELAID, move_costs
 from ...boxing.moves import Layout, gathers, legal_moves
 from ...cluster import Cluster
+from ...sharding.balanced_split import nested_balanced_split
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, dual, partial_sum
-from ...sharding.spec import nested_balanced_split
 
 __all__ = ["FELLOWS", "ReshardCosts", "Routes", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
 # the number of each layout, and the seconds from each to each
 Routes = tuple[dict[Layout, int], Table]
-_MOST = 4096  # the maximum number of layouts of one tensor
+_MAX_LAYOUTS = 4096  # the maximum number of layouts of one tensor
 #: The number of parameters that share the latency of a gathering and the wait of ranks for one
 #: another there. Priced by its bytes alone, a single gathered parameter among others that are not
 #: gathered would cost nothing.
@@ -249,7 +249,7 @@ class ReshardCosts:
         splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))
         menus: list[list[Sbp]] = [[broadcast, partial_sum, *splits] for _ in range(axes)]
         others = [e for layout in given for e in layout if e.is_partial and e is not partial_sum]
-        if math.prod(map(len, menus)) > _MOST:
+        if math.prod(map(len, menus)) > _MAX_LAYOUTS:
             menus = [
                 list(
                     dict.fromkeys(

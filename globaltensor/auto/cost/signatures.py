@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,7 +26,7 @@ from ..._ops.rules.partial_extrema import AHEAD
 from ..._ops.shape_inference import memoized
 from ..._tensor.global_tensor import GlobalTensor
 from ...boxing import log
-from ...distributed.world import World, set_world, world
+from ...distributed.world import set_world, world
 from ...graph.capture.dry_world import DryComm, DryWorld, Untraceable
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
@@ -236,7 +235,7 @@ def probe_decomposition(
     layouts. ``losses`` counts errors that are not refusals.
     """
     real, size = world(), specs[0].placement.size
-    places = _elsewhere.setdefault(real, {})
+    places = real.state(_ImaginedWorlds)
     dry = places.get(size)
     if dry is None:
         dry = places[size] = _ImaginedWorld(size)
@@ -315,8 +314,10 @@ class _ImaginedWorld(DryWorld):
 
 #: Memo of shape inference, shared by all imagined worlds.
 _tried: dict[Any, Any] = {}
-#: Imagined worlds by the real world they were created in.
-_elsewhere: WeakKeyDictionary[World, dict[int, _ImaginedWorld]] = WeakKeyDictionary()
+
+
+class _ImaginedWorlds(dict[int, "_ImaginedWorld"]):
+    """The imagined worlds that a real world has created, by their number of ranks."""
 
 
 class _Nobody(DryComm):

@@ -32,7 +32,8 @@ from .signatures import CostedSignature, probe_decomposition, signatures
 __all__ = ["StrategyBuilder", "StrategyTable", "gives_every_rank_data", "roofline"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_MOST = 1024  # candidates of a call; above that, signatures that divide no work are dropped first
+# Candidates of a call; above that, signatures that divide no work are dropped first.
+_MAX_CANDIDATES = 1024
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class StrategyBuilder:
         losses = RuleFailures()
         menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
         every = math.prod(map(len, menus))
-        while math.prod(map(len, menus)) > _MOST:
+        while math.prod(map(len, menus)) > _MAX_CANDIDATES:
             longest = max(menus, key=len)
             longest.sort(key=lambda s: s.divided, reverse=True)
             longest.pop()
@@ -365,7 +366,7 @@ def roofline(
 #: Signatures of calls by version of the rules, for all meshes. Probing is slow where a call is a
 #: composition.
 _known: dict[Hashable, Any] = {}
-_KEPT = 1 << 14
+_MAX_CACHED = 1 << 14
 
 
 def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
@@ -380,7 +381,7 @@ def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
         return _known[key]
     except KeyError:
         found = ask()
-    if len(_known) >= _KEPT:
+    if len(_known) >= _MAX_CACHED:
         _known.clear()
     _known[key] = found
     return found

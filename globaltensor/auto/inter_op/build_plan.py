@@ -19,7 +19,7 @@ from ..ir.op_graph import Value
 from ..ir.segments import Segment
 from ..plan.plan import LayoutChange, PlacedTensor, Plan, PlannedCall
 from .pipeline_cost import Candidate, stages_of
-from .segment_cost import MeshContext, ParameterStorage, SegmentProblem
+from .segment_cost import MeshContext, ParameterStorage, Quantity, SegmentProblem
 from .step_simulator import StepSimulation
 
 __all__ = ["build_plan"]
@@ -102,17 +102,18 @@ def build_plan(
     given = tuple(_given(ground, values[v], how) for v, how in sorted(kept.items()))
     parameters = {g.name for g in given if g.kind == "parameter"}
     if ground.calls.training and any(
-        c.value in parameters and c.src != c.dst and "all_gather" in c.there for c in changes
+        c.value in parameters and c.src != c.dst and "all_gather" in c.forward_collectives
+        for c in changes
     ):
-        choices["freed"] = True
+        choices["reshard_after_forward"] = True
     return Plan(
         cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost,
         bound=bound, seconds=run.seconds, memory=max(run.memory),
         limit=ground.options.memory, timeline=run.trace(), source=ground.cluster.origin,
-        training=ground.calls.training, given=given, calls=tuple(calls), changes=tuple(changes),
+        training=ground.calls.training, placed=given, calls=tuple(calls), changes=tuple(changes),
         choices=choices, search=log,
-        spent=_spent(records, setting.micros, ground.seen),
-        held=_held(given, ground, kept, max(run.memory)),
+        cost_breakdown=_spent(records, setting.micros, ground.seen),
+        memory_breakdown=_held(given, ground, kept, max(run.memory)),
     )  # fmt: skip
 
 
@@ -313,7 +314,7 @@ def _held(
     """
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     states = sum(
-        float(ground.keeping(ground.calls.values[v], [how])["P"][0])
+        float(ground.keeping(ground.calls.values[v], [how])[Quantity.PARAMETERS][0])
         for v, how in kept.items()
         if ground.calls.values[v].state == "parameter"
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...cluster import Cluster
 from ...sharding.placement import Placement
-from .segment_cost import QUANTITIES, MeshContext, ParameterStorage
+from .segment_cost import MeshContext, ParameterStorage, Quantity
 from .stage_dp import StageCosts, StageDivision, StageVariant
 from .step_simulator import StageTimes
 
@@ -22,15 +22,13 @@ __all__ = [
     "Candidate",
     "Crossing",
     "Setting",
-    "filling",
-    "modelled",
     "narrowed",
     "parts_of",
     "stages_of",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_FACES: Final = 3  # layouts considered where stages meet
+_MAX_BOUNDARY_LAYOUTS: Final = 3  # layouts considered where stages meet
 
 
 class Setting(NamedTuple):
@@ -43,6 +41,11 @@ class Setting(NamedTuple):
     stages: int
     micros: int
     mesh: Placement
+
+    @property
+    def key(self) -> tuple[int, int, Placement]:
+        """The setting without its bound, which the search raises."""
+        return self.stages, self.micros, self.mesh
 
 
 @dataclass
@@ -60,72 +63,6 @@ class Candidate:
     found: StageDivision
     ways: tuple[StageVariant, ...]
     cutting: StageCosts = field(repr=False)
-
-
-def modelled(
-    schedule: str,
-    lanes: Sequence[int],
-    micros: int,
-    times: Sequence[float],
-    steps: Sequence[float],
-    transfers: Sequence[float],
-    forwards: Sequence[float],
-) -> float:
-    """Return the time of a step by a schedule's formula.
-
-    Every lane works through all micro-batches; before and after, the pipeline fills and drains.
-    There are p lanes and m micro-batches. A stage takes t seconds for each micro-batch, and u
-    seconds once a step.
-
-    1f1b and gpipe take the sum of t + the maximum of (m - 1) t + u. The other schedules take the
-    busiest lane's m t + u, and a bubble:
-
-    - interleaved, with v chunks a lane: (p - 1) / v stages' t.
-    - zb-h1, where the backward of weights fills the rest: p - 1 stages' forward.
-    - zb-v: half the bubble of zb-h1. Its lanes start one after the other as soon as half of a stage
-      has gone forward. This holds from 2 p - 1 micro-batches on; with fewer the bubble is larger.
-    - zb-h2, as it is simulated, gains nothing over zb-h1 in a single step.
-    """
-    count = max(lanes) + 1
-    work = [
-        sum(t for t, where in zip(times, lanes, strict=True) if where == lane)
-        for lane in range(count)
-    ]
-    own = [
-        sum(u for u, where in zip(steps, lanes, strict=True) if where == lane)
-        for lane in range(count)
-    ]
-    if schedule in ("1f1b", "gpipe"):
-        return (
-            sum(work)
-            + max((micros - 1) * t + u for t, u in zip(work, own, strict=True))
-            + sum(transfers)
-        )
-    busiest = max(micros * t + u for t, u in zip(work, own, strict=True))
-    return (
-        busiest
-        + filling(schedule, count, len(lanes), micros, sum(work), sum(forwards))
-        + sum(transfers) * count / len(lanes)
-    )
-
-
-def filling(
-    schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float
-) -> float:
-    """Return the seconds of a step for which a lane waits.
-
-    ``work`` is seconds of a micro-batch in all stages together, ``forward`` those of its forward
-    pass.
-    """
-    short = max(0.0, 1 - micros / (2 * stages - 1))
-    if schedule == "zb-h2":
-        return forward * ((stages - 1) + short * (stages - 2)) / stages
-    each = {
-        "zb-h1": forward,
-        "zb-v": forward * (0.5 + short),
-        "interleaved": work * stages / chunks,
-    }.get(schedule, work)
-    return each * (stages - 1) / stages
 
 
 class Crossing:
@@ -189,7 +126,9 @@ def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
     for table in reversed(tables):
         backward.append((table + backward[-1][None, :]).min(1))
     through = [a + b for a, b in zip(forward, reversed(backward), strict=True)]
-    return lambda cut: [int(k) for k in np.argsort(through[cut], kind="stable")[:_FACES]]
+    return lambda cut: [
+        int(k) for k in np.argsort(through[cut], kind="stable")[:_MAX_BOUNDARY_LAYOUTS]
+    ]
 
 
 def parts_of(
@@ -207,7 +146,6 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
     """Convert the chunks of a candidate to stages for the simulator."""
     cutting, found, size = candidate.cutting, candidate.found, candidate.setting.mesh.size
     crossing = Crossing(cutting.ground, cluster, candidate.setting, cutting.hub)
-    at = {q: k for k, q in enumerate(QUANTITIES)}
     out = []
     for i, way in enumerate(candidate.ways):
         p = parts_of(cutting, found, candidate.ways, i)
@@ -217,11 +155,13 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
         training = cutting.ground.calls.training
         out.append(
             StageTimes(
-                forward=float(p[at["F"]]), backward=float(p[at["B"]]), again=again,
-                gathers=float(p[at["G"]]), sums=float(p[at["R"]]),
-                updates=float(p[at["O"]]),
-                kept=float(p[at["P"]]), activations=float(p[at["A"]]) if training else 0.0,
-                passing=float(p[at["X"]]), sent=sent,
+                forward=float(p[Quantity.FORWARD]), backward=float(p[Quantity.BACKWARD]),
+                again=again,
+                gathers=float(p[Quantity.GATHERS]), sums=float(p[Quantity.REDUCTIONS]),
+                updates=float(p[Quantity.OPTIMIZER]),
+                kept=float(p[Quantity.PARAMETERS]),
+                activations=float(p[Quantity.ACTIVATIONS]) if training else 0.0,
+                passing=float(p[Quantity.WORKSPACE]), sent=sent,
                 first=candidate.lanes[i] * size, ranks=size,
             )
         )  # fmt: skip

@@ -59,7 +59,7 @@ def predict(
             )
         if calls is None:
             raise PlanError(
-                "to price a plan for another cluster takes the calls that it was made of: "
+                "pricing a plan for another cluster needs the calls that the plan was made from: "
                 "predict(plan, cluster, calls)"
             )
         plan = repriced(plan, cluster, calls, options or Options())
@@ -92,9 +92,9 @@ def _stages(plan: Plan) -> list[StageTimes]:
     if _priced_by_stages(plan):
         return [StageTimes(**s["costs"]) for s in plan.choices["stages"]]
     forward, backward = _seconds(
-        plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"}
+        plan.calls, plan.changes, {g.name for g in plan.placed if g.kind == "parameter"}
     )
-    gathers, sums = _aside(plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
+    gathers, sums = _aside(plan.changes, {g.name for g in plan.placed if g.kind == "parameter"})
     return [
         StageTimes(
             forward + gathers,
@@ -102,7 +102,7 @@ def _stages(plan: Plan) -> list[StageTimes]:
             0.0,
             0.0,
             sums,
-            plan.spent.get("updating", 0.0),
+            plan.cost_breakdown.get("updating", 0.0),
             float(plan.memory),
             ranks=math.prod(plan.mesh),
         )
@@ -137,12 +137,12 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     staged, zero = _priced_by_stages(plan), plan.choices.get("zero", {})
     prices = ReshardCosts(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
     # costs of stages already include the second gathering
-    twice = bool(plan.choices.get("freed")) and not staged
+    twice = bool(plan.choices.get("reshard_after_forward")) and not staged
     pricer = _Pricer(prices, StrategyBuilder(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
     values = {v.path or v.name: v for v in calls.values}
-    trained = [g for g in plan.given if g.kind == "parameter" and plan.training]
+    trained = [g for g in plan.placed if g.kind == "parameter" and plan.training]
     update = {
         g.name: _update(g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout)
         for g in trained
@@ -150,9 +150,14 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     choices = dict(plan.choices)
     if staged:
         choices["stages"] = [_stage(s, plan, (changed, changes), update) for s in choices["stages"]]
-    spent = {**plan.spent, "updating": sum(update.values())}
+    spent = {**plan.cost_breakdown, "updating": sum(update.values())}
     return dataclasses.replace(
-        plan, cluster=cluster.name, calls=changed, changes=changes, spent=spent, choices=choices
+        plan,
+        cluster=cluster.name,
+        calls=changed,
+        changes=changes,
+        cost_breakdown=spent,
+        choices=choices,
     )
 
 
@@ -187,7 +192,7 @@ def _stage(
     names = [c.name for c in plan.calls]
     first, last = (names.index(n) for n in told["calls"])
     own = set(names[first : last + 1])
-    leaves = {g.name for g in plan.given if g.kind == "parameter"}
+    leaves = {g.name for g in plan.placed if g.kind == "parameter"}
     sums = []
     for calls, changes in ((plan.calls, plan.changes), priced):
         mine = [c for c in calls if c.name in own]
@@ -229,8 +234,8 @@ class _Pricer:
             or tuple(self.calls.values[v].shape for v in call.outs) != told.shapes
         ):
             raise PlanError(
-                f"{told.name}: the plan's call to {told.function} giving {told.shapes} is not "
-                f"among these calls: another model, or another batch"
+                f"{told.name}: the plan's call to {told.function} returning {told.shapes} is not "
+                "among these calls: another model, or another batch"
             )
         found = self.menu.of(call, self.calls.values)
         for k in range(len(found)):
@@ -246,7 +251,7 @@ class _Pricer:
                     share=float(found.share[k]),
                 )
         raise PlanError(
-            f"{told.name} cannot take {told.wanted} and give {told.results} on a mesh of "
+            f"{told.name} has no strategy from {told.wanted} to {told.results} on a mesh of "
             f"{'x'.join(map(str, self.prices.mesh.shape))}"
         )
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .segment_cost import QUANTITIES, MeshContext, Weights
+from .segment_cost import MeshContext, Quantity, Weights
 
 __all__ = ["Ranges", "Run", "Table", "join", "runs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: (kind of segment, whether its forward pass is recomputed, number of segments)
 Run = tuple[int, bool, int]
-_MOST = "X"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Table:
     """The costs of consecutive segments.
 
     ``score[h, i, j]`` is the minimum weighted cost with hubs in state h, input in layout i and
-    output in layout j. ``parts`` has its quantities (first axis: `QUANTITIES`).
+    output in layout j. ``parts`` has its quantities (first axis: `Quantity`).
     """
 
     score: Array
@@ -42,8 +41,8 @@ def join(a: Table, b: Table) -> Table:
     h, i, j = np.ogrid[: middle.shape[0], : middle.shape[1], : middle.shape[2]]
     one, two = a.parts[:, h, i, middle], b.parts[:, h, middle, j]
     parts = one + two
-    x = QUANTITIES.index(_MOST)
-    parts[x] = np.maximum(one[x], two[x])
+    largest = Quantity.WORKSPACE
+    parts[largest] = np.maximum(one[largest], two[largest])
     return Table(both[h, i, middle, j], parts)
 
 

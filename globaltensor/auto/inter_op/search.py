@@ -16,11 +16,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
+from ..._base.byte_size import show_bytes
 from ...cluster import Cluster
 from ...errors import PlanError
 from ...graph.pipeline import max_activations
+from ...graph.pipeline.schedule_cost import (
+    COUNTS_FILLING,
+    PRICED,
+    bubble_left,
+    filling,
+    modelled,
+    usual_lanes,
+)
 from ...sharding.placement import Placement
 from ..cost.batch_scaling import Batches, takes_statistics
 from ..cost.meshes import divisors, meshes
@@ -33,37 +42,16 @@ from ..ir.flops import work_of
 from ..ir.op_graph import Calls
 from ..ir.segments import Chain, cut
 from ..plan.plan import Plan
+from ..search_limits import LIMITS
 from .build_plan import build_plan
 from .lagrangian_bound import Dual
-from .pipeline_cost import (
-    Candidate,
-    Crossing,
-    Setting,
-    filling,
-    modelled,
-    narrowed,
-    parts_of,
-    stages_of,
-)
+from .pipeline_cost import Candidate, Crossing, Setting, narrowed, parts_of, stages_of
 from .range_cost import runs
-from .segment_cost import QUANTITIES, MeshContext
+from .segment_cost import MeshContext, Quantity
 from .stage_dp import StageCosts, divide_into_stages, least_memory
 from .step_simulator import StepSimulation, step
 
 __all__ = ["SearchSpace", "search_pipelines"]
-
-#: Prices of memory that layouts are searched for, in seconds of the whole step for all memory.
-_PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
-_SIMULATED: Final = 8  # plans whose step is simulated
-_ASKED: Final = 3  # prices on memory that are tried before a setting is divided
-_TIGHTENED: Final = 100  # prices on memory that are tried to raise the bound
-_RESCHEDULED: Final = 8  # settings that are tried with all schedules
-# schedules whose formula contains the time of all stages, for the first micro-batch
-_FILLED: Final = (
-    "1f1b",
-    "gpipe",
-)
-_ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules with one stage a lane
 
 
 @dataclass(frozen=True)
@@ -157,8 +145,8 @@ class PipelineSearch:
         self.statistics = takes_statistics(batches.whole)
         if self.statistics and not space.micro_batches:
             self.log["one_batch"] = (
-                f"{self.statistics} takes statistics of the batch, which would be others of "
-                f"micro-batches: there are none, and no pipelines"
+                f"{self.statistics} takes statistics of the batch, and statistics of "
+                "micro-batches would differ: the search has no micro-batches and no pipelines"
             )
         self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -331,28 +319,30 @@ class PipelineSearch:
             ground.active = settled
         free = StageCosts(ground, micros, stages, None)
         part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
-        if setting[1:] not in self.once:
+        if setting.key not in self.once:
             least = [both for both, _ in self._least(stages, micros)]
             self._raise(
-                setting, free.at_least(least, (self.least * 1.02 - bubble) / part) * part + bubble
+                setting,
+                free.at_least(least, (self.least * LIMITS.setting_margin - bubble) / part) * part
+                + bubble,
             )
-            if self.bounds[setting[1:]] >= self.least * 1.02:
+            if self.bounds[setting.key] >= self.least * LIMITS.setting_margin:
                 return
         for sides in (False, True):
-            if self.bounds[setting[1:]] < self.least * 1.02:
+            if self.bounds[setting.key] < self.least * LIMITS.setting_margin:
                 evenly = free.evenly(sides=sides)
                 self._raise(
                     setting,
                     evenly
-                    if all(name in _FILLED for _, name in self._lanes(stages))
+                    if all(name in COUNTS_FILLING for _, name in self._lanes(stages))
                     else evenly * part + bubble,
                 )
-        if setting[1:] in self.once:
-            self.once[setting[1:]] = max(
+        if setting.key in self.once:
+            self.once[setting.key] = max(
                 setting.bound,
                 free.evenly(0.5 * min(1.0, self.cluster.bucket_factor) / FELLOWS, True),
             )
-        if self.bounds[setting[1:]] >= self.least * 1.02:
+        if self.bounds[setting.key] >= self.least * LIMITS.setting_margin:
             return
         free.settle()
         self.settled[mesh] = ground.active
@@ -360,16 +350,18 @@ class PipelineSearch:
         evenly, hub = float(scores.min()) / stages, int(scores.argmin())
         # The first schedule has the whole bubble. Others that could save some are tried later.
         lanes, schedule = next(self._lanes(stages))
-        if (evenly if schedule in _FILLED else self.bounds[setting[1:]]) < self.least * 1.02:
+        if (
+            evenly if schedule in COUNTS_FILLING else self.bounds[setting.key]
+        ) < self.least * LIMITS.setting_margin:
             self._divide(ground, setting, schedule, lanes, hub)
-        if stages > 1 and self.bounds[setting[1:]] < self.least:
+        if stages > 1 and self.bounds[setting.key] < self.least:
             self._later.append((evenly, setting, ground, hub))
             hopes = {
                 id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)])
                 for e in self._later
             }
             self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[
-                :_RESCHEDULED
+                : LIMITS.rescheduled_settings
             ]
 
     def _ground(self, mesh: Placement, micros: int) -> MeshContext:
@@ -393,39 +385,34 @@ class PipelineSearch:
         """
         _, stages, micros, _ = setting
         bubble = evenly * (stages - 1) / (micros + stages - 1)
-        short = max(0.0, 1 - micros / (2 * stages - 1))
-        kept = {
-            "interleaved": 0.5,
-            "zb-h1": 1 / 3,
-            "zb-h2": (1 + short) / 3,
-            "zb-v": (0.5 + short) / 3,
-        }.get(schedule, 1.0)
-        return evenly - (1 - kept) * bubble
+        return evenly - (1 - bubble_left(schedule, stages, micros)) * bubble
 
     def _raise(self, setting: Setting, bound: float) -> None:
-        self.bounds[setting[1:]] = max(self.bounds[setting[1:]], bound)
+        self.bounds[setting.key] = max(self.bounds[setting.key], bound)
 
     def _lanes(self, stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
         segments, wanted = len(self.chain.segments), self.space.schedules
         if stages == 1 or not self.batches.whole.training:
             yield tuple(range(stages)), "1f1b"
             return
-        for name in wanted:
-            if name in _ONE_BY_ONE:
-                yield tuple(range(stages)), name
-        if "interleaved" in wanted and 2 * stages <= segments:
-            yield tuple(range(stages)) * 2, "interleaved"
-        if "zb-v" in wanted and 2 * stages <= segments:
-            yield (*range(stages), *reversed(range(stages))), "zb-v"
+        # those with one chunk a lane first
+        for name in sorted(wanted, key=lambda name: len(usual_lanes(name, stages))):
+            lanes = usual_lanes(name, stages)
+            if name in PRICED and len(lanes) <= max(segments, stages):
+                yield lanes, name
 
     def _divide(
         self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int
     ) -> None:
         """Add the best plan of a setting with this schedule to the candidates."""
         dual = self._dual(ground, setting, schedule, lanes)
-        while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
+        while (
+            dual.value < self.least * LIMITS.setting_margin
+            and len(dual.known) <= LIMITS.prices_before_division
+            and dual.look()
+        ):
             pass
-        if dual.value >= self.least * 1.02:
+        if dual.value >= self.least * LIMITS.setting_margin:
             return
         stages, micros, chunks = setting.stages, setting.micros, len(lanes)
         each = chunks // stages
@@ -433,7 +420,13 @@ class PipelineSearch:
         flights = tuple(held[lane] for lane in lanes)
         limit = self.options.memory / each if self.options.memory else None
         cutting = StageCosts(
-            ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub
+            ground,
+            micros,
+            stages,
+            limit,
+            LIMITS.memory_prices if limit else (0.0,),
+            self.space.recompute,
+            hub,
         )
         if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
             return
@@ -456,7 +449,7 @@ class PipelineSearch:
         offers = [cutting.of(a, b, flights[i]) for i, (a, b) in enumerate(spans)]
         ways = tuple(o.ways[int(o.way[e])] for o, e in zip(offers, ends, strict=True))
         parts = [parts_of(cutting, found, ways, i) for i in range(chunks)]
-        forwards = [float(p[QUANTITIES.index("F")]) for p in parts]
+        forwards = [float(p[Quantity.FORWARD]) for p in parts]
         moved = [
             float(crossing.seconds(c)[f])
             for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)
@@ -468,7 +461,7 @@ class PipelineSearch:
         cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
         self.found.append(Candidate(cost, setting, schedule, lanes, found, ways, cutting))
         self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
-        del self.found[3 * _SIMULATED :]
+        del self.found[3 * LIMITS.simulated_plans :]
 
     def _flights(
         self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]
@@ -489,11 +482,11 @@ class PipelineSearch:
     ) -> Dual:
         """Return the lower bound of a setting with this schedule, within the memory limit."""
         _, stages, micros, _ = setting
-        key = *setting[1:], schedule
+        key = *setting.key, schedule
         if key not in self.duals:
             part, bubble = (
                 (1.0, 0.0)
-                if schedule in _FILLED
+                if schedule in COUNTS_FILLING
                 else (
                     micros / (micros + stages - 1),
                     self._bubble(stages, micros, [(lanes, schedule)]),
@@ -512,7 +505,7 @@ class PipelineSearch:
         for evenly, setting, ground, hub in self._later:
             for lanes, schedule in list(self._lanes(setting.stages))[1:]:
                 if (
-                    max(self.bounds[setting[1:]], self._hope(evenly, setting, schedule))
+                    max(self.bounds[setting.key], self._hope(evenly, setting, schedule))
                     < self.least
                     and time.perf_counter() < until
                 ):
@@ -522,7 +515,7 @@ class PipelineSearch:
         """Raise the lowest bounds by a price on memory, where there is a limit."""
         if not self.options.memory:
             return
-        for _ in range(_TIGHTENED):
+        for _ in range(LIMITS.prices_for_bound):
             key = min(self.bounds, key=lambda k: (self.bounds[k], k[:2]))
             if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
                 return
@@ -551,7 +544,7 @@ class PipelineSearch:
             )
             if not self.options.memory or max(run.memory) <= self.options.memory:
                 tried.append((run.seconds, candidate.cost, len(tried), candidate, run))
-            if len(tried) == _SIMULATED:
+            if len(tried) == LIMITS.simulated_plans:
                 break
         if not tried:
             raise PlanError(self._too_little())
@@ -563,8 +556,8 @@ class PipelineSearch:
         limit, calls = self.options.memory, self.batches.whole
         if not limit:
             return (
-                f"no way was found to run these calls on {self.devices} devices in "
-                f"{self.space}: some call cannot take what it is given as it is laid"
+                f"these calls have no plan on {self.devices} devices in {self.space}: some call "
+                "cannot take the layouts of its operands"
             )
         least, where = math.inf, ""
         for stages in self.space.stages or divisors(self.devices):
@@ -583,7 +576,7 @@ class PipelineSearch:
                     self.chain,
                 )
                 cutting = StageCosts(
-                    ground, micros, stages, float(limit), _PRICES, self.space.recompute
+                    ground, micros, stages, float(limit), LIMITS.memory_prices, self.space.recompute
                 )
                 cutting.settle()
                 cutting.settle(-1)
@@ -600,13 +593,14 @@ class PipelineSearch:
                     )
         kept = sum(v.nbytes for v in calls.parameters)
         return (
-            f"no plan fits into memory={limit} bytes a device on {self.devices} devices with a "
+            f"no plan fits into memory={limit} bytes ({show_bytes(limit)}) a device on "
+            f"{self.devices} devices with a "
             f"batch of {self.batches.batch}: the least that was found is "
-            f"{math.ceil(least)} bytes ({least / 2**30:.3g} GiB) a device, with "
+            f"{math.ceil(least)} bytes ({show_bytes(math.ceil(least))}) a device, with "
             f"{where}{' and everything recomputed' if self.space.recompute else ''}; "
             f"parameters, gradients and optimizer state are "
-            f"{kept * (2 + self.options.states) / 2**30:.3g} GiB in all. Give more devices or "
-            f"memory, a smaller "
+            f"{show_bytes(int(kept * (2 + self.options.optimizer_state_ratio)))} in all. "
+            f"Give more devices or memory, a smaller "
             f"batch, an optimizer with less "
             f"state{'' if self.space.recompute else ', or allow recomputation'}"
         )

@@ -38,21 +38,35 @@ from .option_pruning import Pairs, apart, cheapest, some, spread
 
 __all__ = [
     "NEVER",
-    "QUANTITIES",
     "SMALL",
     "MeshContext",
     "ParameterStorage",
+    "Quantity",
     "SegmentCosts",
     "SegmentProblem",
     "Weights",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Costs = dict[str, Array]
-QUANTITIES: Final = "FBGROPAX"
+Costs = dict[int, Array]
+
+
+class Quantity:
+    """The quantities of a segment: keys of its costs, and indices of the first axis of its tables.
+
+    Seconds of a micro-batch: `FORWARD` and `BACKWARD` (computing and moving), `GATHERS` (of
+    parameters). Seconds of a step: `REDUCTIONS` (of gradients), `OPTIMIZER`. Bytes of a rank:
+    `PARAMETERS` (with their gradients and optimizer state), `ACTIVATIONS` (of each micro-batch in
+    flight), `WORKSPACE` (the largest memory in use for a moment; the others add up).
+    """
+
+    FORWARD, BACKWARD, GATHERS, REDUCTIONS, OPTIMIZER, PARAMETERS, ACTIVATIONS, WORKSPACE = range(8)
+    COUNT = 8
+
+
 #: Seconds of what is impossible. It is finite, so that a product with a weight of 0 is 0.
 NEVER: Final = 1e15
-_WIDEST: Final = 1 << 21  # the maximum number of entries of a table
+_MAX_TABLE_ENTRIES: Final = 1 << 21  # the maximum number of entries of a table
 SMALL: Final = 1 / 64  # a value is small below this fraction of the bytes of the largest value
 
 
@@ -96,7 +110,7 @@ class SegmentCosts:
 
     ``score`` has the weighted cost for each combination of layouts of the shared values (hubs),
     layout of the input and layout of the output. ``parts`` has its quantities (first axis:
-    `QUANTITIES`).
+    `Quantity`).
     """
 
     score: Array
@@ -188,7 +202,7 @@ class MeshContext:
         if value.state != "parameter":
             return layouts
         found = [ParameterStorage(x, 0, x) for x in layouts]
-        if self.calls.training and value.grad and self.options.states:
+        if self.calls.training and value.grad and self.options.optimizer_state_ratio:
             found += [
                 ParameterStorage(x, zero, y)
                 for x in layouts
@@ -249,7 +263,7 @@ class MeshContext:
         there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
         held = np.where(there > 0, self.bytes(value, wanted)[None, :], 0.0)
         if not (self.calls.training and value.grad):
-            return {"G": there, "X": held}
+            return {Quantity.GATHERS: there, Quantity.WORKSPACE: held}
         sums = np.minimum(
             self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in kept]).T,
             NEVER,
@@ -258,19 +272,22 @@ class MeshContext:
         # micro-batch. Otherwise gradients are summed once a step.
         each = (there > 0) | np.array([s.zero == 2 for s in kept])[:, None]
         return {
-            "G": 2 * there + np.where(each, sums, 0.0),
-            "R": np.where(each, 0.0, sums),
-            "X": 2 * held,
+            Quantity.GATHERS: 2 * there + np.where(each, sums, 0.0),
+            Quantity.REDUCTIONS: np.where(each, 0.0, sums),
+            Quantity.WORKSPACE: 2 * held,
         }
 
     def keeping(self, value: Value, kept: Sequence[Any]) -> Costs:
         """Price the storage of a parameter, buffer or input: bytes, and seconds each step."""
         if value.state != "parameter":
-            return {"P": self.bytes(value, kept)}
+            return {Quantity.PARAMETERS: self.bytes(value, kept)}
         whole = self.bytes(value, [s.layout for s in kept])
         if not (self.calls.training and value.grad):
-            return {"P": whole}
-        own, states = self.bytes(value, [s.shares for s in kept]), self.options.states
+            return {Quantity.PARAMETERS: whole}
+        own, states = (
+            self.bytes(value, [s.shares for s in kept]),
+            self.options.optimizer_state_ratio,
+        )
         zero = np.array([s.zero for s in kept])
         numbers, seconds = self.prices.table(
             value.shape,
@@ -279,7 +296,10 @@ class MeshContext:
         )
         again = np.array([seconds[numbers[s.shares], numbers[s.layout]] for s in kept])
         step = np.array([updating(self.cluster, n, self.options, value.dtype) for n in own])
-        return {"P": whole + np.where(zero == 2, own, whole) + states * own, "O": step + again}
+        return {
+            Quantity.PARAMETERS: whole + np.where(zero == 2, own, whole) + states * own,
+            Quantity.OPTIMIZER: step + again,
+        }
 
 
 @dataclass
@@ -317,7 +337,11 @@ class SegmentProblem:
             self._edge(
                 self.taken,
                 self.gave,
-                {"F": np.where(np.eye(self.sizes[self.taken], dtype=bool), 0.0, NEVER)},
+                {
+                    Quantity.FORWARD: np.where(
+                        np.eye(self.sizes[self.taken], dtype=bool), 0.0, NEVER
+                    )
+                },
             )
         self.found = {number: g.menu.of(g.calls.calls[number], values) for number in s.calls}
         self.takers: dict[int, list[int]] = {}
@@ -357,8 +381,9 @@ class SegmentProblem:
         backward = found.backward > 0
         moving = np.where(backward, found.moving / 2, found.moving)
         costs = {
-            "F": g.options.computation * found.forward + moving,
-            "B": g.options.computation * found.backward + np.where(backward, moving, 0.0),
+            Quantity.FORWARD: g.options.computation * found.forward + moving,
+            Quantity.BACKWARD: g.options.computation * found.backward
+            + np.where(backward, moving, 0.0),
         }
         if training:
             kept = found.share * call.extra
@@ -366,15 +391,15 @@ class SegmentProblem:
                 value = values[v]
                 if value.saved and not value.state and not value.plain and self._single(v):
                     kept = kept + g.bytes(value, found.ins[call.operands.index(v)])
-            costs["A"] = kept
+            costs[Quantity.ACTIVATIONS] = kept
         busy = np.zeros(len(found))
         for k, v in enumerate(call.outs):
             if v in g.calls.outputs:
-                costs["F"] = costs["F"] + g.prices.settled(
+                costs[Quantity.FORWARD] = costs[Quantity.FORWARD] + g.prices.settled(
                     values[v].shape, values[v].dtype, found.outs[k]
                 )
             busy = busy + g.bytes(values[v], found.outs[k])
-        costs["X"] = busy * (1 + training)
+        costs[Quantity.WORKSPACE] = busy * (1 + training)
         self._node("call", number, range(len(found)), costs)
 
     def _single(self, v: int) -> bool:
@@ -396,7 +421,7 @@ class SegmentProblem:
             hub = self.node_of["value", value.number]
             self._change(value, maker, made, hub, self.options[hub])
             if value.saved and g.calls.training:
-                self.costs[hub]["A"] = g.bytes(value, self.options[hub])
+                self.costs[hub][Quantity.ACTIVATIONS] = g.bytes(value, self.options[hub])
         elif len(self.takers.get(value.number, ())) > 1:
             self._held(value, maker, made)
 
@@ -404,7 +429,7 @@ class SegmentProblem:
         self, value: Value, i: int, src: Sequence[Layout], j: int, dst: Sequence[Layout]
     ) -> None:
         there, back = self.ground.change(value, src, dst)
-        self._edge(i, j, {"F": there, "B": back})
+        self._edge(i, j, {Quantity.FORWARD: there, Quantity.BACKWARD: back})
 
     def _held(self, value: Value, before: int, made: Sequence[Layout]) -> None:
         """Add a node for a value that several calls take.
@@ -430,11 +455,11 @@ class SegmentProblem:
             there, back = g.change(value, layouts, several)
             where = [(layouts.index(x), several.index(y) if y is not None else 0) for x, y in pairs]
             costs = {
-                "F": np.array([there[w] for w in where]) * size,
-                "B": np.array([back[w] for w in where]) * size,
+                Quantity.FORWARD: np.array([there[w] for w in where]) * size,
+                Quantity.BACKWARD: np.array([back[w] for w in where]) * size,
             }
         if value.saved and g.calls.training:
-            costs["A"] = g.bytes(value, [x for x, _ in pairs]) + np.array(
+            costs[Quantity.ACTIVATIONS] = g.bytes(value, [x for x, _ in pairs]) + np.array(
                 [0.0 if y is None else g.bytes(value, [y])[0] for _, y in pairs]
             )
         node = self._node("value", value.number, pairs, costs)
@@ -446,7 +471,7 @@ class SegmentProblem:
                 value.nbytes < SMALL * largest,
             )
         first = np.array([[0.0 if x == p[0] else NEVER for p in pairs] for x in made])
-        self._edge(before, node, {"F": first})
+        self._edge(before, node, {Quantity.FORWARD: first})
 
     def _wanted(self, v: int, taker: int) -> list[Layout]:
         call = self.ground.calls.calls[taker]
@@ -459,7 +484,7 @@ class SegmentProblem:
         if v == s.takes and v != s.gives and len(takers) > 1 and len(g.mesh.shape) < 3:
             self._held(value, self.taken, self.options[self.taken])
         elif v == s.takes and value.saved and g.calls.training and not self._single(v):
-            self.costs[self.taken]["A"] = g.bytes(value, self.options[self.taken])
+            self.costs[self.taken][Quantity.ACTIVATIONS] = g.bytes(value, self.options[self.taken])
         node = self.node_of.get(
             ("value", v), self.taken if v == s.takes else self.gave if v == s.gives else None
         )
@@ -477,7 +502,7 @@ class SegmentProblem:
             elif node is not None:
                 self._change(value, node, self.options[node], j, wanted)
             elif value.plain:
-                self._add(j, "F", g.change(value, [g.whole], wanted)[0][0])
+                self._add(j, Quantity.FORWARD, g.change(value, [g.whole], wanted)[0][0])
             elif value.maker in self.found:
                 call = g.calls.calls[value.maker]
                 self._change(
@@ -498,7 +523,10 @@ class SegmentProblem:
         there, back = g.change(value, [x for x, _ in pairs], wanted)
         seconds, home = g.change(value, [x if y is None else y for x, y in pairs], wanted)
         better = seconds + home < there + back
-        return {"F": np.where(better, seconds, there), "B": np.where(better, home, back)}
+        return {
+            Quantity.FORWARD: np.where(better, seconds, there),
+            Quantity.BACKWARD: np.where(better, home, back),
+        }
 
     # Solve it
 
@@ -539,14 +567,14 @@ class SegmentProblem:
             time * (1 - hides * (1 - x)) + step * hides * (y - x) / 2,
         )
         per = {
-            "F": forward + recomputed * backward,
-            "B": backward,
-            "G": gathering * gathers,
-            "R": step * (1 - hides * (1 - y)),
-            "O": step,
-            "P": kept,
+            Quantity.FORWARD: forward + recomputed * backward,
+            Quantity.BACKWARD: backward,
+            Quantity.GATHERS: gathering * gathers,
+            Quantity.REDUCTIONS: step * (1 - hides * (1 - y)),
+            Quantity.OPTIMIZER: step,
+            Quantity.PARAMETERS: kept,
         }
-        per["A"] = 0.0 if recomputed else activations
+        per[Quantity.ACTIVATIONS] = 0.0 if recomputed else activations
         rows: list[tuple[tuple[int, ...], Costs]] = [
             ((i,), costs) for i, costs in enumerate(self.costs) if costs
         ]
@@ -555,22 +583,21 @@ class SegmentProblem:
         choice = found.choices()
         for node, those in kept.items():
             choice[node] = np.asarray(those)[choice[node]]
-        parts = np.zeros((len(QUANTITIES), *found.values.shape))
-        at = {q: k for k, q in enumerate(QUANTITIES)}
+        parts = np.zeros((Quantity.COUNT, *found.values.shape))
         for nodes, costs in rows:
             where = tuple(choice[n] for n in nodes)
             for q, amounts in costs.items():
                 if active is None:
                     # a value may have several layouts at once here
                     amounts = np.where(amounts < NEVER / 10, amounts, 0.0)
-                if q == "X":
-                    np.maximum(parts[at[q]], amounts[where], out=parts[at[q]])
+                if q == Quantity.WORKSPACE:
+                    np.maximum(parts[q], amounts[where], out=parts[q])
                 else:
-                    parts[at[q]] += amounts[where]
+                    parts[q] += amounts[where]
         score = found.values
         if recomputed:
-            parts[at["B"]] += parts[at["F"]]
-            parts[at["X"]] += parts[at["A"]]
+            parts[Quantity.BACKWARD] += parts[Quantity.FORWARD]
+            parts[Quantity.WORKSPACE] += parts[Quantity.ACTIVATIONS]
             value = (
                 self.ground.calls.values[self.segment.takes] if self.segment.takes >= 0 else None
             )
@@ -579,7 +606,7 @@ class SegmentProblem:
                 if value is not None
                 else np.zeros(1)
             )
-            parts[at["A"]] = boundary[:, None]
+            parts[Quantity.ACTIVATIONS] = boundary[:, None]
             score = score + activations * boundary[:, None]
         return SegmentCosts(np.where(score < NEVER / 10, score, np.inf), parts, choice)
 
@@ -622,7 +649,7 @@ class SegmentProblem:
                     {n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()},
                     fewer,
                     ends,
-                    _WIDEST,
+                    _MAX_TABLE_ENTRIES,
                 ), kept
             except TooWide:
                 if any(len(those) > 1 for those in active.values()):
@@ -644,7 +671,7 @@ class SegmentProblem:
         return {name: int(choice[node][ends]) for name, node in self.node_of.items()}
 
 
-def _weighted(costs: Mapping[str, Array], per: Mapping[str, float]) -> Array:
+def _weighted(costs: Mapping[int, Array], per: Mapping[int, float]) -> Array:
     total = 0.0
     for q, amounts in costs.items():
         weight = per.get(q, 0.0)

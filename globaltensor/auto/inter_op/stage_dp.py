@@ -22,7 +22,7 @@ import numpy as np
 
 from .min_plus import TooWide
 from .range_cost import Ranges, Table, runs
-from .segment_cost import NEVER, QUANTITIES, SMALL, MeshContext, Weights
+from .segment_cost import NEVER, SMALL, MeshContext, Quantity, Weights
 
 __all__ = [
     "StageCosts",
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_AT = {q: k for k, q in enumerate(QUANTITIES)}
 _SIDES: Final = (0.5,)
 
 
@@ -321,7 +320,11 @@ class StageCosts:
 
 def held(parts: Array, flight: float) -> Array:
     """Return bytes of a rank with ``flight`` micro-batches in flight."""
-    return np.asarray(parts[_AT["P"]] + flight * parts[_AT["A"]] + parts[_AT["X"]])
+    return np.asarray(
+        parts[Quantity.PARAMETERS]
+        + flight * parts[Quantity.ACTIVATIONS]
+        + parts[Quantity.WORKSPACE]
+    )
 
 
 def taken(parts: Array, seen: float) -> Array:
@@ -329,7 +332,7 @@ def taken(parts: Array, seen: float) -> Array:
 
     Gathering overlaps with computing, half of it with each pass.
     """
-    f, b, g = (parts[_AT[q]] for q in "FBG")
+    f, b, g = (parts[q] for q in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.GATHERS))
     ahead = np.where(b > 0, g / 2, g)
     return _beside(f, ahead, seen) + _beside(b, g - ahead, seen)
 
@@ -339,9 +342,11 @@ def once(parts: Array, seen: float) -> Array:
 
     They are those of the optimizer, and what summing gradients adds to the last backward pass.
     """
-    b, g, r = (parts[_AT[q]] for q in "BGR")
+    b, g, r = (parts[q] for q in (Quantity.BACKWARD, Quantity.GATHERS, Quantity.REDUCTIONS))
     behind = np.where(b > 0, g / 2, 0.0)
-    return np.asarray(parts[_AT["O"]] + _beside(b, behind + r, seen) - _beside(b, behind, seen))
+    return np.asarray(
+        parts[Quantity.OPTIMIZER] + _beside(b, behind + r, seen) - _beside(b, behind, seen)
+    )
 
 
 def _beside(computing: Array, moving: Array, seen: float) -> Array:

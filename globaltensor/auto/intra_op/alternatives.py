@@ -33,9 +33,9 @@ __all__ = ["Responses", "least_larger", "moved"]
 Array = np.ndarray[Any, np.dtype[Any]]
 # Extra seconds compared with the plan, and the strategies of the nodes that change.
 Way = tuple[float, dict[int, int]]
-_LISTED = 3
-_NOTHING = 1e-12  # seconds
-_MOST = 1 << 14  # the maximum number of pairs of sums that are compared at a time
+_MAX_LISTED = 3
+_NEGLIGIBLE_SECONDS = 1e-12  # seconds
+_MAX_PAIRS = 1 << 14  # the maximum number of pairs of sums that are compared at a time
 
 
 class Star(NamedTuple):
@@ -143,7 +143,7 @@ class Responses:
         self.sums = Sums(f, self.choice)
         self.hides = hidden(f.prices.cluster, f.options) if f.calls.training else 0.0
         # Differences this small are within the uncertainty of the plan's own cost.
-        self.nothing = max(_NOTHING, EXACT * cost)
+        self.nothing = max(_NEGLIGIBLE_SECONDS, EXACT * cost)
         self.value_at = {node: f.calls.values[v] for v, node in f.node_of_value.items()}
         self._known: dict[Hashable, list[_UnnamedChoice]] = {}
         self.level, self.start = self._levels()
@@ -248,7 +248,7 @@ class Responses:
         """
         key = key, tuple(self.changes.situation(self.f.calls.values[v]) for v in place.values)
         if key not in self._known:
-            self._known[key] = list(itertools.islice(make(), _LISTED))
+            self._known[key] = list(itertools.islice(make(), _MAX_LISTED))
         return tuple(self._named(told, place) for told in self._known[key])
 
     def _named(self, told: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
@@ -348,7 +348,7 @@ class Responses:
             more, what = grown, ""
         else:
             kind = None
-        if more <= max(_NOTHING, 0.05 * abs(extra)):
+        if more <= max(_NEGLIGIBLE_SECONDS, 0.05 * abs(extra)):
             kind, what = None, ""
         extra = extra if abs(extra) > self.nothing else 0.0
         return _UnnamedChoice(
@@ -376,7 +376,7 @@ class Responses:
             if parts != before
             else "its kernels take longer"
         )
-        return [(computing, slower), (moving, "what the call itself communicates")]
+        return [(computing, slower), (moving, "the call's own communication")]
 
 
 class _Around:
@@ -482,7 +482,7 @@ def least_larger(
     """Return the minimum of the larger of two sums, and the index chosen in each row.
 
     The sums start with these two numbers. Each adds one entry of every row, at the same index in
-    both. Pairs of sums that are dominated in both sums are dropped row by row. If more than `_MOST`
+    both. Pairs of sums that are dominated in both sums are dropped row by row. If more than `_MAX_PAIRS`
     pairs are left, an evenly spaced subset is kept.
 
     >>> least_larger(0.0, 1.0, [(np.array([0.0, 3.0]), np.array([4.0, 0.0])), (np.array([1.0, 2.0]), np.array([1.0, 0.0]))])
@@ -494,8 +494,8 @@ def least_larger(
         kept = _front(x, y)
         firsts, seconds = (a[:, None] + x[kept]).ravel(), (b[:, None] + y[kept]).ravel()
         at = _front(firsts, seconds)
-        if len(at) > _MOST:
-            at = at[np.linspace(0, len(at) - 1, _MOST).astype(int)]
+        if len(at) > _MAX_PAIRS:
+            at = at[np.linspace(0, len(at) - 1, _MAX_PAIRS).astype(int)]
         steps.append((at // len(kept), kept[at % len(kept)]))
         a, b = firsts[at], seconds[at]
     best = place = int(np.maximum(a, b).argmin())
@@ -530,7 +530,10 @@ def moved(change: LayoutChange) -> str:
     >>> moved(LayoutChange("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))
     'all_gather of x, reduce_scatter of its gradient (16.0 MiB, S(0) -> B)'
     """  # noqa: E501
-    there, back = change.forward and change.there, change.backward and change.back
+    there, back = (
+        change.forward and change.forward_collectives,
+        change.backward and change.backward_collectives,
+    )
     if there == back:
         what = f"{there} of {change.value} and of its gradient" if there else change.value
     elif there and back:

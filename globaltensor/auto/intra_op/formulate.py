@@ -35,6 +35,7 @@ from ...sharding.placement import Placement
 from ..cost.reshard_cost import ReshardCosts, duals
 from ..cost.strategies import StrategyBuilder, StrategyTable
 from ..ir.op_graph import Calls, Value
+from ..search_limits import LIMITS
 from ..solver import Problem, solve
 
 __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]
@@ -45,7 +46,6 @@ Use = tuple[tuple[int, int] | None, Array]
 _T = TypeVar("_T")
 # the layout a value is made or given in, and the one it is also stored in
 Pair = tuple[Layout, Layout | None]
-_PATIENCE = 120.0  # seconds for the search for the minimum memory
 
 
 class _Ends(NamedTuple):
@@ -70,7 +70,7 @@ class Options:
     - ``computation``: the weight of computing relative to communication.
     - ``wait``: seconds that each change of layout costs in addition to the cluster's estimate.
     - ``collect``: whether several calls may share one change of layout.
-    - ``states``: bytes of optimizer state for each byte of a parameter.
+    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter.
     - ``memory``: the limit in bytes a rank; None means no limit.
     - ``fixed``: path of a given tensor -> the layouts it may have.
     - ``hidden``: the fraction of the gradients' traffic that hides behind computing (None: the
@@ -85,7 +85,7 @@ class Options:
     computation: float = 1.0
     wait: float = 0.0
     collect: bool = True
-    states: float = 2.0
+    optimizer_state_ratio: float = 2.0
     memory: int | None = None
     fixed: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
     hidden: float | None = None
@@ -159,7 +159,9 @@ class Formulation:
         The result is None where ``seconds`` (by default 120) are not enough to find one.
         """
         least = dataclasses.replace(self.under(freed=self.calls.training).problem, usage_limit=0)
-        found = solve(least, seconds=_PATIENCE if seconds is None else seconds).least_usage
+        found = solve(
+            least, seconds=LIMITS.min_memory_seconds if seconds is None else seconds
+        ).least_usage
         return None if found is None else math.ceil(found[0])
 
     def under(self, **changed: Any) -> Formulation:
@@ -197,7 +199,7 @@ def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> f
     The step reads and writes the parameter and its state, and reads the gradient.
     """
     return cluster.optimizer_factor * cluster.compute(
-        0.0, int(nbytes * (3 + 2 * options.states)), dtype
+        0.0, int(nbytes * (3 + 2 * options.optimizer_state_ratio)), dtype
     )
 
 
@@ -305,13 +307,13 @@ class _Builder:
                 (
                     None,
                     self._once(
-                        ("states", self.options.states),
+                        ("states", self.options.optimizer_state_ratio),
                         (size,),
-                        lambda: size * (2 + self.options.states),
+                        lambda: size * (2 + self.options.optimizer_state_ratio),
                     ),
                 )
             )
-            key = "updating", value.dtype, self.options.states
+            key = "updating", value.dtype, self.options.optimizer_state_ratio
             costs = self._once(
                 key,
                 (costs, size),

@@ -60,8 +60,11 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total,
         peak, f.options.memory,
         calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
-        choices={"freed": True} if any(_noted(f, v, choice) for v in calls.parameters) else {},
-        spent=_spent(f, choice, total, planned, changes, sides), held=_held(f, choice, given, peak),
+        choices={"reshard_after_forward": True}
+        if any(_noted(f, v, choice) for v in calls.parameters)
+        else {},
+        cost_breakdown=_spent(f, choice, total, planned, changes, sides),
+        memory_breakdown=_held(f, choice, given, peak),
         moments=(1 + calls.training) * len(calls.calls),
         lost=lost_by(found.losses for found in f.candidates.values()),
         source=f.prices.cluster.origin,
@@ -132,7 +135,7 @@ def _held(
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     gradients = sum(g.bytes for g in given if g.name in trained)
-    optimizer = int(gradients * f.options.states)
+    optimizer = int(gradients * f.options.optimizer_state_ratio)
     rest = sum(g.bytes for g in given if g.kind != "parameter")
     copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
     named = {

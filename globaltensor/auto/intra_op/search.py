@@ -20,6 +20,7 @@ from ..cost.strategies import gives_every_rank_data
 from ..gc_pause import gc_paused
 from ..ir.op_graph import Calls
 from ..plan.plan import Alternative, Plan
+from ..search_limits import LIMITS
 from ..solver import STOP, MinimaxSolver, Solution, solve
 from .formulate import Formulation, Options, formulate, hidden
 from .layout_changes import Changes, short
@@ -45,34 +46,6 @@ class SearchResult(NamedTuple):
 
 
 Answer = tuple[Solution, Formulation]  # the formulation is the one that gives the solution's cost
-_LONGEST = 60.0  # default time limit of the solver, in seconds
-_COMPARED = 5.0  # default time limit for each compared alternative, in seconds
-_LARGE = 1000  # nodes above which a problem counts as large
-# The maximum number of further solutions where gradient traffic takes longer than the backward pass
-# it hides behind.
-_TURNS, _TURNS_OF_LARGE = (
-    400,
-    5,
-)
-# Compared alternatives get such further solutions up to _FEW nodes. _ROUGH is a gap of their cost
-# that is not worth reporting.
-_FEW, _TURNS_OF_COMPARED, _ROUGH = (
-    200,
-    40,
-    0.01,
-)
-# The maximum sum of nodes over these solutions, without a memory limit and with one, where each
-# takes longer.
-_WORK, _WORK_WITHIN = (
-    40_000,
-    6_000,
-)
-_CLOSE = 1e-5  # the relative gap at which the solver may stop
-# The same gap for compared alternatives, and for the weights of a large problem.
-_NEAR, _NEAR_OF_LARGE = (
-    1e-3,
-    2e-3,
-)
 
 
 @gc_paused()
@@ -102,8 +75,8 @@ def search(
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
-    left = _LONGEST if seconds is None else max(0.0, started + seconds - built)
-    solution, by = _within(formulation, left, agreed, _TURNS if turns is None else turns)
+    left = LIMITS.solver_seconds if seconds is None else max(0.0, started + seconds - built)
+    solution, by = _within(formulation, left, agreed, LIMITS.turns if turns is None else turns)
     solved = time.perf_counter()
     if not solution.feasible:
         raise PlanError(_too_little(formulation, solution))
@@ -118,7 +91,7 @@ def search(
     }
     left_out = sum(found.left_out for found in formulation.candidates.values())
     if left_out:
-        told["left_out_ways"] = f"{left_out} ways to run calls left out, too many for one call"
+        told["left_out_ways"] = f"{left_out} strategies left out, too many for one call"
     return SearchResult(
         dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice
     )
@@ -133,7 +106,9 @@ def glance(
     The result is inf where no plan fits into the memory.
     """
     solution, _ = _within(
-        formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0
+        formulate(calls, cluster, mesh, options),
+        LIMITS.solver_seconds if seconds is None else seconds,
+        turns=0,
     )
     return math.inf if solution.infeasible else float(solution.bound)
 
@@ -142,7 +117,7 @@ def _within(
     formulation: Formulation,
     seconds: float,
     agreed: Callable[[Solution], Solution] = lambda solution: solution,
-    turns: int = _TURNS,
+    turns: int = LIMITS.turns,
 ) -> Answer:
     """Return the best choice within the memory limit, if there is one.
 
@@ -198,7 +173,7 @@ def _least(solution: Solution) -> float:
 
 def _solved(
     formulation: Formulation, seconds: float,
-    agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS,
+    agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = LIMITS.turns,
     within: float | None = None, below: float = math.inf, near: float | None = None,
 ) -> Answer:  # fmt: skip
     """Return the best choice, and the formulation that gives its true cost.
@@ -219,7 +194,7 @@ def _solved(
         solve(
             formulation.problem,
             seconds=seconds,
-            gap=_CLOSE if turns == _TURNS else _NEAR,
+            gap=LIMITS.gap if turns == LIMITS.turns else LIMITS.alternative_gap,
             least=turns > 0,
             below=below,
         )
@@ -228,18 +203,19 @@ def _solved(
         return first, formulation
     turned, large, limit = (
         formulation.turned(),
-        len(first.choice) > _LARGE,
+        len(first.choice) > LIMITS.large_problem,
         formulation.problem.usage_limit,
     )
-    near = near or (_NEAR_OF_LARGE if large else STOP if limit is None else _CLOSE)
+    near = near or (LIMITS.gap_of_large if large else STOP if limit is None else LIMITS.gap)
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
     most = min(
         turns,
-        _TURNS_OF_LARGE
+        LIMITS.turns_of_large
         if large
-        else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice),
+        else (LIMITS.turn_nodes if limit is None else LIMITS.turn_nodes_with_memory)
+        // len(first.choice),
     )
-    proving = not large and near < _NEAR
+    proving = not large and near < LIMITS.alternative_gap
     larger = MinimaxSolver(
         (formulation.problem, turned.problem),
         order,
@@ -315,7 +291,7 @@ def compare(
     started, found = time.perf_counter(), {}
     for k, (name, fixed) in enumerate(ways.items()):
         left = (
-            _COMPARED
+            LIMITS.alternative_seconds
             if seconds is None
             else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
         )
@@ -324,7 +300,9 @@ def compare(
 
 
 def price_layouts(
-    formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED
+    formulation: Formulation,
+    fixed: Mapping[str, tuple[Layout, ...]],
+    seconds: float = LIMITS.alternative_seconds,
 ) -> Alternative:
     """Return the minimum cost with given tensors in these layouts, as found within ``seconds``.
 
@@ -344,8 +322,8 @@ def price_layouts(
     found = formulation.under(
         memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0
     )
-    turns = _TURNS_OF_COMPARED if len(found.problem.costs) <= _FEW else 0
-    solution, by = _solved(found, seconds, turns=turns, near=_NEAR)
+    turns = LIMITS.alternative_turns if len(found.problem.costs) <= LIMITS.alternative_nodes else 0
+    solution, by = _solved(found, seconds, turns=turns, near=LIMITS.alternative_gap)
     if (
         options.memory is not None
         and calls.training
@@ -357,14 +335,14 @@ def price_layouts(
             found.under(memory=options.memory, freed=True),
             max(0.0, end - time.perf_counter()),
             turns=turns,
-            near=_NEAR,
+            near=LIMITS.alternative_gap,
         )
         solution, by = (again, their) if again.feasible else (solution, by)
     if not solution.feasible:
         why = (
-            "some call cannot take tensors that lie so"
+            "some call has no strategy with these layouts"
             if solution.infeasible
-            else "nothing was found in the time there was"
+            else "no plan was found in the given time"
         )
         return Alternative(math.inf, 0, False, why)
     memory = int(by.problem.peak(solution.choice))
@@ -374,7 +352,7 @@ def price_layouts(
         if fits
         else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}"
     )
-    if fits and solution.gap > _ROUGH:
+    if fits and solution.gap > LIMITS.alternative_difference:
         why = "at most: it was not searched to the end"
     return Alternative(float(solution.cost), memory, fits, why)
 
@@ -388,14 +366,14 @@ def _too_little(formulation: Formulation, solution: Solution) -> str:
             else f" that fits into memory={limit} bytes ({show_bytes(limit)}) a rank"
         )
         return (
-            f"no plan{fits} was found in the {solution.seconds:.3g} s that the search had; "
-            f"whether there is one is open. Give more seconds, or more memory"
+            f"no plan{fits} was found in the {solution.seconds:.3g} s that the search had; a plan "
+            "may still exist. Give more seconds, or more memory"
         )
     if limit is None:
-        return "no way was found to run these calls: some explicit layouts contradict each other"
+        return "these calls have no plan: some explicit layouts contradict each other"
     least = None if solution.least_usage is None else math.ceil(solution.least_usage[0])
     would = (
-        "what would do has not been found in the time"
+        "the minimum that would do was not found in the given time"
         if least is None
         else f"the least that would do is {least} bytes ({show_bytes(least)}) a rank"
     )
@@ -404,6 +382,6 @@ def _too_little(formulation: Formulation, solution: Solution) -> str:
         f"no plan fits into memory={limit} bytes ({show_bytes(limit)}) a rank on a mesh of "
         f"{'x'.join(map(str, formulation.mesh.shape))}: {would}; "
         f"parameters alone are {show_bytes(kept)} in all, with gradients and optimizer state "
-        f"{show_bytes(int(kept * (2 + formulation.options.states)))}. Give more memory or more "
-        f"ranks, a smaller batch, or an optimizer with less state"
+        f"{show_bytes(int(kept * (2 + formulation.options.optimizer_state_ratio)))}. "
+        f"Give more memory or more ranks, a smaller batch, or an optimizer with less state"
     )

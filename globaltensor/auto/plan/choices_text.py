@@ -81,10 +81,8 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
     for name, value in choices.items():
         if name == "mesh" or (name == "stages" and not isinstance(value, int)):
             continue  # one stage is no choice, and the headline has the mesh
-        if name == "freed":
-            rows.append(
-                ("gathered parameters", "let go of after each use, gathered again in backward")
-            )
+        if name == "reshard_after_forward":
+            rows.append(("gathered parameters", "freed after each use, gathered again in backward"))
             continue
         text = (
             _zero(value)

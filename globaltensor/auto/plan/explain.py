@@ -63,7 +63,7 @@ def explain(plan: Plan, path: str) -> str:
 
 def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
     """Find calls and given tensors by exact name, else by module, else by pattern."""
-    exact = [c for c in plan.calls if c.name == path], [g for g in plan.given if g.name == path]
+    exact = [c for c in plan.calls if c.name == path], [g for g in plan.placed if g.name == path]
     if any(exact):
         calls, given = exact
         return calls or [c for c in plan.calls if path in c.operands], given
@@ -71,7 +71,7 @@ def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]
     def under(name: str) -> bool:
         return name == path or name.startswith(path.rstrip(".") + ".")
 
-    inside = [c for c in plan.calls if under(c.module)], [g for g in plan.given if under(g.name)]
+    inside = [c for c in plan.calls if under(c.module)], [g for g in plan.placed if under(g.name)]
     if any(inside):
         return inside
 
@@ -82,7 +82,7 @@ def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]
 
     matching = (
         [c for c in plan.calls if fits(c.name, c.module, f"{c.module}.{c.function}")],
-        [g for g in plan.given if fits(g.name)],
+        [g for g in plan.placed if fits(g.name)],
     )
     return matching if any(matching) else ([c for c in plan.calls if c.function == path], [])
 
@@ -93,7 +93,7 @@ def _unknown(plan: Plan, path: str) -> str:
         for c in plan.calls
         for n in range(1, c.module.count(".") + 2)
     } - {""}
-    names = sorted(modules | {c.name for c in plan.calls} | {g.name for g in plan.given})
+    names = sorted(modules | {c.name for c in plan.calls} | {g.name for g in plan.placed})
     near = (
         difflib.get_close_matches(path, names, 6, 0.5)
         or [n for n in names if path.split(".")[-1] in n][:6]
@@ -101,8 +101,8 @@ def _unknown(plan: Plan, path: str) -> str:
         or names[:6]
     )
     return (
-        f"the plan has no module, parameter, call or tensor {path!r}; near it: "
-        f"{', '.join(near)}. Patterns such as blocks.*.up are understood too"
+        f"the plan has no module, parameter, call or tensor {path!r}; similar names: "
+        f"{', '.join(near)}. Patterns such as blocks.*.up are accepted too"
     )
 
 
@@ -121,7 +121,7 @@ def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T
 
 def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
     g = alike[0]
-    name = folded([a.name for a in alike], patterns(a.name for a in plan.given))
+    name = folded([a.name for a in alike], patterns(a.name for a in plan.placed))
     several = f" ({len(alike)} alike)" if len(alike) > 1 else ""
     lines = [
         (
@@ -174,7 +174,7 @@ def _work(c: PlannedCall) -> str:
     return (
         f"computes {share} on each rank: {', '.join(times)}"
         if times
-        else "looks at what it takes in another way, computes nothing"
+        else "returns a view of its operand, computes nothing"
     )
 
 
@@ -194,7 +194,7 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
           P instead  1 ms less, 200 B a rank more, which does not fit
     """  # noqa: E501
     if not others:
-        alone = any(thing.others for thing in (*plan.calls, *plan.given))
+        alone = any(thing.others for thing in (*plan.calls, *plan.placed))
         return [
             f"    why {chosen}: "
             + (

@@ -66,7 +66,7 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
     ]
     for name in ("choices", "search", "timeline"):
         del record[name]
-    how = "simulated" if line else "one thing after the other, nothing hidden"
+    how = "simulated" if line else "one operation after another, nothing overlapped"
     words = {
         "title": headline(plan),
         "proof": proof(plan),
@@ -151,15 +151,17 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
     both = 1 + plan.training
     for call in plan.calls:
         for c in first.get(call.name, ()):
-            yield from span(1, f"{c.there} {c.value}", "moving", c.forward)
+            yield from span(1, f"{c.forward_collectives} {c.value}", "moving", c.forward)
         yield from span(0, f"{call.module} {call.function}".strip(), "forward", call.forward)
         yield from span(1, f"in {call.function}", "moving", call.moving / both)
     for c in first.get("output", ()):
-        yield from span(1, f"{c.there} {c.value}", "moving", c.forward)
+        yield from span(1, f"{c.forward_collectives} {c.value}", "moving", c.forward)
     if plan.training:
         for call in reversed(plan.calls):
             yield from span(0, f"{call.module} {call.function}".strip(), "backward", call.backward)
             yield from span(1, f"in {call.function}", "moving", call.moving / both)
             for c in first.get(call.name, ()):
-                yield from span(1, f"{c.back} gradient of {c.value}", "moving", c.backward)
-        yield from span(0, "optimizer", "updating", plan.spent.get("updating", 0.0))
+                yield from span(
+                    1, f"{c.backward_collectives} gradient of {c.value}", "moving", c.backward
+                )
+        yield from span(0, "optimizer", "updating", plan.cost_breakdown.get("updating", 0.0))

@@ -27,7 +27,7 @@ __all__ = [
     "PlannedCall",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0), B, P
 
 
@@ -37,7 +37,8 @@ class LayoutChange:
 
     ``taker`` is that call: several names joined by spaces where calls share the change, "output"
     for a result of the model. ``forward`` is seconds of the forward pass, ``backward`` seconds of
-    moving the gradient back. ``there`` and ``back`` are the collectives of each. ``bytes`` is the
+    moving the gradient back. ``forward_collectives`` and
+    ``backward_collectives`` are the collectives of each. ``bytes`` is the
     size of the global tensor.
 
     Where ``src`` equals ``dst`` only the gradient moves: the gradient of a parameter that several
@@ -52,8 +53,8 @@ class LayoutChange:
     forward: float
     backward: float
     bytes: int
-    there: str = ""
-    back: str = ""
+    forward_collectives: str = ""
+    backward_collectives: str = ""
 
     @property
     def takers(self) -> tuple[str, ...]:
@@ -173,24 +174,24 @@ class Plan:
     memory: int
     limit: int | None
     training: bool
-    given: tuple[PlacedTensor, ...]
+    placed: tuple[PlacedTensor, ...]
     calls: tuple[PlannedCall, ...]
     changes: tuple[LayoutChange, ...]
     alternatives: dict[str, Alternative] = field(default_factory=dict)
     # (time, bytes a rank from then on): forward calls run at 0, 1, ..., backward calls after those
     over_time: tuple[tuple[int, int], ...] = ()
-    #: The other choices: stages, micro-batches, recomputation, ZeRO. "freed": gathered parameters
-    #: are freed after each use, and gathered again in backward.
+    #: The other choices: stages, micro-batches, recomputation, ZeRO. "reshard_after_forward":
+    #: gathered parameters are freed after each use, and gathered again in backward.
     choices: dict[str, Any] = field(default_factory=dict)
     # the log of the search, with its duration
     search: dict[str, Any] = field(default_factory=dict, compare=False)
     # the terms of the cost: seconds of "computing", "moving" and "updating", minus "hidden"
-    spent: dict[str, float] = field(default_factory=dict)
+    cost_breakdown: dict[str, float] = field(default_factory=dict)
     # the simulated step as a Chrome trace; empty if no step was simulated
     timeline: dict[str, Any] = field(default_factory=dict)
     moments: int = 0  # the length of the time axis of ``over_time``
     # the terms of the peak memory: bytes of "parameters", "gradients", ...
-    held: dict[str, int] = field(default_factory=dict)
+    memory_breakdown: dict[str, int] = field(default_factory=dict)
     lost: tuple[Lost, ...] = ()  # the parts of the search space that were lost to errors
     source: str = ""  # the origin of the cluster's figures (`Cluster.origin`)
 
@@ -210,17 +211,18 @@ class Plan:
     @property
     def parameters(self) -> dict[str, Layout]:
         """The layout of each parameter, by its path."""
-        return {g.name: g.layout for g in self.given if g.kind == "parameter"}
+        return {g.name: g.layout for g in self.placed if g.kind == "parameter"}
 
-    def report(self) -> str:
+    def report(self, verbose: bool = False) -> str:
         """Return a report for a terminal.
 
         It has the cost with its proof, the use of memory, the layouts of parameters, the changes of
-        layout, and the cost of other choices.
+        layout, and the cost of other choices. It ends in the cost, the memory and the layouts in
+        short, and in how to apply the plan. ``verbose`` adds how the search and its solver went.
         """
         from .report import report
 
-        return report(self)
+        return report(self, verbose)
 
     def explain(self, path: str) -> str:
         """Explain the plan of a module, parameter, call or tensor.
@@ -252,10 +254,12 @@ class Plan:
         write_text(path, self.to_json())
 
     def to_json(self) -> str:
-        """Return the plan as JSON text. A cost of inf becomes null."""
+        """Return the plan as JSON text. A cost of inf becomes null, and keys have no spaces."""
         told = {"version": VERSION, **dataclasses.asdict(self)}
         for a in told["alternatives"].values():
             a["cost"] = a["cost"] if math.isfinite(a["cost"]) else None
+        for field_name in _NAMED_FIELDS:
+            told[field_name] = {_JSON_KEYS.get(k, k): v for k, v in told[field_name].items()}
         return json.dumps(told, indent=1)
 
     @classmethod
@@ -264,12 +268,28 @@ class Plan:
         try:
             told = json.loads(Path(path).read_text())
             if told.pop("version") != VERSION:
-                raise PlanError(f"{os.fspath(path)} is a plan of another version than {VERSION}")
+                raise PlanError(
+                    f"{os.fspath(path)} is a plan of another version; this version is {VERSION}"
+                )
+            for field_name in _NAMED_FIELDS:
+                told[field_name] = {_NAMES.get(k, k): v for k, v in told[field_name].items()}
             return cls(**{name: _READ.get(name, _same)(value) for name, value in told.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
             ) from error
+
+
+#: The fields whose keys are names for people, and the keys that these names have in JSON.
+_NAMED_FIELDS: Final = ("alternatives", "memory_breakdown")
+_JSON_KEYS: Final = {
+    "data parallel": "data_parallel",
+    "tensor parallel": "tensor_parallel",
+    "fully sharded (ZeRO-3)": "fully_sharded",
+    "inputs and buffers": "inputs_and_buffers",
+    "gathered parameters": "gathered_parameters",
+}
+_NAMES: Final = {key: name for name, key in _JSON_KEYS.items()}
 
 
 def _same(value: Any) -> Any:
@@ -296,7 +316,7 @@ def _records(kind: Any) -> Any:
 
 
 _READ: Final = {
-    "mesh": _tuples, "over_time": _tuples, "given": _records(PlacedTensor),
+    "mesh": _tuples, "over_time": _tuples, "placed": _records(PlacedTensor),
     "calls": _records(PlannedCall), "changes": _records(LayoutChange),
     "lost": _records(Lost),
     "alternatives": lambda value: {name: Alternative(**{**a,

@@ -19,7 +19,7 @@ from .plan import Alternative, LayoutChange, PlacedTensor, Plan, PlannedCall
 
 __all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
 
-_LISTED: Final = 12  # the maximum number of rows of a table in a report
+_MAX_ROWS: Final = 12  # the maximum number of rows of a table in a report
 
 
 def summary(plan: Plan) -> str:
@@ -27,8 +27,8 @@ def summary(plan: Plan) -> str:
     return "\n".join(_head(plan))
 
 
-def report(plan: Plan) -> str:
-    """Return the report of a plan. See `Plan.report`."""
+def report(plan: Plan, verbose: bool = False, saved: str | None = None) -> str:
+    """Return the report of a plan. See `Plan.report`. ``saved`` is the file that has the plan."""
     parts = [
         _head(plan),
         _alternatives(plan),
@@ -36,7 +36,9 @@ def report(plan: Plan) -> str:
         _changes(plan),
         _calls(plan),
         _choices(plan),
-        _search(plan),
+        _left_out(plan),
+        _search(plan) if verbose else [],
+        _in_short(plan, saved),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -45,18 +47,18 @@ def proof(plan: Plan) -> str:
     """Return in words what is proven about the cost.
 
     >>> proof(Plan("generic", (2,), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
-    'gap 25 %: no plan costs less than the bound, whether one costs less than this is open'
+    'gap 25 %: no plan costs less than the bound; a plan that costs less than this one may exist'
     """
     if plan.optimal:
         return "optimal: no plan in the space of the search costs less"
     if proven(plan.cost, plan.bound):
         return (
-            "open: no plan that was looked at costs less, but errors have kept others from the "
-            "search, see below"
+            "open: no plan in the search costs less, but errors have excluded other plans from "
+            "the search, see below"
         )
     return (
-        f"gap {part(plan.gap)}: no plan costs less than the bound, whether one costs less than "
-        f"this is open"
+        f"gap {part(plan.gap)}: no plan costs less than the bound; a plan that costs less than "
+        "this one may exist"
     )
 
 
@@ -83,21 +85,19 @@ def headline(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     rows = [("cost", f"{seconds(plan.cost)} a step, {proof(plan)}")]
-    if plan.spent:
+    if plan.cost_breakdown:
         rows.append(("", _spent(plan)))
     rows.append(("bound", f"{seconds(plan.bound)} a step"))
     if plan.seconds:
-        rows.append(
-            ("step time", f"{seconds(plan.seconds)} foretold, with what goes on at the same time")
-        )
+        rows.append(("step time", f"{seconds(plan.seconds)} predicted, overlap included"))
     rows.append(("memory", _memory(plan)))
-    if plan.held:
+    if plan.memory_breakdown:
         rows.append(
             (
                 "",
                 ", ".join(
                     f"{name} {show_bytes(n)}"
-                    for name, n in plan.held.items()
+                    for name, n in plan.memory_breakdown.items()
                     if n and name != "peak"
                 ),
             )
@@ -115,13 +115,13 @@ def losses(plan: Plan) -> list[str]:
     >>> from globaltensor.auto.plan.plan import Lost
     >>> lost = Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2)
     >>> print(*losses(Plan("generic", (2,), 1.0, 1.0, 1.0, 0, None, True, (), (), (), lost=(lost,))))
-    6 ways to lay out the operands of linear (2 calls): its rule failed with KeyError: 'k' (_ops/rules/matmul.py:9)
+    6 layouts of the operands of linear (2 calls): its rule failed with KeyError: 'k' (_ops/rules/matmul.py:9)
     """  # noqa: E501
     lines = []
     for x in plan.lost:
         calls = f"{x.calls} call{'s' * (x.calls != 1)}"
         what = (
-            f"{x.ways} way{'s' * (x.ways != 1)} to lay out the operands of {x.function} ({calls})"
+            f"{x.ways} layout{'s' * (x.ways != 1)} of the operands of {x.function} ({calls})"
             if x.ways
             else f"the work of {x.function} ({calls})"
         )
@@ -131,9 +131,11 @@ def losses(plan: Plan) -> list[str]:
 
 def _spent(plan: Plan) -> str:
     """Return the terms of the cost in words."""
-    parts = [f"{name} {seconds(x)}" for name, x in plan.spent.items() if x and name != "hidden"]
-    if plan.spent.get("hidden"):
-        parts.append(f"less {seconds(plan.spent['hidden'])} that hides behind computing")
+    parts = [
+        f"{name} {seconds(x)}" for name, x in plan.cost_breakdown.items() if x and name != "hidden"
+    ]
+    if plan.cost_breakdown.get("hidden"):
+        parts.append(f"less {seconds(plan.cost_breakdown['hidden'])} hidden behind computing")
     return ("of all stages together: " if len(stages(plan)) > 2 else "") + (
         ", ".join(parts) or "nothing to do"
     )
@@ -142,7 +144,7 @@ def _spent(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     used = f"{show_bytes(plan.memory)} a rank at its peak"
     if plan.limit is None:
-        return f"{used}, no limit given"
+        return f"{used}, no limit set"
     return (
         f"{used}, {part(plan.memory / plan.limit) if plan.limit else 'all'} of the limit of "
         f"{show_bytes(plan.limit)}"
@@ -168,7 +170,7 @@ def _alternatives(plan: Plan) -> list[str]:
         for name, a in ordered
     ]
     return [
-        "alternatives: each at its best under the same prices, against this plan",
+        "alternatives: the best plan of each kind at the same prices, compared with this plan",
         *table(rows, right=(1, 2, 3)),
     ]
 
@@ -189,11 +191,11 @@ def _note(a: Alternative) -> str:
 
 
 def _parameters(plan: Plan) -> list[str]:
-    parameters = [g for g in plan.given if g.kind == "parameter"]
-    rest = [g for g in plan.given if g.kind != "parameter"]
+    parameters = [g for g in plan.placed if g.kind == "parameter"]
+    rest = [g for g in plan.placed if g.kind != "parameter"]
     where = "a rank" if not stages(plan) else "a rank of each stage, together"
     head = (
-        f"parameters and how they lie ({len(parameters)}, "
+        f"parameters and their layouts ({len(parameters)}, "
         f"{show_bytes(sum(g.bytes for g in parameters))} {where})"
     )
     return [
@@ -247,8 +249,8 @@ def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
                 c.src,
                 c.dst,
                 c.bytes,
-                c.there,
-                c.back,
+                c.forward_collectives,
+                c.backward_collectives,
                 round(c.forward, 12),
                 round(c.backward, 12),
             )
@@ -270,10 +272,13 @@ def _changes(plan: Plan) -> list[str]:
         ("", "what", "layout", "forward", "gradient", "bytes", "seconds in all", "taken by")
     ]
     every = folded_changes(plan)
-    for alike, value, taker in every[:_LISTED]:
+    for alike, value, taker in every[:_MAX_ROWS]:
         c = alike[0]
         how = f"{' '.join(c.src)} -> {' '.join(c.dst)}" if c.src != c.dst else " ".join(c.src)
-        there, back = c.there if c.forward else "", c.back if c.backward else ""
+        there, back = (
+            c.forward_collectives if c.forward else "",
+            c.backward_collectives if c.backward else "",
+        )
         total = seconds(sum(a.forward + a.backward for a in alike))
         rows.append(
             (
@@ -289,7 +294,7 @@ def _changes(plan: Plan) -> list[str]:
         )
     total = sum(c.forward + c.backward for c in plan.changes)
     return [
-        f"dearest changes of layout ({len(plan.changes)}, {seconds(total)} in all)",
+        f"costliest changes of layout ({len(plan.changes)}, {seconds(total)} in all)",
         *table(rows, right=(0, 5, 6)),
         *_more(len(every)),
     ]
@@ -303,7 +308,7 @@ def _calls(plan: Plan) -> list[str]:
     every = sorted(groups.values(), key=lambda alike: -sum(map(_time, alike)))
     every = [alike for alike in every if sum(map(_time, alike))]
     rows: list[tuple[Any, ...]] = [("", "what", "seconds in all", "share", "takes", "gives")]
-    for alike in every[:_LISTED]:
+    for alike in every[:_MAX_ROWS]:
         c = alike[0]
         where = folded(list(dict.fromkeys(a.module for a in alike)), modules)
         takes, gives = (
@@ -320,7 +325,7 @@ def _calls(plan: Plan) -> list[str]:
                 gives,
             )
         )
-    return ["dearest calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
+    return ["costliest calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
 
 
 def _time(c: PlannedCall) -> float:
@@ -328,7 +333,7 @@ def _time(c: PlannedCall) -> float:
 
 
 def _more(n: int) -> list[str]:
-    return [f"  and {n - _LISTED} more kinds, cheaper ones"] if n > _LISTED else []
+    return [f"  and {n - _MAX_ROWS} more kinds, cheaper ones"] if n > _MAX_ROWS else []
 
 
 # ------------------------------------------------------------------------ other choices, the search
@@ -337,22 +342,15 @@ def _more(n: int) -> list[str]:
 def _choices(plan: Plan) -> list[str]:
     rows, each = besides(plan), stages(plan)
     return (
-        ["chosen besides", *table(rows), *(["stages", *table(each)] if each else [])]
+        ["other choices", *table(rows), *(["stages", *table(each)] if each else [])]
         if rows or each
         else []
     )
 
 
-def _search(plan: Plan) -> list[str]:
-    times = {
-        name.removesuffix("_seconds").replace("_", " "): x
-        for name, x in plan.search.items()
-        if name.endswith("_seconds") and isinstance(x, (int, float))
-    }
-    facts = [f"{name} {seconds(x)}" for name, x in times.items()]
-    if isinstance(plan.search.get("nodes"), int):
-        facts.append(f"{plan.search['nodes']} nodes")
-    facts += [
+def _left_out(plan: Plan) -> list[str]:
+    """List what the search did not look at, and why."""
+    facts = [
         text
         for text in (plan.search.get("one_batch"), plan.search.get("left_out_ways"))
         if isinstance(text, str)
@@ -361,6 +359,19 @@ def _search(plan: Plan) -> list[str]:
         f"micro-batches of {rows} rows were left out: {why}"
         for rows, why in (plan.search.get("left_out") or {}).items()
     ]
+    return _wrapped("not searched: ", facts) if facts else []
+
+
+def _search(plan: Plan) -> list[str]:
+    """List how the search and its solver went."""
+    times = {
+        name.removesuffix("_seconds").replace("_", " "): x
+        for name, x in plan.search.items()
+        if name.endswith("_seconds") and isinstance(x, (int, float))
+    }
+    facts = [f"{name} {seconds(x)}" for name, x in times.items()]
+    if isinstance(plan.search.get("nodes"), int):
+        facts.append(f"{plan.search['nodes']} nodes")
     log = plan.search.get("log")
     if isinstance(log, Mapping):
         facts += [
@@ -369,6 +380,45 @@ def _search(plan: Plan) -> list[str]:
             if isinstance(value, (int, float, str))
         ]
     return _wrapped("search: ", facts) if facts else []
+
+
+def _in_short(plan: Plan, saved: str | None) -> list[str]:
+    """Return the end of the report: cost, memory, layouts, and how to apply the plan."""
+    cost = f"{seconds(plan.seconds or plan.cost)} a step"
+    data = plan.alternatives.get("data parallel")
+    if data is not None and not data.fits:
+        cost += (
+            "; data parallel is not possible"
+            if math.isinf(data.cost)
+            else ("; data parallel does not fit")
+        )
+    elif data is not None and plan.cost and data.cost / plan.cost >= 1.005:
+        cost += f", {data.cost / plan.cost:.3g} times as fast as data parallel"
+    file = saved or "plan.json"
+    load = f'plan = flow.auto.load_plan("{file}")'
+    rows = [
+        ("cost", cost),
+        ("memory", _memory(plan)),
+        ("layouts", _layouts(plan)),
+        ("apply", f"{load}; model = flow.parallelize(model, placement, plan)"),
+        ("", "in a graph: self.config.use_auto_plan(plan)"),
+    ]
+    if not saved:
+        rows.append(("", f'plan.save("{file}") writes the file, as --save {file} does'))
+    return ["in short", *table(rows)]
+
+
+def _layouts(plan: Plan) -> str:
+    """Return in words how many parameters are split, on which axes of the mesh."""
+    layouts = [g.layout for g in plan.placed if g.kind == "parameter"]
+    if not layouts:
+        return "no parameters"
+    whole = sum(all(x == "B" for x in layout) for layout in layouts)
+    split = len(layouts) - whole
+    if not split:
+        return f"all {whole} parameters whole on every rank"
+    text = f"{split} of {len(layouts)} parameters split"
+    return text if split == len(layouts) else f"{text}, {whole} whole on every rank"
 
 
 def _wrapped(head: str, facts: Iterable[str]) -> list[str]:

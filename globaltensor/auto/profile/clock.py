@@ -15,15 +15,16 @@ import torch
 
 from ..._tensor.gradients.flat_buffers import keep_freed_memory
 from ...distributed.communicator import Communicator
-from ...distributed.world import World, world
+from ...distributed.world import world
+from ...distributed.world_base import World
 
 __all__ = ["Case", "Clock"]
 
 _BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
 _QUICK_SECONDS = 5e-3
-_MOST_CALLS = 200
-_MOST_ROUNDS = 50
-_FEWEST_ROUNDS = 3
+_MAX_CALLS = 200
+_MAX_ROUNDS = 50
+_MIN_ROUNDS = 3
 
 
 @dataclass
@@ -75,14 +76,12 @@ class Clock:
         took = self._pilot(cases, longest)
         left = max(seconds - (self.world_time() - began), seconds / 4)
         kept = (
-            sorted(took)
-            if longest is None
-            else self._affordable(cases, took, left / _FEWEST_ROUNDS)
+            sorted(took) if longest is None else self._affordable(cases, took, left / _MIN_ROUNDS)
         )
         blocks: dict[int, list[float]] = {i: [] for i in kept}
         quick = [i for i in kept if took[i] <= _QUICK_SECONDS]
         rounds = 0
-        while rounds < _MOST_ROUNDS:
+        while rounds < _MAX_ROUNDS:
             # quick cases are repeated: they cost little and vary most
             for each in (
                 kept,
@@ -93,7 +92,7 @@ class Clock:
                     blocks[i].append(self._block(cases[i]))
             rounds += 1
             if (
-                rounds >= (1 if self.hurried else _FEWEST_ROUNDS)
+                rounds >= (1 if self.hurried else _MIN_ROUNDS)
                 and (self.world_time() - began) * (1 + 1 / rounds) > seconds
             ):
                 break
@@ -145,7 +144,7 @@ class Clock:
             case.calls = (
                 1
                 if case.prepare
-                else max(1, min(_MOST_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
+                else max(1, min(_MAX_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
             )
             found[i] = took
         return found

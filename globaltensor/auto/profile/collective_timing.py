@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...cluster import Curve
 from ...distributed.communicator import Communicator
-from ...distributed.world import World
-from ...sharding.spec import balanced_split
+from ...distributed.world_base import World
+from ...sharding.balanced_split import balanced_split
 from .clock import Case, Clock
 
 __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measure_skew"]
@@ -33,7 +33,7 @@ _FEW_KINDS: Final = (
 _LARGE: Final = 1 << 22
 # from this size on the data is written before each move; smaller data stays in the caches anyway
 _COMPUTED: Final = 1 << 19
-_LONGEST: Final = 1.0  # the maximum seconds of one call
+_MAX_CALL_SECONDS: Final = 1.0  # the maximum seconds of one call
 _BESIDE_BYTES: Final = 1 << 23  # bytes that are reduced during a computation
 _BESIDE_SIDE: Final = 256
 # (side, number) of the matmuls between two moves
@@ -44,7 +44,7 @@ _BETWEEN: Final = (
     (256, 8),
 )
 _SMALL_BYTES: Final = (1 << 12, 1 << 16, 1 << 18)
-_MOST_FAR_RANKS: Final = 512
+_MAX_FAR_RANKS: Final = 512
 
 Call = Callable[[], object]
 
@@ -89,7 +89,7 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
                 ],
             )
         )
-        if local > 1 and m * local <= _MOST_FAR_RANKS:
+        if local > 1 and m * local <= _MAX_FAR_RANKS:
             found.append(
                 (
                     m * local,
@@ -129,7 +129,7 @@ def measure_moves(
                             count,
                         )
                     )
-    found = clock.time(cases, seconds, min(_LONGEST, seconds / 40))
+    found = clock.time(cases, seconds, min(_MAX_CALL_SECONDS, seconds / 40))
     points: dict[Any, list[tuple[int, float]]] = {}
     for i, took in found.items():
         points.setdefault(cases[i].name, []).append((int(cases[i].size), took))

@@ -26,7 +26,7 @@ _COPIES: Final = tuple(1 << k for k in (12, 15, 18, 21, 24, 25, 26, 27))
 _FEW_COPIES: Final = tuple(1 << k for k in (12, 18, 22, 25))
 _UNCACHED: Final = 1 << 24  # bytes that are too many for caches
 _TINY: Final = 8
-_LONGEST: Final = 0.25  # the maximum seconds of one call
+_MAX_CALL_SECONDS: Final = 0.25  # the maximum seconds of one call
 
 
 def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict
         ]
     found = {
         (cases[i].name, cases[i].size): took
-        for i, took in clock.time(cases, seconds, min(_LONGEST, seconds / 40)).items()
+        for i, took in clock.time(cases, seconds, min(_MAX_CALL_SECONDS, seconds / 40)).items()
     }
     kernel = found["kernel", 0]
     flops, saturation = {}, {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,8 @@ import torch
 from ...cluster import Cluster
 from ...distributed.cluster_env import detect
 from ...distributed.run.spawn import run
-from ...distributed.world import ProcessWorld, World, world
+from ...distributed.world import ProcessWorld, world
+from ...distributed.world_base import World
 from ...errors import ClusterError
 from .clock import Clock
 from .collective_timing import constants, measure_moves, measure_overlap, measure_skew
@@ -33,6 +35,8 @@ def profile(
     device: str = "auto",
     backend: str = "auto",
     name: str = "profiled",
+    *,
+    stage: Callable[[str], object] | None = None,
 ) -> Cluster:
     """Measure kernels, communication and both at once in about ``seconds``.
 
@@ -44,11 +48,14 @@ def profile(
     numbered one after the other. Matmuls run with the threads that ranks have. A measurement takes
     as long as its slowest rank; the result is the median over interleaved rounds.
 
+    ``stage``, if given, is called on rank 0 with the name of each part of the measurements when it
+    begins. Where ranks are started, it is pickled.
+
     Raises ClusterError where the ranks or the options allow no measurement, and WorldError as
     ``run`` does.
     """
     if not seconds > 0:
-        raise ClusterError(f"seconds={seconds}: a positive number of seconds")
+        raise ClusterError(f"seconds={seconds}: seconds must be a positive number")
     if nproc < 0 or device not in ("auto", "cpu", "cuda"):
         raise ClusterError(
             f'nproc={nproc}, device="{device}": nproc is 0 or more, device "auto", "cpu" or "cuda"'
@@ -61,38 +68,53 @@ def profile(
     if place is not None and place.world_size > 1:
         if nproc and nproc != place.world_size:
             raise ClusterError(
-                f"nproc={nproc}: this job has {place.world_size} ranks already, which are "
-                f"measured as they are"
+                f"nproc={nproc}: this job has {place.world_size} ranks already, and these are "
+                "measured; leave nproc out"
             )
-        return measured(seconds, device, name)
+        return measured(seconds, device, name, stage=stage)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     n = nproc or (gpus if device == "cuda" else max(2, gpus))
     found = run(
-        measured, seconds, device, name, nprocs=n, backend=backend, timeout=10 * seconds + 120.0
+        measured,
+        *(seconds, device, name, False, stage),
+        nprocs=n,
+        backend=backend,
+        timeout=10 * seconds + 120.0,
     )
     return found[0]
 
 
-def measured(seconds: float, device: str, name: str, hurried: bool = False) -> Cluster:
+def measured(
+    seconds: float,
+    device: str,
+    name: str,
+    hurried: bool = False,
+    stage: Callable[[str], object] | None = None,
+) -> Cluster:
     """Measure the ranks of this world. Return a Cluster, the same on every rank.
 
     All ranks must call it. ``hurried``: take a second or two, with fewer sizes, kinds of moves and
-    groups.
+    groups. ``stage`` is as for `profile`.
     """
     here = world()
+    begin = _ignore if stage is None or here.rank else stage
     type_ = _device(here, device)
     clock = Clock(here.device(type_), hurried)
     if type_ == "cuda":
         torch.cuda.set_device(clock.device)
     node_size = _node_size(here)
+    begin("matmuls and memory")
     found = measure_kernels(clock, seconds * _SHARES["kernels"], hurried)
     if here.size > 1:
+        begin("collectives and messages")
         curves = measure_moves(clock, seconds * _SHARES["moves"], node_size, hurried)
+        begin("communication and computation at once")
         found |= {
             "measured": (*found["measured"], *curves),
             **constants(curves),
             "overlap": measure_overlap(clock, seconds * _SHARES["overlap"]),
         }
+        begin("how long ranks wait for one another")
         found["rank_skew"] = measure_skew(clock, seconds * _SHARES["rank_skew"], hurried)
     else:
         found |= _borrowed(type_)
@@ -106,6 +128,10 @@ def measured(seconds: float, device: str, name: str, hurried: bool = False) -> C
     found["source"] = _source(seconds, here)
     cluster: Cluster = clock.everyone.all_gather_object(Cluster(**found))[0]
     return cluster
+
+
+def _ignore(stage: str) -> None:
+    """Ignore a stage: no one watches."""
 
 
 def _source(seconds: float, here: World) -> str:

@@ -31,12 +31,12 @@ def _lines(c: Cluster) -> Iterator[str]:
     )
     yield (
         f"kernel  {_seconds(c.kernel)} at least; memory {c.memory_bandwidth / 1e9:.3g} GB/s; "
-        f"moving and computing at once: {c.overlap:.2f} times as slow"
+        f"communication and computation at the same time: {c.overlap:.2f} times as slow"
     )
     for dtype, rate in c.flops.items():
         half = round((c.saturation.get(dtype, 0.0) / 2) ** (1 / 3))
         yield f"matmul  {dtype:9} {rate / 1e9:10.4g} GFLOP/s" + (
-            f"   half of it at {half} x {half} x {half}" if half else ""
+            f"   half of that rate at {half} x {half} x {half}" if half else ""
         )
     yield (
         f"links   {_seconds(c.launch)} + {_seconds(c.latency)} a step, {c.bandwidth / 1e9:.3g} GB/s"

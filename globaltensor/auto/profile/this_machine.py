@@ -17,13 +17,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ...cluster import Cluster
 from ...distributed.backends.shared_memory import VARIABLE as SHARED_MEMORY
-from ...distributed.world import ProcessWorld, World, world
+from ...distributed.world import ProcessWorld, world
 from ...errors import ClusterError
 from .measure import measured
 
@@ -65,14 +64,14 @@ def cluster_here(device: str) -> Cluster | None:
         "ranks": [machine for _, machine in asked],
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
-    known = _known.setdefault(here, {})
+    known = here.state(KnownClusters)
     if key not in known:  # the same on every rank
         known[key] = _kept_or_measured(device, cache_folder() / f"{key}.json")
     return known[key]
 
 
-#: The clusters that this process knows, by world and by a hash of what their figures depend on.
-_known: WeakKeyDictionary[World, dict[str, Cluster | None]] = WeakKeyDictionary()
+class KnownClusters(dict[str, Cluster | None]):
+    """The clusters that a rank knows, by a hash of what their figures depend on."""
 
 
 def _kept_or_measured(device: str, path: Path) -> Cluster | None:
@@ -90,8 +89,8 @@ def _kept_or_measured(device: str, path: Path) -> Cluster | None:
         )
     except ClusterError as error:  # the same on every rank
         log.warning(
-            "the ranks of this job were not measured, so plans are made for the generic machine: "
-            "%s",
+            "the ranks of this job could not be measured, so plans are made for the generic "
+            "machine: %s",
             error,
         )
         return None
@@ -141,7 +140,9 @@ def _read(path: Path) -> Cluster | None:
     try:
         return Cluster.load(path)
     except ClusterError as error:
-        log.warning("a file of measured figures is broken, so they are measured anew: %s", error)
+        log.warning(
+            ("a file of measurements cannot be read, so this machine is measured again: %s"), error
+        )
         return None
 
 
@@ -151,7 +152,7 @@ def _write(path: Path, found: Cluster) -> str:
     The file is written completely or not at all. If it cannot be written, the sentence is empty,
     and the next job measures again.
     """
-    kept = f". Kept in {path}: delete the file to measure anew"
+    kept = f". Saved in {path}: delete the file to measure again"
     partial = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def _write(path: Path, found: Cluster) -> str:
         os.replace(partial, path)
     except OSError as error:
         log.warning(
-            "measured figures could not be kept, so the next job measures again: %s: %s",
+            "measurements could not be saved, so the next job measures again: %s: %s",
             path,
             error.strerror or error,
         )

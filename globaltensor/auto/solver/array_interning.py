@@ -18,7 +18,7 @@ import numpy as np
 from .problem import Array
 
 #: The cache is cleared when its results exceed this many bytes.
-MOST_BYTES = 1 << 29
+MAX_BYTES = 1 << 29
 #: After TRIAL computed results the cache is switched off, unless there were at least WORTHWHILE
 #: hits per result.
 TRIAL, WORTHWHILE = 20_000, 0.1
@@ -68,7 +68,7 @@ class Shared:
             result = tuple(self._kept(part) for part in result)
         else:
             result = self._kept(result)
-        if self._bytes > MOST_BYTES:
+        if self._bytes > MAX_BYTES:
             self._found.clear()
             self._same.clear()
             self._bytes = 0

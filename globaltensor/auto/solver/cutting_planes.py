@@ -15,7 +15,7 @@ from .mip import highspy
 from .problem import Array
 
 #: The maximum number of saved cuts.
-MOST = 150
+MAX_CUTS = 150
 
 
 class CuttingPlanes:
@@ -40,7 +40,7 @@ class CuttingPlanes:
         self.slopes.append(slope)
         self.width *= 2.0 if bound > self.best else 0.5
         self.best = max(self.best, bound)
-        if len(self.bounds) > MOST:
+        if len(self.bounds) > MAX_CUTS:
             worst = int(np.argmin(self.bounds[:-20]))
             for row in (self.bounds, self.prices, self.slopes):
                 del row[worst]

@@ -22,15 +22,15 @@ from .trws import Messages
 from .variable_elimination import Elimination
 
 #: Rounds of messages before prices move for the first time.
-FIRST = 6
+FIRST_ROUNDS = 6
 #: Rounds without a better bound after which the step size is halved.
-PATIENCE = 10
+ROUNDS_BEFORE_HALVING = 10
 #: Overflow below which a moment gets no price, relative to the largest room of any moment.
-LITTLE = 0.001
+NEGLIGIBLE_OVERFLOW = 0.001
 #: Table entries up to which the very first choice is repaired and improved too.
-QUICK = 300_000
+MAX_REPAIRED_ENTRIES = 300_000
 #: The maximum work of elimination, in table entries, for which it replaces the messages.
-WORK = 2e8
+MAX_ELIMINATION_WORK = 2e8
 
 
 class Ascent:
@@ -71,7 +71,9 @@ class Ascent:
         self.straddled = False
         self.elimination = (
             elimination
-            if elimination is not None and elimination.fits and elimination.work <= WORK
+            if elimination is not None
+            and elimination.fits
+            and elimination.work <= MAX_ELIMINATION_WORK
             else None
         )
 
@@ -142,7 +144,7 @@ class Ascent:
         left, near = over.copy(), max(1, len(over) // 100)
         for _ in range(5):
             worst = int(left.argmax())
-            if left[worst] <= LITTLE:
+            if left[worst] <= NEGLIGIBLE_OVERFLOW:
                 break
             around = slice(max(0, worst - near), worst + near + 1)
             if not self.active[around].any() or self.rounds % 10 == 0:
@@ -166,7 +168,7 @@ class Ascent:
 
         Smoothing is needed because choices decoded from messages jump from round to round.
         """
-        if self.rounds < FIRST:
+        if self.rounds < FIRST_ROUNDS:
             return
         self.open(over)
         self.drift = 0.7 * self.drift + 0.3 * over
@@ -175,7 +177,7 @@ class Ascent:
             self.step = min(self.step * 1.05, 0.2)
         else:
             self.idle += 1
-            if self.idle >= PATIENCE:  # the steps are too long
+            if self.idle >= ROUNDS_BEFORE_HALVING:  # the steps are too long
                 self.step, self.idle, self.price = self.step * 0.5, 0, self.best_price.copy()
                 self.drift[:] = 0
         pace = self.step * self.scale / self.limit
@@ -224,7 +226,7 @@ class Ascent:
             and not self.closed(gap)
         ):
             # Before prices carry information, choices are far from feasible.
-            early = self.rounds == 0 and len(self.flat.table) > QUICK
+            early = self.rounds == 0 and len(self.flat.table) > MAX_REPAIRED_ENTRIES
             self.round(self.rounds % polish_every == 0 and not early, deadline, gap)
         if self.settled and not self.straddled and time.monotonic() < deadline:
             self.straddle(deadline)

@@ -16,7 +16,7 @@ from .problem import Array
 from .variable_elimination import Elimination
 
 #: The maximum number of table entries, eliminated node included, that are worked through.
-MOST = 5e8
+MAX_ENTRIES = 5e8
 
 
 class Marginals(NamedTuple):
@@ -35,7 +35,7 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
     """Compute the min-marginals, or return None where the tables would be too large."""
     sizes, order = elimination.sizes, elimination.order
     widest = max((math.prod(sizes[n] for n in near) * sizes[i] for i, near in order), default=0)
-    if not elimination.fits or elimination.work > MOST or widest > MOST / 20:
+    if not elimination.fits or elimination.work > MAX_ENTRIES or widest > MAX_ENTRIES / 20:
         return None
     rank = {i: n for n, (i, _) in enumerate(order)}
     held: dict[int, list[tuple[tuple[int, ...], Array]]] = {i: [] for i, _ in order}

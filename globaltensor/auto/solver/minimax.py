@@ -38,15 +38,15 @@ from .variable_elimination import Elimination
 __all__ = ["MinimaxSolver"]
 
 #: The maximum number of pairs of strategies in an integer program, and its maximum time in seconds.
-PROGRAM, LONGEST = 60_000, 20.0
+MAX_PROGRAM_PAIRS, MAX_PROGRAM_SECONDS = 60_000, 20.0
 #: The fractions of the interval from bound to incumbent that are searched first, second and third.
-SHARES = (0.1, 0.3, 1.0)
+INTERVAL_FRACTIONS = (0.1, 0.3, 1.0)
 #: Rounds of memory prices before reduced-cost fixing.
 ROUNDS = 60
 #: The maximum number of pairs for which messages replace elimination.
-MESSAGES = 500_000
+MAX_ELIMINATION_PAIRS = 500_000
 #: The gap at which solutions under a memory limit are accepted where an integer program follows.
-ROUGH = 1e-3
+ACCEPTED_GAP = 1e-3
 
 
 class BiCostChoice(NamedTuple):
@@ -96,7 +96,7 @@ class MinimaxSolver:
     def __init__(
         self, problems: tuple[Problem, Problem], order: Sequence[int], first: Solution, near: float,
         most: int, seconds: float = math.inf,
-        proving: bool = True, below: float = math.inf, program: int = PROGRAM,
+        proving: bool = True, below: float = math.inf, program: int = MAX_PROGRAM_PAIRS,
     ) -> None:  # fmt: skip
         self.whole, self.order, self.near, self.left, self.proving, self.below = (
             problems,
@@ -133,7 +133,7 @@ class MinimaxSolver:
         known = None if self.proving else self.best
         root = self._raised(
             _SearchBranch(self.bound, low=known),
-            ROUGH if limited and self.proving and self.program > 0 else self.near / 2,
+            ACCEPTED_GAP if limited and self.proving and self.program > 0 else self.near / 2,
         )
         self.bound = min(self.best.cost, root.bound)
         self.log |= {"weight": round(root.at, 4), "rooted": self.bound}
@@ -212,11 +212,11 @@ class MinimaxSolver:
         whose bound is little above the root bound. The best choice is mostly among these. Once it
         is known, less of the rest is left for the next program.
         """
-        end = min(self.deadline, time.monotonic() + LONGEST)
+        end = min(self.deadline, time.monotonic() + MAX_PROGRAM_SECONDS)
         known = self._known(root, end) if self.program >= 0 else None
         if known is None:
             return False
-        for share in SHARES:
+        for share in INTERVAL_FRACTIONS:
             high = self._enough
             reach = self.bound + share * (high - self.bound)
             left = JointPresolve(self._without(known, reach), end)
@@ -260,7 +260,7 @@ class MinimaxSolver:
         elimination = Elimination.of(core)
         flat = FlatProblem(core)
         ascent = Ascent(flat, None, min(self.best.cost, self.below), elimination)
-        if ascent.elimination is None and len(flat.table) > MESSAGES:
+        if ascent.elimination is None and len(flat.table) > MAX_ELIMINATION_PAIRS:
             return None
         if len(flat.room) or ascent.elimination is None:
             ascent.run(end, ROUNDS)

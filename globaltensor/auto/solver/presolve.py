@@ -19,17 +19,17 @@ from .problem import FORBIDDEN, Array, Problem
 
 #: The maximum number of entries over which dominance compares K x K strategies. Also the maximum
 #: work of eliminating a node between two others.
-MOST_COMPARED = 4_000_000
+MAX_COMPARED = 4_000_000
 #: The maximum work of eliminating such a node where there is no memory limit. Variable elimination
 #: would do the same work later.
-MOST_LINKED = 30_000_000
+MAX_LINKED = 30_000_000
 #: The factor by which tables may grow where a node is merged or eliminated and its neighbours stay.
 GROWTH = 3.0
 #: A node with more neighbours than this is merged regardless of table growth.
-MANY = 100
+MAX_NEIGHBOURS = 100
 #: Table entries that dominance compares in one vectorised step, unless one strategy alone has more.
-AT_ONCE = 1 << 16
-NOTHING = np.array(0)
+CHUNK_ENTRIES = 1 << 16
+ZERO_TABLE = np.array(0)
 
 
 @dataclass
@@ -343,7 +343,7 @@ def fix(core: PresolvedProblem, i: int) -> list[int]:
     core.uses[i] = []
     for j, table in core.near[i].items():
         core.costs[j] = core.shared(with_first, core.costs[j], table)
-    core.steps.append(Postsolve(i, (), NOTHING))
+    core.steps.append(Postsolve(i, (), ZERO_TABLE))
     return detach(core, i)
 
 
@@ -364,7 +364,7 @@ def slim(core: PresolvedProblem, j: int, i: int) -> bool:
     The edges of j get one row per strategy of i.
     """
     mine, theirs = len(core.costs[j]), len(core.costs[i])
-    if theirs <= mine or len(core.near[j]) > MANY:
+    if theirs <= mine or len(core.near[j]) > MAX_NEIGHBOURS:
         return True
     return (theirs - mine) * sum(
         len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]
@@ -459,8 +459,8 @@ def cheap(core: PresolvedProblem, i: int) -> bool:
     a, b = (len(core.costs[j]) for j in core.near[i])
     k = len(core.costs[i])
     if np.iscomplexobj(core.costs[i]):
-        return a * b * k <= MOST_COMPARED and a * b <= GROWTH * k * (a + b)
-    return a * b * k <= (MOST_COMPARED if len(core.room) else MOST_LINKED)
+        return a * b * k <= MAX_COMPARED and a * b <= GROWTH * k * (a + b)
+    return a * b * k <= (MAX_COMPARED if len(core.room) else MAX_LINKED)
 
 
 def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
@@ -478,7 +478,7 @@ def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
             without_leaf, core.costs[around[0]], core.near[around[0]][i], costs
         )
     else:
-        best, least = core.shared(without_leaf, NOTHING, costs[None], NOTHING)
+        best, least = core.shared(without_leaf, ZERO_TABLE, costs[None], ZERO_TABLE)
     if best is None:
         return None
     if len(around) > 1:
@@ -511,13 +511,13 @@ def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, A
     where no strategy is cheapest for both of two costs.
     """
     other = other + link
-    if len(one) * len(other) * len(link) <= MOST_COMPARED:
+    if len(one) * len(other) * len(link) <= MAX_COMPARED:
         total = one[:, None, :] + other[None]
         best = total.argmin(2)
         least = np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
         return best if both_least(total, least) else None, least
     if np.iscomplexobj(other):
-        return None, NOTHING
+        return None, ZERO_TABLE
     least = one[:, 0, None] + other[None, :, 0]
     best = np.zeros(least.shape, dtype=np.int64)
     for k in range(1, len(link)):
@@ -568,7 +568,7 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
     glasses, Biophysical Journal 66 (1994)).
     """
     first = np.cumsum([0, 1, *(table.shape[1] for table in tables)])
-    most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
+    most = MAX_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
     if not most:
         return None
     whole = np.concatenate([costs[:, None], *tables], axis=1)
@@ -581,7 +581,7 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
         return None
     compared = [rows.ordered(order) for rows in compared]
     taken = taken[order]
-    left, at_once = np.ones(len(order), dtype=bool), max(1, AT_ONCE // whole.size)
+    left, at_once = np.ones(len(order), dtype=bool), max(1, CHUNK_ENTRIES // whole.size)
     for at in range(0, len(order), at_once):
         one = at + np.flatnonzero(left[at : at + at_once])[:most]
         pairs = left & (one[:, None] < np.arange(len(order)))

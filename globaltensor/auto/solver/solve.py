@@ -30,33 +30,33 @@ from .solution import Solution
 from .variable_elimination import Elimination
 
 #: The default time limit, in seconds.
-LONG = 3600.0
+DEFAULT_SECONDS = 3600.0
 #: Rounds of dual ascent between attempts at reduced-cost fixing.
-CHUNK = 10
-#: MOVES is the number of neighbourhood moves after each CHUNK of rounds, for cores of at least
+ROUNDS_PER_CHUNK = 10
+#: MOVES is the number of neighbourhood moves after each chunk of rounds, for cores of at least
 #: SMALL nodes. SCALES are the memory prices of the moves, relative to the best prices.
 MOVES, SMALL, SCALES = 3, 20, (1.0, 0.7, 1.0, 1.4)
 #: The maximum number of table entries of an integer program.
-PROGRAM = 400_000
+MAX_PROGRAM_ENTRIES = 400_000
 #: The maximum work, in table entries, of an elimination without the memory limit. It tests whether
 #: the limit binds.
-FREELY = 3e8
+MAX_UNLIMITED_WORK = 3e8
 #: The maximum work of an elimination that runs before anything else is tried. Messages mostly show
 #: that few of the entries matter.
-SOON = 1e8
+MAX_FIRST_WORK = 1e8
 #: The maximum number of table entries that an elimination may hold at once.
-HELD = 2e8
+MAX_HELD_ENTRIES = 2e8
 #: Elimination is still tried after the deadline for at most this many nodes.
-HASTY = 1000
+MAX_LATE_NODES = 1000
 #: The maximum time in seconds to find which memory limit is feasible.
-PATIENCE = 30.0
+FEASIBILITY_SECONDS = 30.0
 #: Half a second of messages is worth trying for at most this many table entries.
-HURRY = 300_000
+MAX_MESSAGE_ENTRIES = 300_000
 #: Passes of messages before costs are reparametrized along them, where no messages were passed yet.
-WARM = 8
+WARMUP_PASSES = 8
 #: Problems with at most this many nodes are first solved without their memory limit, which may not
 #: bind.
-MANY = 6000
+MAX_UNLIMITED_NODES = 6000
 
 
 def solve(
@@ -83,7 +83,7 @@ def solve(
     search = SearchState(
         problem,
         began,
-        began + (LONG if seconds is None else seconds),
+        began + (DEFAULT_SECONDS if seconds is None else seconds),
         seed,
         threads,
         gap=gap,
@@ -92,12 +92,14 @@ def solve(
     if (
         problem.usage_limit is None
         or problem.usage_limit <= 0
-        or len(problem.costs) > MANY
+        or len(problem.costs) > MAX_UNLIMITED_NODES
         or not unlimited(search)
     ):
         core = tighten(
             core_of(problem),
-            max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)),
+            max(
+                search.deadline, began + (1.0 if len(problem.costs) <= MAX_UNLIMITED_NODES else 0.0)
+            ),
         )
         search.log |= {
             "nodes": len(problem.costs),
@@ -116,7 +118,7 @@ def solve(
         search.least_usage = minimum_memory(
             problem,
             partial(feasible, threads=threads),
-            min(search.deadline, time.monotonic() + PATIENCE),
+            min(search.deadline, time.monotonic() + FEASIBILITY_SECONDS),
         )
     return search.answer()
 
@@ -131,7 +133,11 @@ def unlimited(search: SearchState) -> bool:
     if not core.feasible:
         return search.exhaust()
     elimination = plan_elimination(search, core)
-    if not elimination.fits or elimination.total > HELD or elimination.work > FREELY:
+    if (
+        not elimination.fits
+        or elimination.total > MAX_HELD_ENTRIES
+        or elimination.work > MAX_UNLIMITED_WORK
+    ):
         return False
     eliminated(search, core, elimination)
     if search.choice is None:
@@ -170,17 +176,19 @@ def search_core(search: SearchState, core: PresolvedProblem, price: Array | None
             search.offer(core, (), np.zeros(0, dtype=np.int64))
             return True
         elimination = (
-            None if search.late and len(core.live) > HASTY else plan_elimination(search, core)
+            None
+            if search.late and len(core.live) > MAX_LATE_NODES
+            else plan_elimination(search, core)
         )
         fits = (
             elimination is not None
             and not len(core.room)
             and elimination.fits
-            and elimination.total <= HELD
+            and elimination.total <= MAX_HELD_ENTRIES
             and elimination.work <= search.affordable
         )
         exact = elimination if fits else None
-        if exact is not None and exact.work <= SOON:
+        if exact is not None and exact.work <= MAX_FIRST_WORK:
             eliminated(search, core, exact)
             return True
         flat = FlatProblem(core, float(search.cost))
@@ -207,11 +215,11 @@ def quick_feasible(search: SearchState, core: PresolvedProblem, flat: FlatProble
     It is for problems whose reading and presolve used up all the time.
     """
     deadline = time.monotonic() + 0.5
-    if len(flat.table) > HURRY:
+    if len(flat.table) > MAX_MESSAGE_ENTRIES:
         search.offer_something(core, flat, deadline)
         return
     ascent = Ascent(flat)
-    ascent.run(deadline, 3 * CHUNK, polish_every=3)
+    ascent.run(deadline, 3 * ROUNDS_PER_CHUNK, polish_every=3)
     if ascent.choice is not None:
         search.offer(core, flat.nodes, ascent.choice)
     search.proves(ascent.bound, len(flat.table))
@@ -248,7 +256,7 @@ def ascend(
     while not search.late:
         goal = min(search.goal, flat.most)
         before = ascent.rounds
-        ascent.run(search.deadline, CHUNK, goal, gap=search.near)
+        ascent.run(search.deadline, ROUNDS_PER_CHUNK, goal, gap=search.near)
         search.log["rounds"] = int(str(search.log.get("rounds", 0))) + ascent.rounds - before
         if ascent.choice is not None and ascent.value < search.cost:
             search.offer(core, flat.nodes, ascent.choice)
@@ -284,7 +292,11 @@ def ascend(
                     (entries, round(share, 3)),
                 ]  # type: ignore[misc]
                 return "smaller"
-        if not rising and len(history) > (2 if exact else 4) and (exact or entries < PROGRAM):
+        if (
+            not rising
+            and len(history) > (2 if exact else 4)
+            and (exact or entries < MAX_PROGRAM_ENTRIES)
+        ):
             return "stuck"
     return "late"
 
@@ -304,7 +316,7 @@ def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Rep
     if found is not None:
         return ExactMarginals(flat, ascent.best_price, found)
     # Messages are not updated where elimination replaces them.
-    for _ in range(WARM if ascent.elimination is not None else 0):
+    for _ in range(WARMUP_PASSES if ascent.elimination is not None else 0):
         ascent.messages.sweep(priced, True)
         ascent.messages.sweep(priced, False)
     ascent.messages.sweep(priced, True)

@@ -40,8 +40,8 @@ class About {
   change(c) {
     return [
       el("h3", {}, `${moved(c)}`), el("p", {}, change(c), ` ${bytes(c.bytes)}`),
-      el("dl", {}, el("dt", {}, "forward"), el("dd", {}, `${seconds(c.forward)}${c.forward && c.there ? `, ${c.there}` : ""}`),
-        el("dt", {}, "gradient"), el("dd", {}, `${seconds(c.backward)}${c.backward && c.back ? `, ${c.back}` : ""}`),
+      el("dl", {}, el("dt", {}, "forward"), el("dd", {}, `${seconds(c.forward)}${c.forward && c.forward_collectives ? `, ${c.forward_collectives}` : ""}`),
+        el("dt", {}, "gradient"), el("dd", {}, `${seconds(c.backward)}${c.backward && c.backward_collectives ? `, ${c.backward_collectives}` : ""}`),
         this.index.calls.has(c.value) ? [el("dt", {}, "made by"), el("dd", {}, this.link(c.value))] : "", el("dt", {}, "taken by"), el("dd", {}, c.takers.length ? c.takers.map((t) => [this.link(t), " "]) : "nothing here: it is kept so")),
       ...this.given(this.index.given.get(c.value)),
     ];
@@ -54,7 +54,7 @@ class About {
 
   module(node) {
     const calls = new Set(node.calls.map((i) => this.plan.calls[i].name));
-    const inside = this.plan.given.filter((g) => node.path && (g.name === node.path || g.name.startsWith(`${node.path}.`)));
+    const inside = this.plan.placed.filter((g) => node.path && (g.name === node.path || g.name.startsWith(`${node.path}.`)));
     const lines = inside.slice(0, 40).map((g) => el("li", {}, el("code", {}, g.name), ` [${g.shape.join(", ")}] `, layout(g.layout), ` ${bytes(g.bytes)} a rank`));
     const changes = this.plan.changes.filter((c) => c.takers.some((t) => calls.has(t))).sort((a, b) => moving(b) - moving(a));
     return [
@@ -84,7 +84,7 @@ class About {
   others(others, chosen) {
     const head = el("h3", {}, "why ", chosen.map((x) => [layout(x), " "]));
     if (!others.length) {
-      const priced = [...this.plan.calls, ...this.plan.given].some((x) => x.others.length);
+      const priced = [...this.plan.calls, ...this.plan.placed].some((x) => x.others.length);
       return [head, el("p.note", {}, priced ? "Nothing else is possible here." : "Other ways have not been priced one by one in this plan.")];
     }
     return [head, el("ul", {}, others.map((o) => el("li", {}, o.gives.map((x) => [layout(x), " "]), "instead ", el("span.extra", {}, this.price(o)), o.because ? `: ${o.because}` : "")))];

@@ -2,7 +2,7 @@
 // Bars of what the time goes to and of alternatives; memory over a step.
 
 function spentBar(plan) {
-  const s = plan.spent || {};
+  const s = plan.cost_breakdown || {};
   const colors = { computing: "--compute", moving: "--move", updating: "--update", "computing and moving": "--compute", "parameters and gradients": "--move" };
   const hides = "moving" in s ? "moving" : "parameters and gradients";
   const parts = Object.entries(s).filter(([name, x]) => name !== "hidden" && x > 0)
@@ -75,7 +75,7 @@ function lanesChart(box, plan, lanes) {
     `${l.name} at most ${bytes(Math.max(...l.steps.map((s) => s[1])))}`))));
 }
 
-const heldParts = (plan) => Object.entries(plan.held || {}).filter(([name]) => name !== "peak");
+const heldParts = (plan) => Object.entries(plan.memory_breakdown || {}).filter(([name]) => name !== "peak");
 const nearLimit = (plan) => plan.limit && plan.limit < 3 * plan.memory;
 
 function memoryDrawn(plan, W) {

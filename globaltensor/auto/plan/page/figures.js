@@ -55,7 +55,7 @@ const change = (c) => (String(c.src) === String(c.dst) ? layout(c.src) : el("spa
 
 /** What a change of layout moves, in words. */
 function moved(c) {
-  const there = c.forward ? c.there : "", back = c.backward ? c.back : "";
+  const there = c.forward ? c.forward_collectives : "", back = c.backward ? c.backward_collectives : "";
   if (there === back) return there ? `${there} of ${c.value} and of its gradient` : c.value;
   if (there && back) return `${there} of ${c.value}, ${back} of its gradient`;
   return there ? `${there} of ${c.value}` : `${back} of the gradient of ${c.value}`;

@@ -6,7 +6,7 @@ function indexed(plan) {
   const found = { calls: new Map(), given: new Map(), ofValue: new Map(), ofTaker: new Map() };
   const push = (map, key, value) => (map.has(key) ? map.get(key).push(value) : map.set(key, [value]));
   plan.calls.forEach((c, i) => { c.at = i; found.calls.set(c.name, c); });
-  plan.given.forEach((g) => found.given.set(g.name, g));
+  plan.placed.forEach((g) => found.given.set(g.name, g));
   plan.changes.forEach((c) => {
     push(found.ofValue, c.value, c);
     c.takers = c.taker ? c.taker.split(" ") : [];
@@ -53,7 +53,7 @@ function summed(node) {
 
 /** A change in a few words: the name's end, and the collectives there and back. */
 function briefly(c) {
-  const kinds = [...new Set([c.forward ? c.there : "", c.backward ? c.back : ""].filter(Boolean))];
+  const kinds = [...new Set([c.forward ? c.forward_collectives : "", c.backward ? c.backward_collectives : ""].filter(Boolean))];
   return `${c.value.split(".").slice(-2).join(".")} ${kinds.join(", ")}`;
 }
 

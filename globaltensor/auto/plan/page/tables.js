@@ -49,15 +49,15 @@ function changesTable(plan, index, show) {
     { title: "times", n: true, of: (g) => String(g.all.length), by: (g) => g.all.length },
     { title: "layout", of: (g) => change(g.first), by: (g) => `${g.first.src} ${g.first.dst}` },
     { title: "bytes", n: true, of: (g) => bytes(g.first.bytes), by: (g) => g.first.bytes },
-    { title: "forward", n: true, of: (g) => (forward(g) ? `${g.first.there} ${seconds(forward(g))}` : ""), by: forward },
-    { title: "gradient", n: true, of: (g) => (backward(g) ? `${g.first.back} ${seconds(backward(g))}` : ""), by: backward },
+    { title: "forward", n: true, of: (g) => (forward(g) ? `${g.first.forward_collectives} ${seconds(forward(g))}` : ""), by: forward },
+    { title: "gradient", n: true, of: (g) => (backward(g) ? `${g.first.backward_collectives} ${seconds(backward(g))}` : ""), by: backward },
     { title: "in all", n: true, of: (g) => el("b", {}, seconds(forward(g) + backward(g))), by: (g) => forward(g) + backward(g) },
     { title: "taken by", of: (g) => el("button", { type: "button", onclick: () => show(g.first.takers[0]) }, taker(g)), by: taker },
   ], groups, 6);
 }
 
 function givenTable(plan, tell) {
-  const groups = alike(plan.given, (g) => [pattern(g.name), g.shape, g.dtype, g.layout].join("|"));
+  const groups = alike(plan.placed, (g) => [pattern(g.name), g.shape, g.dtype, g.layout].join("|"));
   const name = (g) => (g.all.length > 1 ? pattern(g.first.name) : g.first.name), held = (g) => sum(g.all, (x) => x.bytes);
   return sorted([
     { title: "name", of: (g) => el("button", { type: "button", onclick: () => tell(g.first) }, el("code", {}, name(g))), by: name },
