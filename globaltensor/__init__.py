@@ -1,7 +1,7 @@
 """globaltensor: a cluster looks like one device. Names not defined here are torch's."""
 
 import importlib as _importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any as _Any
 
 import torch as _torch_package
 
@@ -57,8 +57,9 @@ from ._ops.rules.experts import moe_experts
 from ._ops.rules.grouped_linear import grouped_linear
 
 # the name in torch and JAX, and a short one
-from ._tensor.display import visualize_sharding, visualize_sharding as show
+from ._tensor.display import sharding_svg, visualize_sharding, visualize_sharding as show
 from .sharding.spec import Spec
+from .utils.memory import memory_summary
 from ._ops.oneflow_aliases import global_to_global, local_to_global, tensordot, transpose
 from ._ops.methods import GlobalTensor
 
@@ -77,17 +78,17 @@ _counted_once.install()
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from . import auto
-
 #: Modules of the package that are imported when they are first asked for.
 _LAZY_MODULES = ("auto",)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name in _LAZY_MODULES:
         return _importlib.import_module(f"{__name__}.{name}")
     try:
         return getattr(_torch_package, name)
     except AttributeError:
         raise AttributeError(f"neither globaltensor nor torch has {name!r}") from None
+
+
+__dir__ = _borrowed.directory(__name__)

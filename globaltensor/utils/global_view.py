@@ -5,7 +5,6 @@ placement and sbp in each call."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from .._base.pytree import object_tensors, replaced_in_objects
+from .._base.user_code import warn_user
 from .._ops.creation import GLOBALLY
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
@@ -87,10 +87,9 @@ def _warn_of(value: Any) -> None:
         for v in value:
             _warn_of(v)
     elif not isinstance(value, _LEAVES):
-        warnings.warn(
-            f"global_view.to_global: a {type(value).__name__} is no tensor and stays as it is on "
-            f"each rank",
-            stacklevel=3,
+        warn_user(
+            f"global_view.to_global: a {type(value).__name__} is no tensor and stays unchanged "
+            "on each rank",
         )
 
 
@@ -135,9 +134,7 @@ def global_mode(
     """
     if enabled:
         if placement is None or sbp is None:
-            raise SbpError(
-                "global_mode(True) needs placement and sbp: how shall what is created lie?"
-            )
+            raise SbpError("global_mode(True) needs placement and sbp, the layout of new tensors")
         check_placement(placement)
         token = GLOBALLY.set((placement, as_layout(sbp, placement.axes)))
     else:

@@ -108,8 +108,8 @@ class Blob:
 
     def _no_value(self, *_: object, **__: object) -> Any:
         raise JobError(
-            f"{self!r} has no value while the job is recorded: compute with ops, and return what "
-            f"the caller shall see"
+            f"{self!r} has no value while the job is recorded: compute with ops, and return the "
+            "blobs whose values the caller needs"
         )
 
     __bool__ = __float__ = __int__ = __index__ = __array__ = numpy = _no_value
@@ -157,7 +157,7 @@ def recording() -> Tape:
     tape = taping()
     if tape is None:
         raise JobError(
-            "ops and variables belong in a job function: a function with "
+            "ops and variables must be used inside a job function: a function with "
             "@flow.global_function(...) before it"
         )
     return tape

@@ -61,8 +61,7 @@ class FileBacked:
         kind = re.search(r"data_type:\s*(\w+)", text)
         if kind is None or kind[1] not in _TYPES:
             raise SessionError(
-                f"checkpoint.get: {folder / 'meta'} says no data_type that is known here "
-                f"({', '.join(_TYPES)})"
+                f"checkpoint.get: {folder / 'meta'} has no known data_type ({', '.join(_TYPES)})"
             )
         self.shape = tuple(int(n) for n in re.findall(r"dim:\s*(\d+)", text))
         self.dtype = getattr(torch, _TYPES[kind[1]])
@@ -73,8 +72,8 @@ class FileBacked:
         found = np.fromfile(self.folder / "out", dtype=self._kind)
         if found.size != int(np.prod(self.shape)):
             raise SessionError(
-                f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta says "
-                f"shape {list(self.shape)}: it is damaged"
+                f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta has "
+                f"the shape {list(self.shape)}: it is damaged"
             )
         return found.reshape(self.shape)
 
@@ -155,7 +154,7 @@ def get(path: str) -> dict[str, FileBacked]:
         raise SessionError(f"checkpoint.get: there is no folder {folder}")
     found = {name: FileBacked(name, where) for name, where in _folders(folder, "")}
     if not found or not (folder / DONE).exists():
-        why = "no variables" if not found else f"no {DONE}: it was not written to its end"
+        why = "no variables" if not found else f"no {DONE}: it was not written completely"
         raise SessionError(f"checkpoint.get: {folder} is no snapshot: it has {why}")
     return found
 
@@ -180,7 +179,7 @@ def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) 
     missing = sorted(set(own) - set(value_dict))
     if (strange or missing) and not ignore_mismatch:
         told = [f"no job has {', '.join(strange)}"] * bool(strange) + [
-            f"nothing is given for {', '.join(missing)}"
+            f"no value is given for {', '.join(missing)}"
         ] * bool(missing)
         raise SessionError(f"load_variables: {'; '.join(told)}")
     if strange:

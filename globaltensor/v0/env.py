@@ -76,7 +76,7 @@ def machine(*val: Any) -> None:
     twice = sorted({a for a in addresses if addresses.count(a) > 1})
     if twice or not found:
         raise SessionError(
-            f"env.machine: {twice[0]} stands twice in the list"
+            f"env.machine: {twice[0]} is in the list twice"
             if twice
             else "env.machine: the list is empty"
         )

@@ -158,10 +158,10 @@ class FunctionConfig:
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name in HINTS:
             return lambda *_, **__: logger.info(
-                "function_config.%s has no effect: torch chooses itself", name
+                "function_config.%s has no effect: torch chooses automatically", name
             )
         if name in GONE:
-            raise AttributeError(f"function_config.{name} is gone. It was for {GONE[name]}")
+            raise AttributeError(f"function_config.{name} was removed. It was for {GONE[name]}")
         near = difflib.get_close_matches(
             name, [*HINTS, *(n for n in dir(type(self)) if not n.startswith("_"))], 1
         )

@@ -169,8 +169,8 @@ def _convolution(dims: int, channels_first: str) -> Callable[..., Blob]:
             return _activated(activation, out)
 
     text = f"""A convolution along {dims} dim{"s" if dims > 1 else ""}, plus a bias: see ``nn.conv{dims}d``. Without a ``kernel_initializer`` the weight starts
-    with ``xavier_uniform_initializer``'s values. Variables are named ``weight_name`` and ``bias_name``, by default after the layer. Raises JobError for what
-    does not fit."""  # noqa: E501
+    with ``xavier_uniform_initializer``'s values. Variables are named ``weight_name`` and ``bias_name``, by default after the layer. Raises JobError for
+    invalid arguments."""  # noqa: E501
     return named(run, f"conv{dims}d", text)
 
 
@@ -226,7 +226,7 @@ def layer_norm(
 def layer_norm_grad(*args: Any, **kwargs: Any) -> Blob:
     """Raise JobError: this function is gone, because autograd computes the gradients."""
     raise JobError(
-        "layers.layer_norm_grad is gone: gradients are taken by autograd now; use "
+        "layers.layer_norm_grad was removed: autograd computes gradients now; use "
         "layers.layer_norm and minimize"
     )
 

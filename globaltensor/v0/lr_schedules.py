@@ -107,7 +107,7 @@ class PiecewiseConstantScheduler(LrScheduler):
     def __post_init__(self) -> None:
         if len(self.values) != len(self.boundaries) + 1:
             raise JobError(
-                f"PiecewiseConstantScheduler: {len(self.boundaries)} boundaries part "
+                f"PiecewiseConstantScheduler: {len(self.boundaries)} boundaries need "
                 f"{len(self.boundaries) + 1} values, got {len(self.values)}"
             )
 

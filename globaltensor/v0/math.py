@@ -205,7 +205,7 @@ def top_k(
     Raise JobError for another ``axis``.
     """
     if axis % len(input.shape) != len(input.shape) - 1:
-        raise JobError("top_k: the last dim is looked at; transpose another one to the end")
+        raise JobError("top_k: only the last dim is searched; transpose another dim to the end")
     return apply(_top, input, k, sorted, op_name=name)  # type: ignore[no-any-return]
 
 

@@ -223,7 +223,7 @@ def _convolution(dims: int, channels_first: str) -> Callable[..., Blob]:
 
     shape = "(filters, channels / groups, window...)"
     text = f"""A convolution along {dims} dim{"s" if dims > 1 else ""}; ``filters`` is {shape}, with channels last (filters, window..., channels / groups).
-    ``padding``: "SAME", "SAME_LOWER", "SAME_UPPER", "VALID", or (before, after) for each dim. Raises JobError for what does not fit."""  # noqa: E501
+    ``padding``: "SAME", "SAME_LOWER", "SAME_UPPER", "VALID", or (before, after) for each dim. Raises JobError for invalid arguments."""  # noqa: E501
     return named(run, what, text)
 
 
@@ -256,7 +256,7 @@ def _pooling(kind: str, dims: int, channels_first: str) -> Callable[..., Blob]:
         return apply(pooled, input, kind, windows, steps, pads, ceil_mode, last, op_name=name)  # type: ignore[no-any-return]
 
     told = "The largest value" if kind == "max" else "The mean, in which padding does not count,"
-    text = f"""{told} of each window of {dims} dim{"s" if dims > 1 else ""}. ``padding`` as for convolutions. Raises JobError for what does not fit."""  # noqa: E501
+    text = f"""{told} of each window of {dims} dim{"s" if dims > 1 else ""}. ``padding`` as for convolutions. Raises JobError for invalid arguments."""  # noqa: E501
     return named(run, what, text)
 
 

@@ -193,9 +193,7 @@ def gather(
     Raise JobError if ``batch_dims`` is not 0.
     """
     if batch_dims:
-        raise JobError(
-            "gather: batch_dims is not taken here; use torch.gather on the blobs instead"
-        )
+        raise JobError("gather: batch_dims is not supported; use torch.gather on the blobs instead")
     return apply(_gather, params, indices, (axis or 0) % len(params.shape), op_name=name)  # type: ignore[no-any-return]
 
 

@@ -127,8 +127,8 @@ class Optimizer:
             )
         if loss_scale_factor is not None and loss_scale_policy is not None:
             raise JobError(
-                f"optimizer.{kind}: loss_scale_factor and loss_scale_policy say the same thing: "
-                f"give one of them"
+                f"optimizer.{kind}: loss_scale_factor and loss_scale_policy set the same thing: "
+                "pass one of them"
             )
         self.lr_scheduler, self.grad_clipping = lr_scheduler, grad_clipping
         self.loss_scale_policy = (

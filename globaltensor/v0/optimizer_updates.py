@@ -86,7 +86,7 @@ class Update(torch.optim.Optimizer):
         decay: float,
     ) -> None:
         """Change one parameter."""
-        raise TypeError(f"{type(self).__name__} has no rule of change")
+        raise TypeError(f"{type(self).__name__} has no update rule")
 
 
 class SGDUpdate(Update):

@@ -55,8 +55,8 @@ def get_variable(
     if found is not None:
         if not reuse:
             raise JobError(
-                f"variable {full} is there already in job {tape.record.name}: give the layers "
-                f"names of their own, or share it with reuse=True"
+                f"variable {full} exists already in job {tape.record.name}: give the layers "
+                "different names, or share it with reuse=True"
             )
         known = tape.record.variables[full]
         if shape is not None and (tuple(shape), dtype or known.dtype) != (known.shape, known.dtype):
@@ -68,7 +68,7 @@ def get_variable(
             return found  # type: ignore[no-any-return]
         shape, dtype, trainable = known.shape, known.dtype, known.trainable
     elif shape is None or dtype is None:
-        raise JobError(f"variable {full}: the first get_variable says its shape and dtype")
+        raise JobError(f"variable {full}: the first get_variable must set its shape and dtype")
     assert_is_valid_distribute(distribute)
     if not all(isinstance(n, (int, np.integer)) and n > 0 for n in shape):
         raise JobError(f"variable {full}: a shape is a tuple of sizes, got {shape!r}")
@@ -122,7 +122,7 @@ def assign(
     named = {blob.index: full for full, blob in recording().blobs_of.items()}
     if not isinstance(ref, Blob) or ref.index not in named:
         raise JobError(
-            f"assign: the first argument is a variable, as get_variable gives it; got {ref!r}"
+            f"assign: the first argument is a variable, as get_variable returns it; got {ref!r}"
         )
     if value.shape != ref.shape:
         raise JobError(

@@ -1,5 +1,5 @@
-"""DistributedDataParallel beside one process that sees the whole batch: torch's arguments and
-OneFlow's, on real processes."""
+"""Tests of DistributedDataParallel on real processes, with torch's arguments and OneFlow's. One
+process that sees the full batch is the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(seed: int = 0) -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole of it, and this rank's part."""
+    """Return the full batch and this rank's share."""
     whole = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return whole, whole.chunk(flow.env.get_world_size())[flow.env.get_rank()]
 
@@ -52,7 +52,7 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 def trains(**keywords: Any) -> None:
-    """The ranks begin with different parameters: rank 0's count."""
+    """Train ranks that begin with different parameters. Rank 0's parameters are used."""
     plain, m = model(), DistributedDataParallel(model(flow.env.get_rank()), **keywords)
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.1, momentum=0.9) for x in (plain, m)]
     for step in range(3):
@@ -87,7 +87,7 @@ def call(fn: Callable[..., Any], keywords: dict[str, Any]) -> Any:
 def count_buckets(**keywords: Any) -> list[int]:
     sizes: list[int] = []
 
-    # torch reads the annotations, and would not know strings
+    # torch reads the annotations and would not recognize strings
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         sizes.append(len(bucket.parameters()))
         return (
@@ -100,7 +100,7 @@ def count_buckets(**keywords: Any) -> list[int]:
         nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]), **keywords
     )
     m.register_comm_hook(None, hook)
-    for _ in range(2):  # torch makes its buckets anew after the first pass
+    for _ in range(2):  # torch rebuilds its buckets after the first pass
         sizes.clear()
         m(torch.ones(1, 8)).sum().backward()
     return sizes
@@ -135,7 +135,8 @@ def accumulates() -> None:
 
 
 def joins() -> None:
-    """Rank 0 has two batches more: the others' gradients count as zero."""
+    """Train with join(). Rank 0 has two more batches, for which the other ranks' gradients count as
+    zero."""
     m = DistributedDataParallel(model())
     with m.join():
         for step in range(4 if flow.env.get_rank() == 0 else 2):
@@ -195,7 +196,7 @@ def handles_buffers_and_unused_parameters() -> Any:
 
 
 def works_in_a_group() -> Any:
-    """Each rank alone in its group: nothing is averaged."""
+    """Train each rank alone in its group, so that nothing is averaged."""
     groups = [dist.new_group([r]) for r in range(2)]
     rank = flow.env.get_rank()
     m = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=groups[rank])
@@ -217,7 +218,8 @@ def test_a_process_group() -> None:
 
 
 def test_a_world_of_one() -> None:
-    """The last of these tests that makes a group in this process: it ends with it."""
+    """DistributedDataParallel works in a world of one. The test is the last that makes a group in
+    this process, and it destroys the group."""
     try:
         trains()
     finally:
@@ -264,7 +266,7 @@ def wrong_models() -> None:
     ):
         DistributedDataParallel(nn.Linear(2, 2 + rank))
     with pytest.raises(
-        WorldError, match=r"rank 0 has bias, float32\[2\], where rank 1 has no parameter more"
+        WorldError, match=r"rank 0 has bias, float32\[2\], where rank 1 has no more parameters"
     ):
         DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0))
     with pytest.raises(GlobalTensorError, match="bucket_cap_mb and bucket_size"):
@@ -278,7 +280,8 @@ def test_mistakes_are_told() -> None:
 
 
 def test_a_module_on_cuda_moves_to_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be seen without GPUs: what is asked of the module and of torch."""
+    """A module on CUDA moves to the local rank's device. Without GPUs, the test checks the calls to
+    the module and to torch."""
     from globaltensor.nn.parallel import distributed
 
     class Fake(nn.Module):

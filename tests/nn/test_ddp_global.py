@@ -1,5 +1,5 @@
-"""DistributedDataParallel over modules of global tensors: replicas of tensor-parallel and sharded
-models beside one process that sees the whole batch."""
+"""Tests of DistributedDataParallel over modules of global tensors. Replicas of tensor-parallel and
+sharded models are compared with one process that sees the full batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss(m: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def replica() -> tuple[int, flow.Placement]:
-    """Which of the two this rank belongs to, and where it lies."""
+    """Return the index of this rank's replica (of two), and the replica's placement."""
     at = flow.env.get_rank() // 2
     return at, flow.placement("cpu", [[0, 1], [2, 3]][at])
 
@@ -52,7 +52,7 @@ def wrapped(sbp: Any, seed: int = 0, **options: Any) -> Any:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor on this rank's replica."""
+    """Return the full value of a tensor on this rank's replica."""
     return x.detach().to_global(sbp=B).to_local()
 
 
@@ -72,7 +72,8 @@ def same(m: nn.Module, plain: nn.Module, gradients: bool = True) -> None:
 
 
 def trains(sbp: Any, rows_sbp: Any) -> None:
-    """The replicas begin with different parameters: the first one's count."""
+    """Train replicas that begin with different parameters. The first replica's parameters are
+    used."""
     m, plain = wrapped(sbp, seed=replica()[0]), model()
     same(m, plain, gradients=False)
     optimizers = [torch.optim.AdamW(x.parameters(), lr=0.05) for x in (m, plain)]
@@ -104,7 +105,8 @@ def accumulates(sbp: Any, rows_sbp: Any) -> None:
 
 
 def read_in_between(sbp: Any, rows_sbp: Any) -> None:
-    """Reading a gradient inside no_sync sums what is there; what comes later is added."""
+    """Read a gradient inside no_sync. The read sums the gradients so far, and later gradients are
+    added."""
     m, plain = wrapped(sbp), model()
     loss(plain, batch(0)).backward()
     with m.no_sync():
@@ -138,8 +140,8 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_gradients_cross_once_in_buckets() -> None:
-    """What a replica holds whole is summed over all ranks at once, what it splits between those
-    that correspond."""
+    """Gradients cross once, in buckets. Gradients that a replica replicates are summed over all
+    ranks at once. Gradients that it splits are summed between corresponding ranks."""
     for rank, told in enumerate(run_on(4, traffic)):
         mates, peers = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
         assert told == sorted(
@@ -190,7 +192,7 @@ def test_a_process_group() -> None:
 
 
 def one_replica() -> None:
-    """All ranks hold one: there is nothing to average."""
+    """Train with one replica on all ranks, so that nothing is averaged."""
     everyone = flow.placement.all("cpu")
     m, plain = DistributedDataParallel(model().to_global(everyone, TENSOR)), model()
     loss(m, batch(0).to_global(everyone, B)).backward()

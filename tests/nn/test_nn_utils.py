@@ -1,5 +1,5 @@
-"""torch.nn.utils on global modules: parametrizations, weight norm, vectors of parameters; before
-and after the module becomes global."""
+"""Tests of torch.nn.utils on global modules: parametrizations, weight norm and vectors of
+parameters, before and after the module becomes global."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_set() -> None:
             p.set_(values(2, 3).to_global(line, B))
         (p * 2).sum().backward()
         assert torch.equal(full(p.grad), torch.full((2, 3), 2.0).double())
-        with pytest.raises(InplaceError, match="a storage is the memory of one rank's part"):
+        with pytest.raises(InplaceError, match="is the memory of one rank's local tensor"):
             x.set_(torch.zeros(3).untyped_storage())
         with pytest.raises(RuntimeError, match="Could not set"):
             x.set_(z.float())
@@ -134,8 +134,8 @@ def test_weight_norm_runs_where_its_operands_lie() -> None:
 
 
 def test_norms_of_gradients_with_empty_parts() -> None:
-    """A rank without elements of some tensor has nothing to say about its largest; norms of any
-    order come out, in lists and one by one."""
+    """Norms of gradients are right with empty shards. A rank without elements of a tensor does not
+    contribute to the maximum. Norms of any order work, in lists and one by one."""
     gradients = [values(2, 3), values(1, seed=1), values(5, seed=2)]
     orders = (float("inf"), -float("inf"), 1.0, 2.0, 0.5, 0.0)
     want = [nn.utils.get_total_norm(gradients, order) for order in orders]

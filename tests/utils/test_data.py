@@ -1,5 +1,5 @@
-"""flow.utils.data: global batches are those of one device, whatever the placement; each rank reads
-its share alone; a place in an epoch can be kept."""
+"""Tests of flow.utils.data. Global batches are those of one device on every placement, each rank
+reads only its share, and a position in an epoch can be saved."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GRIDS: list[tuple[list[Any], list[Any]]] = [
     ([[0, 1], [2, 3]], [S(0), B]),
     ([[0, 1], [2, 3]], [B, S(0)]),
     ([[0, 1], [2, 3]], [S(0), S(1)]),
-    ([2, 0], [S(0)]),  # rank 1 stands outside, and the order of ranks is not that of numbers
+    ([2, 0], [S(0)]),  # rank 1 is outside the placement, and the ranks are not in numeric order
 ]
 Pair = namedtuple("Pair", "rows labels")
 
 
 class Squares(data.Dataset[Any]):
-    """Remembers what was asked of it."""
+    """A dataset that records the requested indices."""
 
     def __init__(self, length: int) -> None:
         self.length, self.asked = length, list[int]()
@@ -110,7 +110,7 @@ def test_batches_are_those_of_one_device(
 
 def test_a_replica_reads_once_and_augments_alike() -> None:
     def augmented() -> Any:
-        torch.manual_seed(flow.env.get_rank())  # ranks that draw numbers of their own
+        torch.manual_seed(flow.env.get_rank())  # each rank draws its own numbers
         dataset = data.TensorDataset(torch.arange(8.0))
         noisy = [(x + torch.rand(()),) for (x,) in dataset]
         loader = GlobalDataLoader(
@@ -161,7 +161,7 @@ def test_the_place_in_an_epoch_is_kept_for_any_number_of_ranks() -> None:
     def go_on(state: Any) -> Any:
         here = loader()
         here.load_state_dict(state)
-        here.set_epoch(4)  # as a training loop does: the place is kept
+        here.set_epoch(4)  # as a training loop does: the position is kept
         rest = [batch.tolist() for batch in here]
         again = [batch.tolist() for batch in here]
         return rest, again, here.state_dict()["batches"]
@@ -247,7 +247,7 @@ def test_what_makes_no_sense_is_told() -> None:
         GlobalDataLoader(Stream(), 2, placement=place)
     with pytest.raises(GlobalTensorError, match="at least 1, not 0"):
         GlobalDataLoader(range(3), 0, placement=place)  # type: ignore[arg-type]
-    with pytest.raises(GlobalTensorError, match="give one"):
+    with pytest.raises(GlobalTensorError, match="pass one"):
         GlobalDataLoader(
             range(3), 1, placement=place, shuffle=True, sampler=data.SequentialSampler(range(3))
         )  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def test_another_sampler_gives_another_order() -> None:
 
 
 def on_processes() -> tuple[Any, ...]:
-    """With workers; then a training step, on data split over the ranks."""
+    """Load with workers, then run a training step on data split over the ranks."""
     torch.manual_seed(0)
     rows, labels = torch.randn(10, 4), torch.randn(10, 1)
     place = flow.placement.all("cpu")

@@ -1,5 +1,5 @@
-"""Data that is wrong on one rank alone: all ranks end, none waits for its time limit, and that
-rank's error is told first."""
+"""Tests of data that is wrong on one rank alone. All ranks end, no rank waits for its time limit,
+and that rank's error is reported first."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ for epoch in range(1000):
         F.cross_entropy(model(x), y, reduction=reduction).mean().backward()
         optimizer.step()
 """  # noqa: E501
-# for torch to be imported by all ranks, and for all to end; ranks wait for each other four times as
-# long
+# time for all ranks to import torch and to end; ranks wait for each other four times as long
 SECONDS = 150.0
 
 
@@ -57,6 +56,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=["target", "target over gloo", "token", "sample of a worker over gloo"],
 )
+@pytest.mark.sweep(3)
 def test_wrong_data_on_one_rank_ends_all(
     arguments: tuple[object, ...], says: str, shared: str, folder: Path
 ) -> None:

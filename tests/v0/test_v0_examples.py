@@ -1,4 +1,5 @@
-"""examples/v0: the losses of plain PyTorch, and digits that are known afterwards."""
+"""Tests of examples/v0: their losses are those of plain PyTorch, and the trained network recognizes
+digits."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ SECONDS = 600.0
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """An example as a module, in a session of its own. Nothing is dropped out: the numbers would
-    differ."""
+    """Yield a function that imports an example as a module, in a session of its own. Dropout is
+    off, because it would change the numbers."""
     flow.clear_default_session()
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(flow.nn, "dropout", lambda x, rate, name=None: x)
@@ -134,7 +135,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def run(folder: Path, name: str, *arguments: object) -> str:
-    """An example run to its end -> what it printed."""
+    """Run an example to its end and return its output."""
     with Launched(
         folder, EXAMPLES / f"{name}.py", *arguments, command=[sys.executable], OMP_NUM_THREADS="1"
     ) as started:
@@ -144,6 +145,7 @@ def run(folder: Path, name: str, *arguments: object) -> str:
     return out
 
 
+@pytest.mark.extended
 def test_hybrid_parallelism_knows_its_digits(folder: Path) -> None:
     assert accuracy(run(folder, "hybrid_parallelism_mlp", "--epochs", 12)) >= 95
 
@@ -183,7 +185,7 @@ def test_two_hosts_know_their_digits(folder: Path, network: Network) -> None:
     for number, host in order:
         processes.append(host.start(command, folder / f"host{number}"))
         if network.kind == LOOPBACK and number == 0:
-            time.sleep(10)  # where all addresses are one machine's, who comes first is the master
+            time.sleep(10)  # if all addresses are one machine's, the first process is the master
     for process in processes:
         assert process.wait(SECONDS) == 0
     assert accuracy((folder / "host0").read_text()) >= 95

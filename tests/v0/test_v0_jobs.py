@@ -1,4 +1,4 @@
-"""Jobs of less common kinds: mixed precision, older forms, chosen variables, mirrored convolutions,
+"""Tests of less common jobs: mixed precision, older forms, chosen variables, mirrored convolutions,
 pieces of pieces, uneven batches."""
 
 from collections.abc import Iterator
@@ -147,8 +147,8 @@ def test_pieces_that_are_no_lists_of_arrays() -> None:
 
 
 def test_a_view_within_a_job_holds_for_all_ops() -> None:
-    """Dropout and pieces are ops like others: in the mirrored view each device has rows of its
-    own."""
+    """A view set within a job holds for all ops, dropout and pieces included. In the mirrored view
+    each device has its own rows."""
 
     @flow.global_function(type="train")
     def job(x: tp.Numpy.Placeholder((4, 2))) -> tp.Tuple[tp.ListNumpy, tp.ListNumpy, tp.Numpy]:
@@ -188,7 +188,8 @@ def test_the_view_of_a_job_is_seen_in_it() -> None:
 
 
 def test_a_record_is_the_same_in_every_process() -> None:
-    """Machines compare what they have recorded; functions lie elsewhere in each process."""
+    """A job's record is the same in every process. Machines compare their records, although
+    functions have other addresses in each process."""
 
     def digest() -> str:
         def mean(x: Any, axis: Any, keepdims: bool) -> Any:
@@ -201,7 +202,7 @@ def test_a_record_is_the_same_in_every_process() -> None:
             )
 
         flow.clear_default_session()
-        kept.append(mean)  # where the second lies the first must not have lain
+        kept.append(mean)  # keep the first function alive, so that the second gets another address
         record = job.recorded(Layout(1, 1))
         assert " at 0x" not in "".join(record.lines())
         return record.digest()

@@ -1,6 +1,8 @@
-"""Layers and ops of jobs on one and two devices: values and gradients of plain PyTorch.
+"""Tests of layers and ops of jobs on one and two devices: values and gradients equal those of plain
+PyTorch.
 
-No ``from __future__ import annotations``: placeholders have the shapes of a test's arguments.
+This file has no ``from __future__ import annotations``: placeholders have the shapes of a test's
+arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +35,8 @@ def layer(
     want: Callable[..., Any],
     tolerance: float = 1e-5,
 ) -> None:
-    """A layer's values, and the gradients of its variables and input, against plain PyTorch."""
+    """Compare a layer's values, and the gradients of its variables and input, with plain
+    PyTorch."""
 
     @flow.global_function(type="train")
     def train(x: tp.Numpy.Placeholder(shape)) -> tp.Numpy:

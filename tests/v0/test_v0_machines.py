@@ -1,5 +1,5 @@
-"""Scripts on several machines, which meet and agree; each failure is told in bounded time. Machines
-are hosts in network namespaces, or loopback addresses."""
+"""Tests of scripts on several machines, which meet and agree. Each failure is reported in bounded
+time. Machines are hosts in network namespaces, or loopback addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def machines(network: Network, tmp_path: Path) -> Machines:
 
 
 def something_listens(machines: Machines, folder: Path) -> None:
-    """Another program is at the master's port. It answers in words of its own."""
+    """Start another program at the master's port. It answers in a protocol of its own."""
     program = (
         f"import socket; s = socket.create_server(('', {machines.port})); s.settimeout(100); "
         f"open('ready', 'w').close()\n"
@@ -54,8 +54,9 @@ def something_listens(machines: Machines, folder: Path) -> None:
 
 
 def test_two_machines_with_two_devices_each(machines: Machines, tmp_path: Path) -> None:
-    """A proxy is set that leads nowhere: it is not asked. The interfaces of virtual cards are not
-    taken: that of the machine's address is."""
+    """Two machines with two devices each train together. A proxy that leads nowhere is set, and is
+    not used. Interfaces of virtual cards are skipped in favor of the interface with the machine's
+    address."""
     path = script(tmp_path, BODY)
     for number in (0, 1):
         machines.start(
@@ -120,6 +121,7 @@ def test_the_masters_failure_ends_all(machines: Machines, tmp_path: Path) -> Non
     ],
     ids=["script", "job", "version"],
 )
+@pytest.mark.sweep(2)
 def test_machines_that_differ_are_told(
     change: str, says: str, machines: Machines, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_machines_that_differ_are_told(
         assert not results(out)
 
 
+@pytest.mark.extended
 def test_a_machine_that_does_not_come_is_named(machines: Machines, tmp_path: Path) -> None:
     machines.start(
         script(tmp_path, BODY), 0, 1, "list", https_proxy="http://203.0.113.9:3128", **SOON
@@ -152,12 +155,13 @@ def test_a_machine_that_does_not_come_is_named(machines: Machines, tmp_path: Pat
     code, out = machines.ended(0)
     assert code == 1
     assert (
-        f"machine 1 ({machines.addresses[1]}) has not come to the master's port {machines.port} "
-        f"within 3 s" in out
+        f"machine 1 ({machines.addresses[1]}) has not connected to the master's port "
+        f"{machines.port} within 3 s" in out
     )
     assert "https_proxy is set, but machines of a session talk to each other directly" in out
 
 
+@pytest.mark.extended
 def test_a_master_that_cannot_be_reached_is_named(machines: Machines, tmp_path: Path) -> None:
     if machines.network.kind == LOOPBACK:
         pytest.skip("on one machine the second is the master where there is none")
@@ -187,7 +191,7 @@ def test_a_wrong_interface_is_named(name: str, machines: Machines, tmp_path: Pat
     path = script(tmp_path, BODY)
     if name == "virtual0":
         machines.start(path, 0, 1, "list", GLOBALTENSOR_V0_WAIT="40")
-    else:  # it is found out as soon as the master's port is reached, whoever listens there
+    else:  # found as soon as any program at the master's port answers
         something_listens(machines, tmp_path)
     machines.start(path, 1, 1, "list", GLOBALTENSOR_V0_WAIT="40", GLOO_SOCKET_IFNAME=name)
     code, out = machines.ended(len(machines.processes) - 1)
@@ -204,6 +208,7 @@ def test_a_wrong_interface_is_named(name: str, machines: Machines, tmp_path: Pat
         assert "set it to eth0" in out
 
 
+@pytest.mark.extended
 def test_a_port_that_is_taken_is_named(machines: Machines, tmp_path: Path) -> None:
     if machines.network.kind == LOOPBACK:
         pytest.skip("on one machine the second process looks for the master at a taken port")

@@ -1,5 +1,5 @@
-"""Parts of a session in this process, on one device or against an end played by the test: what is
-queued, what fails, what is left behind."""
+"""Tests of parts of a session in this process, on one device or with the test as the peer. They
+cover queued jobs, failures and cleanup."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def ends() -> Iterator[tuple[Line, Line]]:
 
 
 def _line(connection: socket.socket) -> Line:
-    """A line over a socket that is no TCP socket: it takes no options of TCP's."""
+    """Return a line over a socket pair, which does not accept TCP options."""
     taken = SimpleNamespace(
         **{
             name: getattr(connection, name)
@@ -69,10 +69,10 @@ def test_a_queued_job_gets_the_arrays_of_its_call_and_a_lost_error_is_logged(
 
     buffer, gate, came = np.ones(2, np.float32), threading.Event(), queue.SimpleQueue[Any]()
     session().start()
-    session()._later(lambda: gate.wait(SECONDS))  # the session is busy: what follows is queued
+    session()._later(lambda: gate.wait(SECONDS))  # the session is busy: calls are queued
     doubled(buffer)(came.put)
     buffer[:] = 7
-    rows(np.array([0, 99], np.int32))  # its error is nobody's: nothing waits for it
+    rows(np.array([0, 99], np.int32))  # this error reaches no caller, as no call waits for it
     gate.set()
     assert came.get(timeout=SECONDS).tolist() == [2, 2]
     assert rows(np.array([0, 4], np.int32)).get().shape == (2, 3), (
@@ -98,7 +98,7 @@ def test_nothing_is_started_in_a_job_function() -> None:
     def looks(x: tp.Numpy.Placeholder((2,))) -> tp.Numpy:
         return x * len(flow.get_all_variables())
 
-    with pytest.raises(flow.JobError, match="job looks: a job function only says"):
+    with pytest.raises(flow.JobError, match="job looks: a job function only records"):
         looks(np.zeros(2, np.float32))
 
 
@@ -135,7 +135,7 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(
 
     def run(_: object) -> None:
         began.set()
-        over.wait(SECONDS)  # as in a collective that nobody else has come to
+        over.wait(SECONDS)  # as in a collective that no other rank has joined
 
     def leave(words: str, code: int, _: object) -> None:
         left.put((words, code))
@@ -169,8 +169,9 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(
 def test_a_machine_that_came_early_waits_as_long_as_the_master(
     ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reaches the master when its own time is nearly over; the master's has only begun then. And
-    what it set for the meeting is gone afterwards."""
+    """A machine that came early waits as long as the master. It reaches the master when its own
+    time is nearly over, and the master's time begins only then. Afterwards the variables set for
+    the meeting are restored."""
     waits, now = {}, [0.0]
 
     def found(*_: object) -> socket.socket:

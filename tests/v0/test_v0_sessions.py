@@ -1,5 +1,5 @@
-"""Scripts with job functions as users start them: one process, which starts its devices; results,
-callbacks, snapshots, and ends of every kind."""
+"""Tests of scripts with job functions, started as a user starts them: one process, which starts its
+devices. They cover results, callbacks, snapshots, and all kinds of exits."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.extended
 def test_all_that_a_script_may_do_on_one_and_two_devices(folder: Path) -> None:
-    """With two devices it ends in an error."""
+    """A script may use all of these features on one and two devices. With two devices it ends in an
+    error."""
     path, found = script(folder, ALL), []
     for devices, end, code in ((1, "return", 0), (2, "raise", 1)):
         ((one,), out, err) = ran(folder, path, devices, folder / f"models{devices}", end, code=code)
@@ -153,9 +155,11 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.extended
 def test_a_session_that_failed_says_so_and_another_may_follow(folder: Path) -> None:
-    """First a job fails on one of two devices, with nobody waiting for it; then, in a new session,
-    one of three devices is killed."""
+    """A session that failed reports the failure, and another session may follow. First a job fails
+    on one of two devices while no call waits for it. Then, in a new session, one of three devices
+    is killed."""
     ((one,), _, err) = ran(folder, script(folder, FAILS), code=1)
     assert (one["good"], one["again"]) == ([3, 3], [3, 3])
     assert len(one["said"]) == 2

@@ -1,5 +1,5 @@
-"""The parts of the job-function view alone: names of devices, schedules, annotations, files,
-settings, and what each refuses."""
+"""Tests of the separate units of the job-function view: device names, schedules, annotations,
+files, settings, and the inputs that each rejects."""
 
 import gzip
 import math
@@ -141,7 +141,7 @@ def refused(
         ),
         ("has no value while the job is recorded", lambda x: 1 if x[0, 0] > 0 else 2),
         ("has no value", lambda x: np.asarray(x)),
-        ("the first get_variable says its shape", lambda x: flow.get_variable("v")),
+        ("the first get_variable must set its shape", lambda x: flow.get_variable("v")),
         (
             r"variable v has shape \[3\] and .*, but is named again with \[4\]",
             lambda x: [flow.get_variable("v", (n,)) for n in (3, 4)],
@@ -150,7 +150,7 @@ def refused(
             r"v has .*float32, but is named again with .*int32",
             lambda x: [flow.get_variable("v", (3,), dtype=d) for d in (flow.float, flow.int32)],
         ),
-        ("is there already", lambda x: [flow.layers.dense(x, 2), flow.layers.dense(x, 2)]),
+        ("exists already", lambda x: [flow.layers.dense(x, 2), flow.layers.dense(x, 2)]),
         (
             "no dim 2 to be split",
             lambda x: flow.get_variable("v", (3, 3), distribute=flow.distribute.split(2)),
@@ -184,7 +184,7 @@ def refused(
         ),
         ("data_format is NCHW or NHWC", lambda x: flow.layers.conv2d(x, 2, data_format="CHWN")),
         ('is of type "predict"', lambda x: opt.SGD(constant(0.1)).minimize(x)),
-        ("gradients are taken by autograd now", lambda x: flow.layers.layer_norm_grad(x)),
+        ("autograd computes gradients now", lambda x: flow.layers.layer_norm_grad(x)),
         ("a function of the step instead", lambda x: opt.CustomScheduler("lr/out_0")),
         (
             "the session counts them itself now",
@@ -212,7 +212,7 @@ def test_what_a_job_function_may_not_do(match: str, body: Callable[[Any], Any]) 
         ("annotate Numpy", lambda x: x, tp.ListNumpy),
         ("has 2 values, but it has 3", lambda x: (x, x, x), tp.Tuple[tp.Numpy, tp.Numpy]),
         ("is a Dict, but it is list", lambda x: [x], tp.Dict[str, tp.Numpy]),
-        ("what comes out is Numpy", lambda x: x, np.ndarray),
+        ("annotate results with Numpy", lambda x: x, np.ndarray),
     ],
 )
 def test_what_a_job_function_may_not_return(
@@ -292,7 +292,7 @@ def test_settings_count_until_the_session_starts(caplog: pytest.LogCaptureFixtur
     assert flow.env.init() is True
     assert flow.env.init() is False
     assert flow.config.cpu_device_num(4) is False
-    assert "nothing happened" in caplog.text
+    assert "had no effect" in caplog.text
     assert flow.env.current_resource().machine_num == 1
 
 
@@ -367,7 +367,7 @@ def test_snapshots(tmp_path: Path) -> None:
     ).read_text() == "shape {\n  dim: 2\n  dim: 3\n}\ndata_type: kFloat\n"
     left = (
         tmp_path / f"again.unfinished-{os.getpid()}"
-    )  # of a process with our number that was killed
+    )  # as if left by a killed process with this process's id
     (left / "a").mkdir(parents=True)
     (left / "old").mkdir()
     flow.checkpoint.save(str(tmp_path / "again"), values)
@@ -389,7 +389,7 @@ def test_snapshots(tmp_path: Path) -> None:
         flow.checkpoint.save(str(tmp_path / "two"), {"../three": values["a"]})
     assert not (tmp_path / "two").exists()
     (tmp_path / "new" / "one" / "snapshot_done").unlink()
-    with pytest.raises(flow.SessionError, match="not written to its end"):
+    with pytest.raises(flow.SessionError, match="not written completely"):
         flow.checkpoint.get(str(tmp_path / "new" / "one"))
     with pytest.raises(flow.SessionError, match="no folder"):
         flow.checkpoint.get(str(tmp_path / "nothing"))
@@ -413,7 +413,7 @@ def test_numbered_snapshots_in_one_process(tmp_path: Path) -> None:
     assert np.asarray(flow.get_all_variables()["v"]).tolist() == [2.0, 3.0]
     with pytest.raises(flow.JobError, match=r"variable v has shape \[2\], the value \[3\]"):
         flow.load_variables({"v": np.zeros(3)})
-    with pytest.raises(flow.SessionError, match="no job has w; nothing is given for v"):
+    with pytest.raises(flow.SessionError, match="no job has w; no value is given for v"):
         flow.load_variables({"w": np.zeros(3)}, ignore_mismatch=False)
     with pytest.raises(flow.JobError, match="after the session has started"):
         flow.global_function()(lambda: None)

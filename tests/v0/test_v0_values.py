@@ -1,7 +1,8 @@
-"""Jobs on one and two devices give what the same network gives in plain PyTorch: layers, losses,
-optimizers, schedules, views, pieces, layouts.
+"""Tests that jobs on one and two devices give the values of the same network in plain PyTorch. They
+cover layers, losses, optimizers, schedules, views, pieces and layouts.
 
-No ``from __future__ import annotations``: some placeholders have the shapes of a test's arguments.
+This file has no ``from __future__ import annotations``: some placeholders have the shapes of a
+test's arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,8 +65,8 @@ def training(
 def plain(
     change: Callable[[list[Any], int], None], forward: Any = None
 ) -> tuple[list[Any], list[Any]]:
-    """The same in plain PyTorch: (losses of each step, parameters). ``change(parameters, step)``
-    updates them by their gradients."""
+    """Train the same network in plain PyTorch and return (losses of each step, parameters).
+    ``change(parameters, step)`` updates the parameters by their gradients."""
     parameters = [torch.tensor(v).requires_grad_() for v in START.values()]
     losses = []
     for step, (x, y) in enumerate(batches()):
@@ -88,7 +89,7 @@ def plain(
 def by(
     optimizer: Callable[[list[Any]], Any], rate: Callable[[int], float] | None = None
 ) -> Callable[[list[Any], int], None]:
-    """A change by an optimizer of torch."""
+    """Return a change that a torch optimizer makes."""
     made: list[Any] = []
 
     def change(parameters: list[Any], step: int) -> None:

@@ -95,7 +95,7 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
             if bucket_cap_mb is not None:
                 raise GlobalTensorError(
                     "DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) "
-                    "both say how large a bucket is: give one"
+                    "both set the size of a bucket: pass one of them"
                 )
             bucket_cap_mb = _megabytes(module, bucket_size if use_bucket else None)
         if broadcast_buffers is False:
@@ -157,7 +157,7 @@ def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     if parameter is None:
-        return "no parameter more"
+        return "no more parameters"
     name, shape, dtype, trained = parameter
     return f"{name}, {dtype.removeprefix('torch.')}{list(shape)}{'' if trained else ', frozen'}"
 

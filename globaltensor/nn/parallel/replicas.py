@@ -18,6 +18,8 @@ from torch import nn
 
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import reducer
+from ..._tensor.gradients.leaf import LeafGradient
+from ...boxing import log
 from ...distributed.world import world
 from ...errors import GlobalTensorError, PlacementError
 from ...sharding.placement import Placement
@@ -55,7 +57,7 @@ class GlobalReplicas(Transparent, nn.Module):
         if plain:
             raise GlobalTensorError(
                 f"DistributedDataParallel: {', '.join(plain[:3])} is local, other parameters are "
-                f"global: module.to_global makes all so"
+                "global: make all parameters global with module.to_global"
             )
         placements = _replicas({name: p._spec.placement for name, p in parameters}, process_group)
         self.module = module
@@ -96,7 +98,8 @@ class GlobalReplicas(Transparent, nn.Module):
         """Raise GlobalTensorError: it is not supported."""
         raise _only_locally(
             "register_comm_hook",
-            "flow.set_grad_reduce_dtype(module, dtype) says in which dtype gradients are summed",
+            "flow.set_grad_reduce_dtype(module, dtype) sets the dtype in which gradients are "
+            "summed",
         )
 
     def _buffers_here(self) -> list[torch.Tensor]:
@@ -110,7 +113,8 @@ class GlobalReplicas(Transparent, nn.Module):
             kinds.setdefault((t.dtype, t.device), []).append(t)
         comm = world().comm(self.peers)
         for these in kinds.values():
-            flat = comm.broadcast(torch.cat([t.reshape(-1) for t in these]), 0)
+            with log.exchanges("DistributedDataParallel: values of the first replica"):
+                flat = comm.broadcast(torch.cat([t.reshape(-1) for t in these]), 0)
             for t, part in zip(these, flat.split([t.numel() for t in these]), strict=True):
                 t.copy_(part.view(t.shape))
 
@@ -155,8 +159,8 @@ def _replicas(
         held = [r for ranks in sets for r in ranks]
         if len(set(held)) != len(held):
             raise PlacementError(
-                f"DistributedDataParallel: the replicas of {name} lie on "
-                f"{', '.join(map(str, sets))}, which share ranks: each needs its own"
+                f"DistributedDataParallel: the replicas of {name} are on "
+                f"{', '.join(map(str, sets))}, which share ranks: each replica needs its own ranks"
             )
         found[name] = sets
     return found
@@ -172,7 +176,7 @@ def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
         leaf._leaf.value, leaf._leaf.hooks = before.value, before.hooks
 
 
-class _Mean(reducer.LeafGradient):
+class _Mean(LeafGradient):
     """A gradient of one leaf, averaged over the replicas."""
 
     def __init__(self, leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
@@ -201,5 +205,7 @@ class _Mean(reducer.LeafGradient):
         grad = self.take() if self.local.grad is not None else None
         if grad is not None:
             kind = reducer.dtype_of_sum(grad, self.reduce_dtype)
-            self.put(world().comm(self.ranks).all_reduce(grad.contiguous().to(kind)).to(grad.dtype))
+            with log.exchanges("gradient of a leaf, summed over the replicas"):
+                total = world().comm(self.ranks).all_reduce(grad.contiguous().to(kind))
+            self.put(total.to(grad.dtype))
         return self.value

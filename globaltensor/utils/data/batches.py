@@ -130,8 +130,8 @@ class GlobalBatches:
         counts = {r: len(told[r][1]) for r in ranks}  # type: ignore[index]
         if len(set(counts.values())) > 1:
             raise GlobalTensorError(
-                f"GlobalBatches: batches of other structure on other ranks; numbers of tensors by "
-                f"rank: {counts}"
+                "GlobalBatches: batches have different structures on different ranks; numbers of "
+                f"tensors by rank: {counts}"
             )
         return True
 

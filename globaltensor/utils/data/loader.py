@@ -17,6 +17,7 @@ from torch.utils import data
 from ..._base.pytree import replaced, tensors_in
 from ..._tensor.convert import check_placement
 from ..._tensor.global_tensor import GlobalTensor
+from ...boxing import log
 from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError, ShapeError
 from ...sharding.placement import Placement
@@ -81,7 +82,8 @@ class GlobalDataLoader:
             )
         if sampler is not None and shuffle:
             raise GlobalTensorError(
-                "GlobalDataLoader: sampler and shuffle both say in which order to read: give one"
+                "GlobalDataLoader: sampler and shuffle both set the order of the samples: pass "
+                "one of them"
             )
         self.placement = (
             Placement.all("cuda" if torch.cuda.is_available() else "cpu")
@@ -161,7 +163,7 @@ class GlobalDataLoader:
         if other:
             raise GlobalTensorError(
                 f"GlobalDataLoader: this state belongs to a loader with {', '.join(other)}, whose "
-                f"batches are others"
+                "batches are different"
             )
         self.set_epoch(int(state["epoch"]))
         self._begin = self._done = int(state["batches"])
@@ -304,7 +306,8 @@ class _BatchShare:
             else local
         )
         if len(self.fiber) > 1:
-            whole = here.comm(self.fiber).broadcast(whole, 0)
+            with log.exchanges("a batch of the loader to the ranks that share its rows"):
+                whole = here.comm(self.fiber).broadcast(whole, 0)
         offsets, lengths = spec.box(self.rank)
         for d in range(1, len(shape)):
             whole = whole.narrow(d, offsets[d], lengths[d])

@@ -57,8 +57,8 @@ class JobSignature:
         if bare:
             example = "flow.typing.Numpy.Placeholder((100, 10), dtype=flow.float)"
             raise JobError(
-                f"job {job}: parameter {bare[0]} has no annotation; every parameter says what "
-                f"array it takes, like {bare[0]}: {example}"
+                f"job {job}: parameter {bare[0]} has no annotation; annotate every parameter with "
+                f"the array it takes, like {bare[0]}: {example}"
             )
         for name, p in signature.parameters.items():
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -206,8 +206,8 @@ def _array(where: str, leaf: type[Placeholder], value: Any) -> np.ndarray[Any, A
         )
     if array.dtype != wanted and not np.can_cast(array.dtype, wanted, "same_kind"):
         raise JobError(
-            f"{where} takes {wanted}, got {array.dtype}: convert it with .astype(np.{wanted}) "
-            f"where that is meant"
+            f"{where} takes {wanted}, got {array.dtype}: convert it with .astype(np.{wanted}) if "
+            "that is intended"
         )
     return np.ascontiguousarray(array, dtype=wanted).reshape(leaf.shape)
 
@@ -233,8 +233,7 @@ def _input(job: str, name: str, annotation: Any) -> Any:
         "ListListNumpy.Placeholder or a Tuple of them"
     )
     raise JobError(
-        f"job {job}: parameter {name} is annotated {shown}; what an input takes is said with "
-        f"{kinds}"
+        f"job {job}: parameter {name} is annotated {shown}; annotate an input with {kinds}"
     )
 
 
@@ -249,8 +248,8 @@ def _check_output(job: str, annotation: Any) -> None:
         return
     shown = getattr(annotation, "__name__", repr(annotation))
     raise JobError(
-        f"job {job}: it returns {shown}; what comes out is Numpy, ListNumpy or ListListNumpy of "
-        f"flow.typing, in a Tuple, Dict, Bundle or Callback"
+        f"job {job}: its return annotation is {shown}; annotate results with Numpy, ListNumpy or "
+        "ListListNumpy of flow.typing, in a Tuple, Dict, Bundle or Callback"
     )
 
 

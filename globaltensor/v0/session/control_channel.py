@@ -18,7 +18,7 @@ from ..errors import SessionError
 
 __all__ = ["PROXIES", "Line", "listen", "proxies", "reached"]
 
-MOST_BYTES: Final = 1 << 22  # maximum size of one message
+MAX_BYTES: Final = 1 << 22  # maximum size of one message
 _TRY_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.2
 PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
@@ -72,7 +72,7 @@ class Line:
                 raise
             except OSError:
                 return None
-            if not came or len(self._rest) > MOST_BYTES:
+            if not came or len(self._rest) > MAX_BYTES:
                 return None
             self._rest += came
         text, _, self._rest = self._rest.partition(b"\n")

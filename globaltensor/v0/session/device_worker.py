@@ -107,7 +107,7 @@ def follow(
                     leave(f"the master has ended: {message['why']}", 1)
             orders.put(message)
         if not over.is_set():
-            leave("the master is gone: this machine ends with it", 1)
+            leave("the connection to the master is lost, so this machine stops", 1)
 
     threading.Thread(target=listen, name="globaltensor.v0 line to the master", daemon=True).start()
     engine: Engine | None = None

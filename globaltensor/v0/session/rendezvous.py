@@ -133,7 +133,7 @@ class SessionRendezvous:
                 answer = self._answer(line)
                 if answer is None or "reached" not in answer:
                     self.refuse(
-                        f"machine {number} ({self.nodes[number].addr}) does not go on: "
+                        f"machine {number} ({self.nodes[number].addr}) has stopped: "
                         f"{(answer or {}).get('refused', 'its script has ended')}"
                     )
         for line in self.lines.values():
@@ -170,8 +170,8 @@ class SessionRendezvous:
         number = next((i for i in hello["here"] if i in missing), None)
         if number is None:
             told = (
-                f"machine {hello['here']} of env.machine has come already: the script is "
-                f"started once on each machine"
+                f"machine {hello['here']} of env.machine has connected already: start the script "
+                "once on each machine"
             )
             line.send(refused=told)
             line.close()
@@ -189,14 +189,14 @@ class SessionRendezvous:
     def _absent(self, missing: Sequence[int]) -> str:
         node, port = self.nodes[missing[0]], self.settings.port
         told = (
-            f"machine {missing[0]} ({node.addr}) has not come to the master's port {port} "
+            f"machine {missing[0]} ({node.addr}) has not connected to the master's port {port} "
             f"within {seconds():g} s ({VARIABLE} waits longer)"
         )
         try:
             reached(node.addr, port, _PROBE_SECONDS).close()
             why = (
-                "it answers at that port itself: does it take itself for the master? Its list "
-                "of machines must be the same"
+                "it listens at that port itself: does it consider itself the master? Its list of "
+                "machines must be the same"
             )
         except SessionError as error:
             refused = "refused" in str(error)
@@ -264,14 +264,14 @@ class SessionRendezvous:
             message = self.master.receive(wait)
         except TimeoutError:
             raise SessionError(
-                f"what listens at {where} is not the master of this session, or it hangs: it said "
+                f"what listens at {where} is not the master of this session, or it hangs: it sent "
                 f"nothing for {wait:.0f} s"
             ) from None
         if message is None or not {what, "refused"} & message.keys():
             why = (
                 "is no session of globaltensor.v0"
                 if what == "machine"
-                else "has ended while the machines met"
+                else "has ended while the machines were connecting"
             )
             raise SessionError(
                 f"what listened at {where} {why}; the port must be one that only the master uses"

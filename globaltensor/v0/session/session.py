@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -29,6 +28,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ..._base.user_code import warn_user
 from ...distributed.cluster_env import detect
 from ...distributed.env import get_world_size
 from ...distributed.launch import reserved_port
@@ -110,7 +110,7 @@ class Session:
             )
         if job.name in self.jobs:
             raise JobError(
-                f"there is a job {job.name} already: the jobs of a session have names of their own"
+                f"there is a job {job.name} already: the jobs of a session need different names"
             )
         self.jobs[job.name] = job
 
@@ -198,7 +198,7 @@ class Session:
                 try:
                     self.meeting = SessionRendezvous(settings, self.layout.each, self.layout.kind)
                 except BaseException as error:
-                    self._over = f"the machines of the session did not meet: {error}"
+                    self._over = f"the machines of the session could not connect: {error}"
                     raise
 
     def start(self) -> None:
@@ -215,8 +215,8 @@ class Session:
             tape = taping()
             if tape is not None:
                 raise JobError(
-                    f"job {tape.record.name}: a job function only says what is to be done; call "
-                    f"jobs and look at variables outside of it"
+                    f"job {tape.record.name}: a job function only records ops; call jobs and read "
+                    "variables outside of it"
                 )
             workers = Workers()
             try:
@@ -246,11 +246,10 @@ class Session:
             s.devices.tag == "gpu" for r in self.records.values() for s in r.steps
         )
         if self.layout.kind == "cpu" and asked:
-            warnings.warn(
+            warn_user(
                 f'there is no GPU here: "gpu" devices are CPU devices ({self.layout.each} on this '
                 f"machine)",
                 UserWarning,
-                stacklevel=5,
             )
 
     def _begin(self, workers: Workers) -> None:

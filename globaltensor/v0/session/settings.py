@@ -63,7 +63,7 @@ class Settings:
         """The control port. Raise SessionError if it is not set, which several machines need."""
         if self.ctrl_port is None:
             raise SessionError(
-                "several machines need a port by which they meet, the same on all: "
+                "several machines need a port to connect through, the same on all: "
                 "flow.env.ctrl_port(9988)"
             )
         return self.ctrl_port
@@ -101,8 +101,8 @@ def setting(function: Callable[P, Any]) -> Callable[P, bool]:
     def told(*args: P.args, **kwargs: P.kwargs) -> bool:
         if settings.closed:
             logger.warning(
-                "%s: nothing happened, the session has started already: say it before the first "
-                "job call",
+                "%s had no effect, because the session has started already: call it before the "
+                "first job call",
                 function.__name__,
             )
             return False

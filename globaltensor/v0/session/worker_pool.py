@@ -76,8 +76,8 @@ class WorkerPool:
         while len(self.lines) < self.layout.size - 1:
             for device, code in self.workers.dead().items():
                 raise SessionError(
-                    f"the process of device 0:{device} ended with code {code} before it began; "
-                    f"what it wrote to stderr says why"
+                    f"the process of device 0:{device} ended with code {code} before it was "
+                    "ready; its stderr says why"
                 )
             if time.monotonic() > until:
                 missing = [
@@ -86,7 +86,7 @@ class WorkerPool:
                     if r not in self.lines
                 ]
                 raise SessionError(
-                    f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come "
+                    f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not start "
                     f"within {_START_SECONDS:g} s"
                 )
             self._welcome(told.token)
@@ -188,7 +188,7 @@ def _heard(line: Line, who: str) -> dict[str, Any]:
             if time.monotonic() - told > _TELL_SECONDS:
                 told = time.monotonic()
                 logger.warning(
-                    "waiting for %s, whose script has not come to its first job call", who
+                    "waiting for %s, whose script has not reached its first job call", who
                 )
             continue
         if answer is None:
