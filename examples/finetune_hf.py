@@ -87,13 +87,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--model",
-        help="folder or name of a causal language model; none: a small one with random weights",
+        help=(
+            "folder or name of a causal language model; without it, a small model with random "
+            "weights"
+        ),
     )
     add("--parallel", choices=PLANS, default="data", help="the plan (see flow.parallelize)")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--steps", type=int, default=100)
     add("--batch", type=int, default=8, help="snippets a step, over all ranks")
-    add("--context", type=int, default=63, help="bytes of a snippet, less one")
+    add("--context", type=int, default=63, help="number of bytes of a snippet, minus one")
     add("--rate", type=float, default=3e-3, help="learning rate")
     add("--out", help="folder for the result")
     options = parser.parse_args(arguments)

@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from tqdm import tqdm
 
 import globaltensor as flow
 
@@ -303,22 +301,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--parallel",
         choices=["single", "pipeline", "auto", *PARALLEL],
         default="data",
-        help="how the job is spread; single: plain PyTorch, one process",
+        help="how to distribute the job; single: plain PyTorch, one process",
     )
-    add("--picture", type=Path, help="auto: where a page that shows the plan is written")
+    add("--picture", type=Path, help="auto: file to write a page to that shows the plan")
     add(
         "--plan",
         type=plan_in,
         help=(
-            "auto: carry out the plan in this file (Plan.save, `globaltensor plan --json`) "
-            "instead of searching for one"
+            "auto: apply the plan in this file (Plan.save, `globaltensor plan --json`) instead of "
+            "searching for one"
         ),
     )
     add(
         "--cluster",
         help=(
-            "auto: what the cluster is like, a file that `globaltensor profile` wrote or the "
-            "name of a preset; else the ranks are measured"
+            "auto: the cluster, as a file that `globaltensor profile` has written or the name of "
+            "a preset; without it the ranks are measured"
         ),
     )
     add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
@@ -331,34 +329,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--micro-batches",
         type=int,
         default=1,
-        help="with --graph: cut each batch into so many, and step once",
+        help="with --graph: number of micro-batches to cut each batch into, for one step",
     )
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--context", type=int, default=128, help="bytes the model looks back")
+    add("--context", type=int, default=128, help="number of bytes that the model looks back")
     add("--batch", type=int, default=16, help="snippets per step, over all processes")
     add("--steps", type=int, default=500)
     add(
         "--lr",
         type=float,
         default=3e-3,
-        help="at its highest: it warms up, then falls along a cosine",
+        help="maximum learning rate: the rate warms up, then falls along a cosine",
     )
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--checkpoint", type=Path, help="where the trained state is saved")
-    add("--resume", action="store_true", help="go on from --checkpoint, up to --steps")
-    add("--sample", type=int, default=200, help="bytes of the continuation at the end")
+    add("--checkpoint", type=Path, help="file to save the trained state to")
+    add("--resume", action="store_true", help="continue from --checkpoint, up to --steps")
+    add("--sample", type=int, default=200, help="number of bytes of the continuation at the end")
     add(
         "--temperature",
         type=float,
         default=0.7,
-        help="of the continuation; 0: always the likeliest byte",
+        help="temperature of the continuation; 0: always the likeliest byte",
     )
     add("--log-every", type=int, default=25, help="steps between two reports of the loss")
-    add("--no-progress", action="store_true", help="no progress bar, even on a terminal")
+    add("--no-progress", action="store_true", help="no live line, even on a terminal")
     options = parser.parse_args(arguments)
     counts = ("layers", "width", "heads", "context", "batch", "steps", "tensor_size", "log_every")
     if small := [f"--{name.replace('_', '-')}" for name in counts if getattr(options, name) < 1]:
@@ -450,7 +448,7 @@ class Step(flow.nn.Graph):
         if plan is not None:
             # The plan comes from a file and the model follows it already. The graph adds the
             # micro-batches and their schedule.
-            self.config.follow(plan)
+            self.config.use_auto_plan(plan)
         else:
             self.config.enable_auto_parallel(auto)
 
@@ -490,32 +488,23 @@ def train(
         if options.graph
         else functools.partial(eager_step, model, optimizer)
     )
-    loud = flow.env.get_rank() == 0
-    bar = tqdm(
-        total=options.steps,
-        initial=first,
-        unit="step",
-        disable=not loud or options.no_progress or not sys.stderr.isatty(),
-    )
-    losses, recent, since = [], [], time.perf_counter()
-    for step in range(first, options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * learning_rate(step, options.steps)
-        recent.append(step_of(batch_of(step)))
-        if step == first and loud and options.parallel == "auto":
-            show_plan(step_of, model, options)
-        bar.update()
-        if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
-            # collective, so every rank calls it, although only rank 0 prints
-            losses.append(torch.stack(recent).mean().item())
-            rate = len(recent) * options.batch * options.context / (time.perf_counter() - since)
-            recent, since = [], time.perf_counter()
-            told = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s"
-            bar.set_postfix_str(told)
-            if loud:
-                with tqdm.external_write_mode():  # above the bar, if there is one
-                    print(f"step {step + 1:5d}  {told}", flush=True)
-    bar.close()
+    losses = []
+    with flow.utils.Progress(
+        options.steps,
+        first=first,
+        tokens=options.batch * options.context,
+        every=options.log_every,
+        live=not options.no_progress,
+    ) as progress:
+        for step in range(first, options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * learning_rate(step, options.steps)
+            loss = step_of(batch_of(step))
+            if step == first and flow.env.get_rank() == 0 and options.parallel == "auto":
+                show_plan(step_of, model, options)
+            report = progress.step(loss)  # on every rank: reading a global loss is collective
+            if report is not None:
+                losses.append(report.loss)
     return losses
 
 
@@ -604,5 +593,32 @@ def run(options: argparse.Namespace) -> list[float]:
     return losses
 
 
+#: For each mode, what each process had.
+HELD = {
+    "single": "everything",
+    "data": "all parameters, and its share of the rows of each batch",
+    "fsdp": "its share of each parameter, and of the rows of each batch",
+    "tensor": "its share of the heads and features of each layer, and every batch",
+    "sequence": "its share of the heads and features of each layer, and of time between layers",
+    "hybrid": "its share of the rows of a batch, and of each layer with the others of its replica",
+    "pipeline": "some of the layers",
+    "auto": "what the plan above says",
+}
+
+
+def closing(options: argparse.Namespace, losses: Sequence[float]) -> str:
+    """Return two lines for the end: what the user has seen, and what to try next."""
+    processes = 1 if options.parallel == "single" else flow.env.get_world_size()
+    after = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} (validation)"
+    other = "tensor" if options.parallel != "tensor" else "fsdp"
+    return (
+        f"Seen: {after} on {processes} process(es); each had {HELD[options.parallel]}.\n"
+        f'Next: make train ARGS="--parallel {other}" has the same losses; docs/quickstart.md makes '
+        "your own model parallel; examples/README.md has more programs."
+    )
+
+
 if __name__ == "__main__":
-    main()
+    losses = main()
+    if flow.env.get_rank() == 0:
+        print(f"---\n{closing(parse(None), losses)}", flush=True)

@@ -19,10 +19,10 @@ def options(epochs, **more):
     parser.add_argument(
         "--mnist",
         metavar="FOLDER",
-        help="read MNIST's IDX files there; without it, the digits of scikit-learn",
+        help="folder with MNIST's IDX files; without it, the digits of scikit-learn are used",
     )
     parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--steps", type=int, help="stop after so many batches")
+    parser.add_argument("--steps", type=int, help="stop after this many batches")
     for name, settings in more.items():
         parser.add_argument(f"--{name}", **settings)
     return parser.parse_args()
