@@ -16,11 +16,11 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --numprocesses $(WORKERS) --dist loadgroup)
-SOURCES := globaltensor tests examples benchmarks
+SOURCES := globaltensor tests examples benchmarks docs/site
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install-mpi train check test test-slow test-gpu lint types coverage bench clean
+.PHONY: help venv install-mpi train check test test-extended test-slow test-gpu lint types stubs docs docs-serve coverage bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,12 +41,15 @@ check: lint types  ## lint, types, and a sample of the tests that start no proce
 	@$(BIN)/python -m compileall -q globaltensor tests
 	$(BIN)/python -m pytest --check $(SIDE_BY_SIDE) $(ARGS)
 
-test: $(STAMP)  ## all tests that need neither long nor a GPU
+test: $(STAMP)  ## the tests: of long sweeps one case in a few, see test-slow
 	@# once, rather than by each process that a test starts, where python is told to write no bytecode
 	@$(BIN)/python -m compileall -q globaltensor tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-test-slow: $(STAMP)  ## the long ones
+test-extended: $(STAMP)  ## the other cases of sweeps, and long tests with a quicker sibling
+	$(BIN)/python -m pytest -m 'extended and not slow and not gpu' $(SIDE_BY_SIDE) $(ARGS)
+
+test-slow: test-extended  ## all that make test leaves out
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
 
 # ON_GPU: tests of the CPU that `make test-gpu` also runs with their placements on the GPU, which the ranks share (tests/support/device.py).
@@ -54,7 +57,7 @@ ON_GPU := tests/boxing/test_boxing_processes.py tests/end_to_end/test_training.p
 
 test-gpu: $(STAMP)  ## those that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
-	GLOBALTENSOR_TEST_DEVICE=cuda GLOBALTENSOR_BACKEND=gloo $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ON_GPU) $(ARGS)
+	GLOBALTENSOR_TEST_DEVICE=cuda GLOBALTENSOR_BACKEND=gloo $(BIN)/python -m pytest -m 'not slow and not gpu' $(SIDE_BY_SIDE) $(ON_GPU) $(ARGS)
 
 lint: $(STAMP)  ## ruff: what it finds wrong, and its layout
 	$(BIN)/python -m ruff check $(SOURCES)
@@ -62,6 +65,17 @@ lint: $(STAMP)  ## ruff: what it finds wrong, and its layout
 
 types: $(STAMP)  ## mypy --strict on the pure rooms
 	$(BIN)/python -m mypy
+
+stubs: $(STAMP)  ## the type stubs of flow, flow.nn ...: after a change of a public name or signature
+	cd tests && ../$(BIN)/python -m support.stubs.generate
+
+# Fails on a link, an anchor or a page of the navigation that does not exist, and on a page that the navigation lacks.
+# Not with --quiet: mkdocs then counts no warnings.
+docs: $(STAMP)  ## the documents as a site, in build/site; its search needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(STAMP)  ## the same at http://127.0.0.1:8000, built again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --watch README.md
 
 coverage: $(STAMP)  ## every op of torch on global tensors: writes docs/coverage.md
 	$(BIN)/python tests/op_coverage.py $(ARGS)

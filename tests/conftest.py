@@ -1,5 +1,5 @@
-"""What every test gets: a fixed seed, one thread, and the shared processes (support/pool.py), which
-end with the run."""
+"""The setup of every test: a fixed seed, one thread, and the shared processes (support/pool.py),
+which end with the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support.forked import close_server
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
-# Machines differ in speed, and the first example pays for imports: no deadline for an example; the
-# run has its own time limit.
+# Machines differ in speed, and the first example pays for imports. So an example has no deadline,
+# and the run has its own time limit.
 settings.register_profile("here", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("here")
-# automatic plans are for the generic machine, and so the same on every machine that runs the tests
+# Automatic plans assume the generic machine, so they are the same on every test machine.
 os.environ.setdefault("GLOBALTENSOR_PROFILE", "0")
 device.move()
 
@@ -39,13 +39,15 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """``ranks(2, fn, *args)`` -> each rank's result, on real processes."""
+    """Return ``ranks(2, fn, *args)``, which runs ``fn`` on real processes and returns each rank's
+    result."""
     return run_on
 
 
 @pytest.fixture
 def simulated() -> Callable[..., list[Any]]:
-    """``simulated(4, fn, *args)`` -> each rank's result, on threads of this process."""
+    """Return ``simulated(4, fn, *args)``, which runs ``fn`` on threads of this process and returns
+    each rank's result."""
     from globaltensor.distributed.simulate import simulate
 
     return simulate
@@ -53,7 +55,7 @@ def simulated() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def fresh_pool() -> Iterator[Callable[[int], Pool]]:
-    """Pools of a test's own, for tests that break them."""
+    """Make a test's own pools, for tests that break them."""
     made: list[Pool] = []
 
     def make(n: int) -> Pool:
@@ -65,7 +67,7 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
         each.close()
 
 
-#: What starts processes, or runs on the shared ones.
+#: Functions and classes that start processes, or run on the shared ones.
 STARTERS = {
     id(thing)
     for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess)
@@ -97,7 +99,8 @@ def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         whole_programs = "end_to_end" in item.path.parts
-        if not whole_programs and not with_processes(item, known):
+        left_out = any(map(item.get_closest_marker, ("extended", "slow", "gpu")))
+        if not whole_programs and not left_out and not with_processes(item, known):
             cases.setdefault(getattr(item, "function", item.nodeid), []).append(item)
     items[:] = [of[len(of) // 2] for of in cases.values()]
 
@@ -112,11 +115,24 @@ def with_processes(item: pytest.Item, known: dict[Any, bool]) -> bool:
     return any(id(f) in STARTERS or starts_processes(f, known) for f in functions)
 
 
+def extend(items: list[pytest.Item]) -> None:
+    """Mark the cases of each sweep that ``make test`` leaves out as extended."""
+    seen: dict[Any, int] = {}
+    for item in items:
+        if (sweep := item.get_closest_marker("sweep")) is not None:
+            of = getattr(item, "function", item.nodeid)
+            number = seen[of] = seen.get(of, -1) + 1
+            if number % sweep.args[0]:
+                item.add_marker(pytest.mark.extended)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them
-    for every 4 cores: there one after another, with one pool for all."""
+    """Keep the tests with processes on one worker for every 4 cores, if several workers run the
+    tests (pytest-xdist). There these tests run one after another, with one pool for all."""
     known: dict[Any, bool] = {}
     groups = max(1, (os.cpu_count() or 1) // 4)
+    extend(items)
     if config.getoption("--check"):
         sampled(items, known)
     for item in items:

@@ -1,23 +1,24 @@
 """The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and
 docs/coverage.json.
 
-How an op *ran*: **native** where its rule kept an operand split; **composite** where it is written
-with other global ops (torch's own Python body, or ours) and none of them made the largest operand
-whole; **own** where no data are needed (shapes, dtypes, functions without operands); **whole**
-where a rule wants every operand whole or the result's shape depends on data; **fallback** where no
-rule knows it: every operand is made whole, with a warning. The best of all samples and layouts
+An op *ran* **native** if its rule kept an operand split. It ran **composite** if it is written with
+other global ops (torch's own Python body, or ours) and none of them replicated the largest operand.
+It ran **own** if it needs no data (shapes, dtypes, functions without operands). It ran **whole** if
+a rule needs every operand replicated or the result's shape depends on data. It ran **fallback** if
+no rule knows it: every operand is replicated, with a warning. The best of all samples and layouts
 counts.
 
 At most three samples of an op are tried (the first, the first of those with the most dims, one
-more), each on 2, 4 and 2x2 simulated ranks and split in up to three fixed layouts and one drawn,
-partial sums among them; parts are of unequal sizes, and empty where there are fewer elements than
+more). Each runs on 2, 4 and 2x2 simulated ranks, in up to three fixed layouts and one drawn layout,
+partial sums among them. Shards have unequal sizes, and are empty if there are fewer elements than
 ranks.
 
-Verdicts: **right**, plain torch's numbers in every layout; **some**, right or refused with an error
-that says what to do, never wrong; **refused** in every layout; **wrong**, other numbers; **error**,
-an error that is not the library's. DTensor's beside it: the same samples in the layouts that do not
-mix (every operand split by its first dim; the first operand only; by the last dim) on two ranks;
-**some** where it raises in some of them, **fails** in all.
+The verdict **right** means plain torch's numbers in every layout. The verdict **some** means right
+or refused with an error that names a fix, never wrong. The verdict **refused** means refused in
+every layout, **wrong** means other numbers, and **error** means an error that is not the library's.
+DTensor's columns use the same samples on two ranks, in the layouts that do not mix: every operand
+split by its first dim, the first operand only, or all by the last dim. There **some** means that
+DTensor raises in some of these layouts, and **fails** that it raises in all.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ GRIDS = ((2,), (4,), (2, 2))
 KINDS = ("forward", "backward", "in-place", "out")
 RAN = ("native", "composite", "whole", "fallback", "own")
 VERDICTS = ("right", "some", "refused", "error", "wrong")
-SECONDS = 240.0  # what one op may take
-PEER_SECONDS = 15.0  # what DTensor gets of it: with many operands it searches long for placements
+SECONDS = 240.0  # limit for one op
+PEER_SECONDS = 15.0  # DTensor's share of it: with many operands its search for placements is slow
 
 Row = dict[str, Any]
 
 
 def measure(task: tuple[int, int, int]) -> Row:
-    """One op's row of the report."""
+    """Measure one op and return its row of the report."""
     import torch
 
     torch.set_num_threads(1)
@@ -77,7 +78,7 @@ def measure(task: tuple[int, int, int]) -> Row:
 
 
 def verdict(hows: Sequence[str]) -> str:
-    """What the outcomes of one kind amount to."""
+    """Return the verdict on the outcomes of one kind."""
     n = Counter(hows)
     return (
         "wrong"
@@ -93,8 +94,8 @@ def verdict(hows: Sequence[str]) -> str:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> Row:
-    """Outcomes -> {kind: verdict}, how it ran, the verdict on forward where parts are uneven, and
-    what went wrong first."""
+    """Summarize outcomes: {kind: verdict}, how the op ran, the verdict on forward with uneven
+    shards, and the first problem."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for outcome in found:
         by_kind[outcome["what"]].append(outcome)
@@ -126,7 +127,7 @@ def _worst(outcomes: Sequence[dict[str, Any]]) -> str:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The page."""
+    """Return the text of the page."""
     measured = [r for r in rows if r["verdicts"]]
     floats = [r for r in measured if r["float"]]
     text = ["# Coverage", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
@@ -212,8 +213,8 @@ def _count(rows: Sequence[Row], key: str, value: str) -> int:
 
 
 def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
-    """Each task in one of a few processes, as they get done. An op that kills its process, or takes
-    too long, is reported as such."""
+    """Yield each task's row from one of a few processes, in the order of completion. An op that
+    kills its process, or takes too long, is reported as such."""
     from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from concurrent.futures.process import BrokenProcessPool
 
@@ -225,7 +226,7 @@ def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
                 while left or running:
                     while (
                         left and len(running) < jobs
-                    ):  # no more than run at once, so that it is known who was running
+                    ):  # no task waits in the pool, so a crash names the running tasks
                         task = left.pop(0)
                         running[pool.submit(measure, task)] = task
                     done, _ = wait(running, timeout=SECONDS, return_when=FIRST_COMPLETED)

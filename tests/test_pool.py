@@ -1,4 +1,4 @@
-"""The pool of processes that other tests stand on."""
+"""Tests of the pool of processes that other tests use."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def test_ranks_of_one_world(n: int) -> None:
     assert len(set(first[0][2])) == n
 
 
+@pytest.mark.extended
 def test_a_failure_shows_its_traceback_and_ends_the_pool(fresh_pool: Callable[[int], Pool]) -> None:
     pool = fresh_pool(2)
     pool.run(who)

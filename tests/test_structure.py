@@ -1,5 +1,5 @@
-"""The rooms: what may import what, where torch's private names live, and that importing does
-nothing."""
+"""Tests of the package's structure: the direction of imports, the place of torch's private names,
+and an import without side effects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 import globaltensor
+from globaltensor._base.hidden_attributes import HIDDEN_ATTRIBUTES
 
 ROOT = Path(globaltensor.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# Lowest first: what this is in a sentence stands in CONTRIBUTING.md. A folder or file of the
-# package's top imports from earlier rows, and earlier in its own row.
+# The lowest layer comes first. CONTRIBUTING.md describes the layers in a sentence. A folder or file
+# of the package's top imports from earlier rows, and from earlier entries of its own row.
 LAYERS: dict[str, tuple[str, ...]] = {
     "base": ("errors", "_base"),
     "values": ("sharding", "cluster"),
@@ -53,7 +54,7 @@ def room(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """(room, line) of everything of this package that a file imports."""
+    """Yield (room, line) of each import of this package in a file."""
     package = ["globaltensor", *path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[list[str]] = []
@@ -69,9 +70,9 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def private(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, line) of torch's private names in a file."""
+    """Yield (name, line) of torch's private names in a file."""
     tree = ast.parse(path.read_text())
-    roots = {}  # local name -> what of torch it stands for
+    roots = {}  # local name -> the torch name that it refers to
     for node in ast.walk(tree):
         names: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
@@ -118,14 +119,57 @@ def test_imports_go_down_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_private_names_of_torch_live_in_one_file() -> None:
+def test_private_names_of_torch_live_in_one_folder() -> None:
     wrong = [
         f"{path.relative_to(ROOT.parent)}:{line}: {name}"
         for path in FILES
-        if path.name != "torch_private.py"
+        if path.parent.name != "torch_private"
         for name, line in private(path)
     ]
-    assert not wrong, "move these to _base/torch_private.py, with a reason:\n" + "\n".join(wrong)
+    assert not wrong, "move these to _base/torch_private/, with a reason:\n" + "\n".join(wrong)
+
+
+def hidden_attributes(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, line) of each attribute that a file reads or writes in another object's __dict__."""
+    tree = ast.parse(path.read_text())
+    texts = {
+        target.id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+
+    def other(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr == "__dict__"
+            and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        )
+
+    for node in ast.walk(tree):
+        keys: list[ast.AST] = []
+        if isinstance(node, ast.Subscript) and other(node.value):
+            keys = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if other(node.func.value) and node.func.attr in ("get", "pop", "setdefault"):
+                keys = node.args[:1]
+        elif isinstance(node, ast.Compare) and any(map(other, node.comparators)):
+            keys = [node.left]
+        for key in keys:
+            name = key.value if isinstance(key, ast.Constant) else texts.get(getattr(key, "id", ""))
+            if isinstance(name, str):
+                yield name, node.lineno
+
+
+def test_hidden_attributes_are_declared() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in FILES
+        for name, line in hidden_attributes(path)
+        if name not in HIDDEN_ATTRIBUTES
+    ]
+    assert not wrong, "declare them in _base/hidden_attributes.py:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -136,8 +180,11 @@ def test_a_file_says_what_it_holds(path: Path) -> None:
     )
 
 
-#: File names that two folders share. Each folder makes plain which one it is.
+#: File names that two folders share. Each folder makes clear which file it is.
 TWICE = {
+    "autograd.py": "of boxing, and torch's private names of it",
+    "distributed.py": "torch's page of that name, and its private names",
+    "modules.py": "plans applied to modules, and torch's private names of modules",
     "collectives.py": "what users call, and how MPI runs it",
     "explain.py": "of boxing, and of plans",
     "graph.py": "the class, and the public page that has it",
@@ -152,7 +199,7 @@ TWICE = {
     "errors.py": "of everything, and of job functions",
     "ops.py": "OneFlow's page of that name",
 }
-#: Class names that a public page of OneFlow's interface has too.
+#: Class names that a public page of OneFlow's interface also has.
 PAGES = {"LAMB"}
 
 
@@ -173,12 +220,13 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 def test_the_root_has_few_entries() -> None:
-    entries = [p.name for p in ROOT.iterdir() if p.name not in ("__pycache__", "py.typed")]
+    names = {p.name for p in ROOT.iterdir() if p.suffix != ".pyi"}  # stubs are generated
+    entries = names - {"__pycache__", "py.typed"}
     assert len(entries) <= 21, sorted(entries)
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
-    """(kind, line, text) of each docstring in a file."""
+    """Yield (kind, line, text) of each docstring in a file."""
     kinds = {ast.Module: "module", ast.ClassDef: "class"}
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -187,7 +235,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
             yield kinds.get(type(node), "function"), getattr(node, "lineno", 1), text
 
 
-#: What no docstring opens with: a noun clause stands where a verb or a noun should be.
+#: Words that no docstring opens with: a noun clause stands where a verb or a noun should be.
 NOUN_CLAUSES = set("What Whether How Where Who Whose Which As Of When While If Whoever".split())
 ARTICLES = {"A", "An", "The", "One", "Two"}
 
@@ -202,7 +250,7 @@ def test_docstrings_open_with_a_verb_or_an_article() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-#: Words of this house, and the field's (STYLE, "Plain English").
+#: Household words, and the field's words for them (STYLE, "Plain English").
 GLOSSARY = {
     r"foretell|foretells|foretold": "predict",
     r"go apart|goes apart|gone apart|went apart": "diverge",
@@ -245,7 +293,7 @@ else:
     raise AssertionError("processes were started")
 assert "globaltensor.distributed.launch" not in sys.modules, "python -m globaltensor.distributed.launch would warn"
 """  # noqa: E501
-    # A world of two that does not exist: starting it at import would fail or hang.
+    # The world of two does not exist, so starting it at import would fail or hang.
     variables = {
         "RANK": "0",
         "WORLD_SIZE": "2",

@@ -1,5 +1,5 @@
-"""The examples in README.md and docs/ run as they stand, in a world of one and on two processes:
-the python blocks of a page in their order, as one program."""
+"""Tests that the examples in README.md and docs/ run as written, in a world of one and on two
+processes. The Python blocks of a page run in order, as one program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK = re.compile(
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
-    """(number of lines before it, code, the block right below it: what it prints) of each python
-    block."""
+    """Yield (number of lines before it, code, expected output) for each Python block. The expected
+    output is the text block directly below, or None."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
         yield text[: match.start(1)].count("\n"), match[1], match[2]
@@ -32,7 +32,7 @@ def name_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
@@ -55,6 +55,7 @@ WITH_CODE = [page for page in PAGES if any(blocks(page))]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.sweep(2)
 def test_the_examples_run_and_print_what_they_are_said_to(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,13 +71,13 @@ def test_the_examples_run_and_print_what_they_are_said_to(
 
 
 #: Pages whose program writes a file with Python's own functions and reads it again. In a shared
-#: folder one rank could read what another has written half.
+#: folder one rank could read a file that another rank has only half written.
 FOLDER_OF_A_RANK = {"pipeline.md"}
 
 
 def run_page(page: Path, folder: Path) -> None:
-    """What a rank runs. (What is printed depends on how many there are: that is compared in a world
-    of one.)"""
+    """Run the page on one rank. The output depends on the number of ranks, so it is compared only
+    in a world of one."""
     if page.name in FOLDER_OF_A_RANK:
         folder = folder / os.environ["RANK"]
         folder.mkdir()
@@ -92,7 +93,7 @@ def run_page(page: Path, folder: Path) -> None:
         exec(compile("\n" * before + code, str(page), "exec"), names)
 
 
-#: Its programs start the processes of a job themselves, so no launcher starts them.
+#: Pages whose programs start the processes of a job themselves, so no launcher starts them.
 NOT_ON_RANKS = {"v0.md"}
 
 
@@ -101,6 +102,7 @@ NOT_ON_RANKS = {"v0.md"}
     [page for page in WITH_CODE if page.name not in NOT_ON_RANKS],
     ids=name_of,
 )
+@pytest.mark.sweep(4)
 def test_the_examples_run_on_two_processes(page: Path, tmp_path: Path) -> None:
     codes, said = forked(2, run_page, page, tmp_path)
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)

@@ -1,8 +1,8 @@
-"""examples/train_gpt.py: every way to spread the job gives the losses of one device, and a
-checkpoint of one way resumes in any other.
+"""Tests of examples/train_gpt.py. Every mode gives the losses of one device, and a checkpoint of
+one mode resumes in any other.
 
-Run as a script (which a launcher does), this file is what each rank does: the modes one after the
-other, so that processes start once.
+Run as a script (by a launcher), this file is the program of each rank. It runs the modes one after
+the other, so that processes start once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ["data", "tensor", "sequence", "fsdp", "hybrid"]
 STAGES = ["pipeline", "pipeline --graph"]
 GRAPHS = [f"{mode} --graph" for mode in MODES]
-# Five snippets over two ranks: uneven on purpose.
+# Five snippets over two ranks: the split is uneven on purpose.
 SMALL = [
     "--layers",
     "2",
@@ -49,7 +49,7 @@ SMALL = [
 
 
 def example() -> Any:
-    """The example as a module."""
+    """Return the example as a module."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
     assert spec is not None
     assert spec.loader is not None
@@ -59,7 +59,7 @@ def example() -> Any:
 
 
 def trained(main: Any, *arguments: str) -> dict[str, Any]:
-    """One run -> its losses and the text that the model writes."""
+    """Run the example once, and return its losses and the text that the model writes."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         losses = main(arguments)
@@ -69,8 +69,8 @@ def trained(main: Any, *arguments: str) -> dict[str, Any]:
 def fresh_and_resumed(
     main: Any, mode: str, options: Sequence[str], checkpoint: Path, other: Path
 ) -> dict[str, Any]:
-    """Three steps, saved; and from the other checkpoint, made so by another mode, on to step
-    five."""
+    """Run three steps and save. Then resume from the other checkpoint, made in another mode, up to
+    step five."""
     return {
         "fresh": trained(
             main,
@@ -99,11 +99,11 @@ def fresh_and_resumed(
 
 
 def on_ranks(directory: Path, modes: Sequence[str], options: Sequence[str]) -> None:
-    """What each rank does. It resumes from a copy, since a run ends by saving under the name it
-    resumed from."""
+    """Run the modes on this rank. Each mode resumes from a copy, because a run ends by saving under
+    the name that it resumed from."""
     import globaltensor as flow
 
-    warnings.simplefilter("error")  # a function without a rule, for one
+    warnings.simplefilter("error")  # for example the warning of a function without a rule
     main = example().main
     for mode in modes:
         found = fresh_and_resumed(
@@ -114,7 +114,7 @@ def on_ranks(directory: Path, modes: Sequence[str], options: Sequence[str]) -> N
 
 
 def launch(nproc: int, seconds: float, *arguments: str) -> None:
-    """Run this file on several processes; whatever happens, none is left behind."""
+    """Run this file on several processes. No process is left behind in any case."""
     command = [
         sys.executable,
         "-m",
@@ -153,7 +153,7 @@ def compare(
     options: Sequence[str] = SMALL,
     seconds: float = 100.0,
 ) -> None:
-    """Every mode on ``nproc`` processes against single in this one."""
+    """Compare every mode on ``nproc`` processes with single mode in this process."""
     main = example().main
     want = fresh_and_resumed(main, "single", options, directory / "single.pt", Path("none"))
     saved = (directory / "single.pt").read_bytes()
@@ -190,14 +190,19 @@ def compare(
             assert got["text"] == expected["text"], f"{mode}, {what}"
 
 
+def test_modes_equal_single(tmp_path: Path) -> None:
+    compare(tmp_path, 2, ["data", "tensor", "auto --graph"], seconds=240.0)
+
+
+@pytest.mark.extended
 def test_every_mode_equals_single(tmp_path: Path) -> None:
     compare(tmp_path, 2, [*MODES, *STAGES, "data --graph", "auto", "auto --graph"], seconds=240.0)
 
 
 @pytest.mark.slow
 def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
-    """Two stages and three micro-batches, which nobody would search for here: the file alone says
-    so."""
+    """The plan comes from the file alone: no search here would choose two stages and three
+    micro-batches."""
     from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
     from globaltensor.auto.intra_op.formulate import Options
     from globaltensor.auto.ir.trace import calls_of_model
@@ -239,7 +244,7 @@ def test_every_mode_equals_single_on_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_heads_that_do_not_divide(tmp_path: Path) -> None:
-    """Three heads over two ranks: a rank holds whole heads, two or one."""
+    """Three heads are split over two ranks: a rank holds complete heads, two or one."""
     uneven = [{"32": "24", "4": "3"}.get(word, word) for word in SMALL]
     compare(tmp_path, 2, MODES, uneven)
 

@@ -1,6 +1,9 @@
-"""On GPUs: real processes that share one over gloo, each with its own over NCCL, and what differs
-there from the CPU. Beside these `make test-gpu` runs the tests of the CPU again with their
-placements on the GPU (support/device.py)."""
+"""Tests on GPUs: real processes that share one GPU over gloo, or have one GPU each over NCCL, and
+differences from the CPU.
+
+`make test-gpu` runs these, and runs the tests of the CPU again with their placements on the GPU
+(support/device.py).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ GPUS = torch.cuda.device_count()
 def sharing(
     monkeypatch: pytest.MonkeyPatch, fresh_pool: Callable[[int], Pool]
 ) -> Callable[..., list[Any]]:
-    """``sharing(2, fn)``: on processes whose collectives go over gloo, so that they may share a
-    GPU."""
+    """Return a function to call as ``sharing(2, fn)``. It runs on processes whose collectives use
+    gloo, so that they may share a GPU."""
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "gloo")
     return lambda n, fn, *args: fresh_pool(n).run(fn, *args, timeout=120.0)
 
@@ -45,8 +48,8 @@ def sharing(
 def test_ring_attention_by_flash_kernels(
     kind: torch.dtype, heads: tuple[int, int], causal: bool
 ) -> None:
-    """As near to float64 as torch's own kernel comes, forward and backward; 600 rows a rank, so
-    that causal ones are dealt out in pairs."""
+    """The results are as close to float64 as those of torch's own kernel, forward and backward.
+    Each rank has 600 rows, so that causal rows are dealt out in pairs."""
     shapes = [(2, h, 1200, 32) for h in (heads[0], heads[1], heads[1])]
     whole = [
         torch.randn(s, generator=torch.Generator().manual_seed(i)).to("cuda", kind)
@@ -141,8 +144,8 @@ class Net(nn.Module):
 
 
 def _trained(sbp: str | None, autocast: bool) -> list[float]:
-    """Losses of four steps of a loop as people write it; ``sbp``: of the batch, None on one
-    device."""
+    """Return the losses of four steps of an ordinary training loop. ``sbp`` is that of the batch,
+    None on one device."""
     torch.manual_seed(3)
     dtype = torch.float32 if autocast else torch.float64
     net, place = Net().to("cuda", dtype), flow.placement("cuda", [0, 1])
@@ -213,8 +216,8 @@ def test_backward_runs_in_the_thread_that_asks_of_simulated_ranks() -> None:
 
 
 def test_the_example_over_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank for each GPU, four at most; where there is but one, NCCL carries collectives of
-    one."""
+    """The job has one rank per GPU, four at most. With one GPU, NCCL runs collectives of one
+    rank."""
     monkeypatch.setenv("GLOBALTENSOR_BACKEND", "cpu:gloo,cuda:nccl")
     modes = [*MODES[:4], "data --graph", *(STAGES if GPUS > 1 else [])]
     compare(tmp_path, min(GPUS, 4), modes, [*SMALL, "--device", "cuda"], seconds=240.0)

@@ -1,8 +1,8 @@
-"""Laws on drawn input: boxing keeps values and gradients whatever the placements and sbp; small
-programs of ops equal plain torch, forward and gradient.
+"""Tests of laws on random input. Boxing keeps values and gradients for all placements and sbp.
+Small programs of ops equal plain torch, forward and gradient.
 
-Simulated ranks; every example ends with a value that all ranks read. A failure prints the program
-as Python.
+The ranks are simulated, and every example ends with a value that all ranks read. A failure prints
+the program as Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Draw = Callable[[Any], Any]
 
 
 def read(x: torch.Tensor) -> torch.Tensor:
-    """The whole value on every rank of the world."""
+    """Return the full value on every rank of the world."""
     return torch.from_numpy(x.detach().numpy())
 
 
@@ -41,11 +41,11 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
         assert torch.equal(got, want), f"{what}:\n{got}\nnot\n{want}"
 
 
-# ------------------------------------------------------------------------------------------ drawing
+# --------------------------------------------------------------------------------------- strategies
 
 
 def placements(n: int) -> st.SearchStrategy[list[Any]]:
-    """Ranks of a world of n in any order: some of them or all, on one axis or two."""
+    """Draw ranks of a world of n in any order: some or all of them, on one axis or two."""
 
     def arranged(order: list[int]) -> st.SearchStrategy[list[Any]]:
         grids = [[r for r in range(1, k + 1) if k % r == 0] for k in range(n + 1)]
@@ -75,7 +75,7 @@ def axes_of(ranks: list[Any]) -> int:
 
 
 def spread(t: torch.Tensor, ranks: list[Any], sbp: Sequence[Any]) -> torch.Tensor:
-    """A leaf with this value and sbp."""
+    """Return a leaf with this value and sbp."""
     placement = flow.placement("cpu", ranks)
     return (
         t.clone()
@@ -180,8 +180,8 @@ def test_boxing_is_differentiable_twice(case: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------- programs
-# An op is (text, function of the tensors made up to now -> a new one). The text is Python: `t` is
-# the list of tensors.
+# An op is (text, function). The function maps the list of tensors made so far to a new tensor. The
+# text is Python, in which `t` is that list.
 
 Op = tuple[str, Callable[[list[torch.Tensor]], torch.Tensor]]
 NAMES = {"torch": torch, "F": F}
@@ -202,7 +202,7 @@ UNARY = ops("""
     ({x} > 0).float().double() * {x}; {x}.sum(); {x}.t(); {x}.flatten(); {x}.reshape(-1); {x}.square().mean() + {x}; {x}.contiguous()
     {x}.detach() * {x}; F.normalize({x}, dim=0); {x} - {x}.mean(); torch.logsumexp({x}, tuple(range({x}.ndim)))
 """)  # noqa: E501
-# Along a dim.
+# Ops along a dim.
 ALONG = ops("""
     {x}.sum({d}); {x}.sum({d}, keepdim=True); {x}.mean({d}); {x}.mean({d}, keepdim=True); {x}.amax({d}); {x}.max({d}).values; {x}.min({d}, True).values
     {x}.softmax({d}); {x}.log_softmax({d}); {x}.logsumexp({d}); {x}.cumsum({d}); {x}.var({d}, correction=0); {x}.norm(dim={d}); {x}.sort({d}).values
@@ -232,7 +232,7 @@ PRODUCT = ops("""
 
 
 def written(x: torch.Tensor, where: Any, value: Any) -> torch.Tensor:
-    """A copy with something written into it."""
+    """Return a copy with a value written into it."""
     out = x.clone()
     out[where] = value
     return out
@@ -243,7 +243,7 @@ NAMES["written"] = written  # type: ignore[assignment]
 
 @st.composite
 def programs(draw: Draw) -> tuple[list[torch.Tensor], list[str]]:
-    """Up to three operands and three to six ops that plain torch accepts."""
+    """Draw up to three operands and three to six ops that plain torch accepts."""
     gen = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     a, b, c = (draw(st.sampled_from([1, 2, 3, 4, 5, 7])) for _ in range(3))
     choices = [
@@ -268,7 +268,7 @@ def programs(draw: Draw) -> tuple[list[torch.Tensor], list[str]]:
 
 
 def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | None:
-    """An op that fits, and what it gives; None after a few misses."""
+    """Draw an op that fits the tensors, and its result. Return None after six misses."""
     for _ in range(6):
         x = (
             draw(st.integers(0, len(values) - 1))
@@ -284,7 +284,7 @@ def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | 
         before = torch.is_warn_always_enabled()
         torch.set_warn_always(
             True
-        )  # what torch warns of once must not be drawn the second time either
+        )  # a call whose warning torch shows only once must not be drawn later either
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -305,7 +305,7 @@ def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | 
 def run_program(
     tensors: list[torch.Tensor], texts: list[str], boxes: Sequence[Any]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The last value, and the weighed sum of all."""
+    """Return the last value, and the values of all ops."""
     values = list(tensors)
     for i, text in enumerate(texts):
         out = op(text)[1](values)
@@ -321,7 +321,7 @@ def run_program(
 
 
 def weighed(values: list[torch.Tensor]) -> torch.Tensor:
-    """A number that depends on every element of every value that has a gradient."""
+    """Return a number that depends on every element of every value that has a gradient."""
     total: Any = 0.0
     for i, v in enumerate(values):
         if v.requires_grad:
@@ -343,7 +343,7 @@ def on_rank(
         warnings.simplefilter("error")
         warnings.filterwarnings(
             "ignore", ".*0-dim operands", flow.errors.FallbackWarning
-        )  # right, if not fast: nobody splits a number
+        )  # the fallback is right, and its speed is irrelevant for 0-dim tensors
         _, values = run_program(ours, texts, boxes)
         for text, got, expected in zip(texts, values, want[0], strict=True):
             assert got.is_global

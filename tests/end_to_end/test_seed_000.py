@@ -1,6 +1,9 @@
-"""The reference document 000: its data-parallel script, started as it says, on gloo and on mpi. Its
-collectives are in test_distributed_api.py, its global tensors in test_seed_global.py, its launcher
-in test_launcher.py."""
+"""Tests of the reference document 000: its data-parallel script, started as the document says, on
+gloo and on mpi.
+
+The document's collectives are tested in test_distributed_api.py, its global tensors in
+test_seed_global.py, its launcher in test_launcher.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import pytest
 from support.mpi import mpirun, needs_mpi
 from support.program import LAUNCH, run
 
-# What stands in the document, its lost brackets and line ends put back; "cuda" where there is one
-# for each rank.
+# The document's script, with its lost brackets and line ends restored. It uses "cuda" if there is
+# one GPU for each rank.
 SCRIPT = """
 import globaltensor as flow
 from globaltensor.nn.parallel import DistributedDataParallel as ddp
@@ -60,8 +63,8 @@ for i in range(0, m.iter_count):
 
 print(f"\\nw:{m.w.flatten().tolist()}")
 """
-# What the document's state dict serves for: a model trained so is loaded by one that is not
-# wrapped.
+# The purpose of the document's state dict: a model without the wrapper loads the state of one that
+# was trained with it.
 AFTER = """
 plain = Model()
 plain.load_state_dict({k: v.cpu() for k, v in m.state_dict().items()})
@@ -72,6 +75,7 @@ pathlib.Path(f"right.{flow.env.get_rank()}").write_text(flow.distributed.get_bac
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
+@pytest.mark.sweep(2)
 def test_its_data_parallel_script(backend: str, tmp_path: Path) -> None:
     (tmp_path / "ddp_train.py").write_text(SCRIPT + AFTER)
     start = mpirun(2, sys.executable) if backend == "mpi" else [*LAUNCH, "--nproc_per_node", "2"]

@@ -1,5 +1,5 @@
-"""The reference document 003 (torch.distributed's own words), with the import changed: its program
-and every call it describes, on gloo and on mpi."""
+"""Tests of the reference document 003 (torch.distributed's own text) with the import changed: its
+program and every call it describes, on gloo and on mpi."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.program import run
 
 from globaltensor.distributed.launch import reserved_port
 
-# What stands in the document, but for the import, the backend and the device: those are this
-# machine's.
+# The document's program. Only the import, the backend and the device are changed, to those of this
+# machine.
 EXAMPLE = """
 import torch
 import globaltensor.distributed as dist
@@ -49,8 +49,8 @@ if __name__ == '__main__':
 """
 WHAT_IT_PRINTS = ["Rank 0: tensor([[2., 2.],", "Rank 1: tensor([[2., 2.],"]
 
-# The calls with the arguments that the document names, each at its default, and what they must
-# give.
+# The calls with the arguments that the document names, each at its default, and their expected
+# results.
 CALLS = """
 import sys, torch
 import globaltensor as flow
@@ -118,6 +118,7 @@ print("good", flush=True)
 
 
 @pytest.mark.parametrize("module", ["torch.multiprocessing", "globaltensor"])
+@pytest.mark.sweep(2)
 def test_its_program(module: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     with reserved_port() as port:
@@ -128,8 +129,9 @@ def test_its_program(module: str, tmp_path: Path) -> None:
 
 
 @needs_mpi
+@pytest.mark.extended
 def test_its_program_on_mpi(tmp_path: Path) -> None:
-    """Started by mpirun, which says who a rank is."""
+    """mpirun starts the program and sets the rank of each process."""
     program = tmp_path / "program.py"
     begin = (
         "    rank, world_size = flow.env.get_rank(), flow.env.get_world_size()\n    "
@@ -148,6 +150,7 @@ def test_its_program_on_mpi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
+@pytest.mark.sweep(2)
 def test_its_calls(backend: str, tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(CALLS)
     start = (

@@ -1,5 +1,5 @@
-"""Every example of the reference document on global tensors, with the import changed, on 2 and 4
-real processes."""
+"""Tests of every example in the reference document on global tensors, with the import changed, on 2
+and 4 real processes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def construct() -> Any:
 
 
 def convert() -> Any:
-    """Convert Local Tensor to Global Tensor: the code of node 0, and that of node 1, are the
-    same."""
+    """Convert Local Tensor to Global Tensor: nodes 0 and 1 run the same code."""
     x = flow.full((2, 5), float(flow.env.get_rank()))
     placement = flow.placement(DEVICE, [0, 1])
     sbp = flow.sbp.split(0)
@@ -41,8 +40,8 @@ def convert() -> Any:
 
 
 def redistribute() -> Any:
-    """Redistribute Global Tensor: to another placement and another sbp. Where ranks 2 and 3 do not
-    run, to the same pair the other way round."""
+    """Redistribute Global Tensor to another placement and another sbp. In a world without ranks 2
+    and 3, the target is the same pair in reverse order."""
     other = [2, 3] if flow.env.get_world_size() == 4 else [1, 0]
     x = flow.tensor(
         [1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0)
@@ -55,7 +54,7 @@ def redistribute() -> Any:
 
 
 def redistribute_beyond_the_world() -> Any:
-    """The same, on fewer processes than it names."""
+    """Run the same example on fewer processes than it names."""
     x = flow.tensor(
         [1.0, 2.0], placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0)
     )
@@ -67,7 +66,7 @@ def redistribute_beyond_the_world() -> Any:
 
 
 def add() -> Any:
-    """What an op does where its inputs lie differently."""
+    """Add two tensors with different layouts."""
     x = flow.randn(4, 4, placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(0))
     y = flow.randn(4, 4, placement=flow.placement(DEVICE, ranks=[0, 1]), sbp=flow.sbp.split(1))
     with flow.boxing_log() as log:
@@ -88,7 +87,7 @@ def local() -> Any:
     y = x.to_local()
     assert not y.is_global
     assert isinstance(y, flow.Tensor)
-    assert type(y) == flow.Tensor  # noqa: E721 - torch's class, which flow.Tensor stands for
+    assert type(y) == flow.Tensor  # noqa: E721 - flow.Tensor is torch's class
     assert y.dtype == flow.float32
     if flow.env.get_rank() < 2:
         assert y.device.type == DEVICE

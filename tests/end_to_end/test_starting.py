@@ -1,4 +1,5 @@
-"""The commands in docs/starting.md, run as they stand, where what they need is installed."""
+"""Tests that the commands in docs/starting.md run as written, where their requirements are
+installed."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ def test_the_page_has_its_examples() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.sub(r"\W+", "-", command)[:40])
+@pytest.mark.sweep(4)
 def test_a_command(command: str, tmp_path: Path) -> None:
     program = next(word for word in command.replace("(", "").split() if "=" not in word)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"

@@ -1,5 +1,5 @@
-"""Which collectives the standard ways to spread a model issue, forward and backward: exactly these,
-and no others."""
+"""Tests of the collectives that the standard parallel layouts of a model issue, forward and
+backward: exactly these, and no others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kinds(log: list[Traffic]) -> list[str]:
 
 X, W, V = (64, 32), (32, 48), (48,)
 HEADS = (4, 4, 16, 8)
-#: name, function, operands, sbp of the result, collectives forward, and backward into the operands
+#: name, function, operands, sbp of the result, collectives forward, and collectives backward
 OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any, list[str],
     list[str]]] = [
     ("pointwise, both split", torch.add, [(X, S(0)), (X, S(0))], S(0), [], []),
@@ -190,7 +190,7 @@ def step(
 def steps(
     parameters: Any, batch: Any, grid: Any = None, count: int = 3
 ) -> list[dict[str, list[tuple[str, int, int]]]]:
-    """What each of some steps sends: (kind, ranks, bytes)."""
+    """Return the messages of each of some steps, as (kind, ranks, bytes)."""
     placement = flow.placement.all("cpu") if grid is None else flow.placement("cpu", grid)
     torch.manual_seed(0)
     model = Net().to_global(placement, parameters)
@@ -210,7 +210,8 @@ NUMEL = sum(p.numel() for p in Net().parameters())
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_data_parallel_step(n: int) -> None:
-    """One all-reduce for all gradients together, and a number to be read."""
+    """A step issues one all-reduce for all gradients together, and one for a number that is
+    read."""
     nbytes = 2 * 4 * NUMEL * (n - 1) // n
     for found in simulate(n, steps, B, S(0)):
         for now in found:
@@ -222,8 +223,8 @@ def test_a_data_parallel_step(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_an_fsdp_step(n: int) -> None:
-    """Once the order is learnt: one all-gather for all parameters, one reduce-scatter for all
-    gradients, one reduction for their norm."""
+    """A step issues one all-gather for all parameters, one reduce-scatter for all gradients, and
+    one reduction for their norm, after the order of parameters is known."""
     sharded = lambda path, t: S(0)  # noqa: E731
     for found in simulate(n, steps, sharded, S(0)):
         for now in found[1:]:
@@ -236,7 +237,7 @@ def test_an_fsdp_step(n: int) -> None:
 
 
 def test_a_tensor_parallel_step() -> None:
-    """One all-reduce forward for each pair of projections, one backward."""
+    """Each pair of projections issues one all-reduce forward and one backward."""
     table = {"up.*": S(0), "down.weight": S(1), "*": B}
 
     def run() -> list[Any]:
@@ -261,8 +262,8 @@ def test_hybrid_steps_reduce_along_the_data_axis() -> None:
     table = {"up.*": [B, S(0)], "down.weight": [B, S(1)], "*": [B, B]}
     for found in simulate(4, steps, table, [S(0), B], [[0, 1], [2, 3]]):
         for now in found:
-            # Over 2 ranks the split parameters, over all 4 at once those that are broadcast on both
-            # axes.
+            # Gradients of split parameters are reduced over 2 ranks. Those of parameters that are
+            # broadcast on both axes are reduced over all 4 at once.
             assert {r for _, r, _ in now["backward"]} <= {2, 4}
             assert all(
                 k in ("all_reduce", "reduce_scatter", "all_gather") for k, _, _ in now["backward"]
@@ -339,8 +340,9 @@ def gpt_traffic(table: Any, batch: Any, outputs: Any) -> list[Any]:
 
 
 def test_a_gpt() -> None:
-    """Two blocks. Data: the loss's count, one bucket. Tensor: a sum after the embedding and after
-    each of four pairs, two in the loss; so backward."""
+    """The model has two blocks. Data parallel: the loss's count and one bucket. Tensor parallel:
+    one sum after the embedding, one after each of four pairs, two in the loss, and as many
+    backward."""
     for found in simulate(2, gpt_traffic, {"*": B}, S(0), {}):
         assert found == [(REDUCE, REDUCE)] * 2
     for found in simulate(2, gpt_traffic, TABLE, B, SUMS):
@@ -350,13 +352,13 @@ def test_a_gpt() -> None:
             assert len(back) <= 8
     for found in simulate(2, gpt_traffic, lambda path, t: S(0), S(0), {}):
         there, back = found[1]
-        # The table of positions is as short as the context: it is looked up where it lies and the
-        # rows are summed. The tied weight is gathered for each use.
+        # The table of positions is as short as the context, so each rank looks up its own rows and
+        # the results are summed. The tied weight is gathered for each use.
         assert there == [*GATHER, *REDUCE, *GATHER, *REDUCE]
         assert back == [*REDUCE, *SCATTER]
 
 
-# -------------------------------------------------------------------------------- no traffic at all
+# --------------------------------------------------------------------------------------- no traffic
 
 
 def test_what_never_communicates() -> None:

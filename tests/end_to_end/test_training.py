@@ -1,8 +1,8 @@
-"""Whole models train to the numbers of one device: losses, gradients, parameters and buffers over
-five optimizer steps, in float64, to 1e-9.
+"""Tests that complete models train to the numbers of one device: losses, gradients, parameters and
+buffers over five optimizer steps, in float64, to 1e-9.
 
-Every way to spread the job, on 2 and 4 ranks and on a 2x2 placement; the reference is the same
-model, plain, in this process.
+Every parallel mode runs on 2 and 4 ranks and on a 2x2 placement. The reference is the same model,
+plain, in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEAR = 1e-9
 
 
 class MLP(nn.Module):
-    """On [batch, time, features], so that there is something to split in time."""
+    """An MLP on [batch, time, features], so that the time dim can be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class CNN(nn.Module):
 
 
 class Encoder(nn.Module):
-    """As BERT: two embeddings, encoder layers, a label from the first token."""
+    """A BERT-like model: two embeddings, encoder layers, a label from the first token."""
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
 }
 
-# ------------------------------------------------------------------------------ how they are spread
+# ----------------------------------------------------------------------------------- parallel modes
 
-# The usual split of a transformer, of a feed-forward net and of a convolutional one: into a pair by
-# columns, out of it by rows.
+# The usual split of a transformer, a feed-forward net and a convolutional net: the first layer of
+# a pair by columns, the second by rows.
 TABLE = {
     "*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1),
     "*in_proj_*": S(0), "*out_proj.weight": S(1),
@@ -163,8 +163,8 @@ IN_TIME = {
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement's shape; the sbp of the batch, of the parameters, and of the outputs of
-    modules."""
+    """A parallel mode: the placement's shape, and the sbp of the batch, of the parameters and of
+    modules' outputs."""
 
     grid: tuple[int, ...]
     batch: Sequence[Any]
@@ -181,12 +181,12 @@ def axis(table: Mapping[str, Any], *before: Any) -> dict[str, Any]:
 
 
 def lowest(*entries: Any) -> Callable[[str, torch.Tensor], list[Any]]:
-    """Splits where a tensor has that dim, else broadcast (biases, counters)."""
+    """Split each tensor that has the dim, and broadcast the others (biases, counters)."""
     return lambda path, t: [e if not e.is_split or e.dim < t.dim() else B for e in entries]
 
 
 def spreads(ranks: str) -> dict[str, Spread]:
-    """Every mode, on "2" or "4" ranks in a line or on "2x2"."""
+    """Return every mode, on "2" or "4" ranks in a line or on "2x2"."""
     if ranks == "2x2":
         grid = (2, 2)
         both = {name: [sbp, sbp] for name, sbp in TABLE.items()}
@@ -208,11 +208,12 @@ def spreads(ranks: str) -> dict[str, Spread]:
     return {
         "data": Spread((n,), [S(0)], {"*": B}, {}),
         "tensor": Spread((n,), [B], TABLE, SUMS),
-        "tensor, free": Spread((n,), [B], TABLE, {}),  # the library decides where sums are taken
+        # the library decides where to reduce partial sums
+        "tensor, free": Spread((n,), [B], TABLE, {}),
         "sequence": Spread((n,), [B], TABLE, IN_TIME),
         "sequence, input": Spread(
             (n,), [S(1)], {"*": B}, {}
-        ),  # context parallelism: the input itself is split in time, or in space
+        ),  # context parallelism: the input is split in time, or in space
         "fsdp": Spread((n,), [S(0)], {"": lowest(S(0))}, {}),
         "hybrid": Spread((n // 2, 2), [S(0), B], axis(TABLE, B), axis(SUMS, S(0))),
     }
@@ -243,7 +244,7 @@ class History:
 def whole(x: torch.Tensor) -> torch.Tensor:
     return (
         torch.from_numpy(x.detach().numpy()) if x.is_global else x.detach()
-    ).clone()  # the optimizer writes into gradients
+    ).clone()  # clipping and the optimizer write into gradients
 
 
 def train(
@@ -273,7 +274,7 @@ def train(
 def single(
     model: str, batch: int, vocabulary: int, optimizer: str
 ) -> tuple[nn.Module, list[tuple[torch.Tensor, ...]], History]:
-    """The model before training, the batches, and what one device makes of them."""
+    """Return the model before training, the batches, and the history of one device."""
     make, data, loss_of = MODELS[model]
     torch.manual_seed(batch)
     start = make(vocabulary).double()
@@ -285,8 +286,8 @@ def same(got: History, want: History) -> None:
     assert got.losses == pytest.approx(want.losses, rel=NEAR, abs=0)
     for i, (ours, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         assert ours.keys() == theirs.keys()
-        # Some gradients are zero but for rounding (a key's bias): the floor is what rounding leaves
-        # of the largest one.
+        # Some gradients are zero except for rounding (a key's bias). The floor is the rounding
+        # error of the largest gradient.
         floor = 1e-5 * max(float(g.abs().max()) for g in theirs.values())
         for name, g in theirs.items():
             assert float((ours[name] - g).abs().max()) <= NEAR * max(float(g.abs().max()), floor), (
@@ -314,7 +315,7 @@ def on_rank(
 
 
 def _fed(t: torch.Tensor, placement: Any, sbp: Sequence[Any]) -> torch.Tensor:
-    fits = [e if not e.is_split or e.dim < t.dim() else B for e in sbp]  # labels have no time
+    fits = [e if not e.is_split or e.dim < t.dim() else B for e in sbp]  # labels have no time dim
     return t.to_global(placement, [B] * placement.axes).to_global(sbp=fits)
 
 
@@ -326,7 +327,7 @@ def equal(
     vocabulary: int = VOCABULARY,
     optimizer: str = "sgd",
 ) -> None:
-    """The model trains in this mode, on simulated ranks, as on one device."""
+    """Check that the model trains in this mode, on simulated ranks, as on one device."""
     how = spreads(ranks)[mode]
     start, batches, want = single(model, batch, vocabulary, optimizer)
     simulate(how.size, on_rank, model, start, batches, want, how, optimizer, timeout=30.0)
@@ -347,7 +348,7 @@ CASES = [
     for ranks in ("2", "4", "2x2")
     for mode in spreads(ranks)
 ]
-# With every test run: each mode for the GPT, and for each other model the modes that differ most.
+# Cases of every test run: each mode for the GPT, and for other models the modes that differ most.
 QUICK = {
     *[("gpt", ranks, mode) for ranks in ("2", "2x2") for mode in spreads(ranks)],
     ("gpt", "4", "fsdp"), ("mlp", "2", "sequence, input"), ("mlp", "4", "fsdp"),
@@ -363,6 +364,7 @@ QUICK = {
     ("model", "ranks", "mode"),
     [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES],
 )
+@pytest.mark.sweep(3)
 def test_equal(model: str, ranks: str, mode: str) -> None:
     equal(model, ranks, mode)
 

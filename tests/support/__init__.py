@@ -1,1 +1,1 @@
-"""What the tests share."""
+"""The modules that tests share."""

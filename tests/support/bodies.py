@@ -1,5 +1,5 @@
-"""Test bodies that several ranks run: on simulated ranks one by one, and all of a file once more on
-real processes."""
+"""Test bodies that several ranks run. Each runs on simulated ranks, and all bodies of a file run
+once more on real processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Body = Callable[[], None]
 
 
 class Bodies:
-    """Those of one file."""
+    """The test bodies of one file."""
 
     def __init__(self) -> None:
         self.real: list[Body] = []
 
     def on(self, n: int = 2, real: bool = True) -> Callable[[Body], Body]:
-        """The function is what each of ``n`` simulated ranks does; those on two run on real
-        processes too, unless ``real`` is false."""
+        """Return a decorator for a function that each of ``n`` simulated ranks runs. A function for
+        two ranks also runs on real processes, unless ``real`` is false."""
 
         def test(body: Body) -> Body:
             if real and n == 2:
@@ -36,7 +36,7 @@ class Bodies:
         return test
 
     def run(self) -> None:
-        """What one of two real processes does."""
+        """Run the bodies on one of two real processes."""
         for body in self.real:
             try:
                 torch.manual_seed(0)
@@ -46,5 +46,5 @@ class Bodies:
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, the same on every rank."""
+    """Return normal numbers, the same on every rank."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -1,10 +1,9 @@
-"""The device that tests run on: with GLOBALTENSOR_TEST_DEVICE=cuda every placement that a test puts
-on "cpu" lies on the GPU, which the ranks share.
+"""The device that tests run on. With GLOBALTENSOR_TEST_DEVICE=cuda, every placement that a test
+puts on "cpu" is on the GPU, which the ranks share.
 
-What tests make themselves stays on the CPU, and comparing brings both sides there. That is enough
-for whatever a test does with global tensors; one that is about the CPU itself (its name in a text,
-its generator, an index out of range, which a GPU does not forgive) cannot pass. `make test-gpu`
-names files.
+Tensors that a test makes itself stay on the CPU, and comparisons move both sides there. This is
+enough for tests of global tensors. A test of the CPU itself cannot pass: its name in a text, its
+generator, or an index out of range, which is fatal on a GPU. `make test-gpu` names files.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 
 DEVICE = os.environ.get("GLOBALTENSOR_TEST_DEVICE", "cpu")
-#: The names of device types in `globaltensor.sharding.placement`; by its path, for the package's
-#: own name of it is the class.
+#: The names of device types in `globaltensor.sharding.placement`. The module is imported by its
+#: path, because the package's attribute of that name is the class.
 _ALIASES: dict[str, str] = importlib.import_module("globaltensor.sharding.placement")._ALIASES
 
 
 def move() -> None:
-    """Make this process's placements lie on `DEVICE`."""
+    """Place this process's placements on `DEVICE`."""
     if DEVICE == "cpu":
         return
     _ALIASES["cpu"] = DEVICE

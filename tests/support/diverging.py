@@ -1,9 +1,9 @@
-"""Programs drawn at random, in which one rank may do one thing otherwise: another operation,
-number, slice, dtype, layout, order or branch.
+"""Random programs in which one rank may run one step differently: another operation, number, slice,
+dtype, layout, order or branch.
 
-A program is a list of steps on a few global tensors. `Program.run` runs it as one rank does; the
-step that is ``odd`` is done in its other way where the rank is the odd one. What differs is seldom
-a shape, so most of these programs end, and give wrong numbers, if nobody compares what ranks do.
+A program is a list of steps on a few global tensors. `Program.run` runs it as one rank does. The
+odd rank runs the step ``odd`` in its other variant. The difference is seldom a shape, so without a
+comparison of the ranks most of these programs end and give wrong numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Held = dict[str, Any]
 
 @dataclass
 class Step:
-    """One step in its usual way and in another."""
+    """A step in its usual variant and in another."""
 
     kind: str
     usual: Callable[[Held], None]
@@ -35,17 +35,17 @@ class Step:
 
 @dataclass
 class Program:
-    """Steps, the odd one among them, and how the program ends."""
+    """A program: its steps, the index of the odd step, and how the program ends."""
 
     seed: int
     steps: list[Step]
     odd: int
     trains: bool
-    reads: bool  # whether it ends with a value that all ranks read
+    reads: bool  # True if it ends with a value that all ranks read
     kinds: list[str] = field(default_factory=list)
 
     def run(self, odd: bool, graph: bool = False) -> Any:
-        """Run it; ``odd``: the odd step in its other way. Returns what it comes to."""
+        """Run the program and return its result. ``odd``: run the odd step in its other variant."""
         first = tensors(self.seed)
         model, optimizer = first["model"], first["optimizer"]
 
@@ -72,7 +72,7 @@ class Program:
 
 
 class Built(flow.nn.Graph):  # type: ignore[misc]
-    """A program as a static graph."""
+    """A static graph of a program."""
 
     def __init__(self, body: Callable[[Tensor], Tensor], model: nn.Module, optimizer: Any) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ KINDS = [operation, factor, cut, dtype, layout, order, branch, in_place, reducti
 
 
 def drawn(number: int, graph: bool = False) -> Program:
-    """Return program ``number``: its odd step goes through the kinds in turn, all else is drawn. A
-    graph's build() may not seed."""
+    """Return program ``number``: the kind of its odd step cycles through all kinds, and all else is
+    drawn. A graph's build() may not seed."""
     draw, kinds = random.Random(number), [kind for kind in KINDS if not (graph and kind is seed)]
     steps = [draw.choice(kinds)(draw) for _ in range(draw.randint(1, 5))]
     odd = draw.randrange(len(steps) + 1)

@@ -1,5 +1,5 @@
-"""Small models, machines and meshes as chance has them, for tests of the search; and what a
-problem's least cost is, by trying everything."""
+"""Random small models, machines and meshes for tests of the search. The minimum cost of a problem
+is found by trying every choice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class Case(NamedTuple):
-    """What is planned. ``draw``: for what else a test draws."""
+    """A case to plan. ``draw``: the source of a test's other random choices."""
 
     draw: random.Random
     model: nn.Module
@@ -63,7 +63,8 @@ class Case(NamedTuple):
 
 
 def drawn(seed: int) -> Case:
-    """Linears, norms, gelus, residuals, attention or convolutions, on a mesh of one or two axes."""
+    """Draw linears, norms, gelus, residuals, attention or convolutions, on a mesh of one or two
+    axes."""
     draw = random.Random(seed)
     with torch.device("meta"):
         model, x = _model(draw)
@@ -71,7 +72,7 @@ def drawn(seed: int) -> Case:
 
 
 def tiny(seed: int) -> Case:
-    """One or two layers, of which all plans can be tried."""
+    """Draw one or two layers, so few that all plans can be tried."""
     draw = random.Random(seed)
     width, rows = draw.choice((8, 32, 128, 2048)), draw.choice((1, 2, 4, 8, 64, 512))
     out, bias, kind = draw.choice((8, width, 4 * width)), draw.random() < 0.5, draw.randrange(5)
@@ -163,7 +164,7 @@ def _model(draw: random.Random) -> tuple[nn.Module, Tensor]:
 
 
 def _cluster(draw: random.Random, size: int) -> Cluster:
-    """A known machine, or one that nobody has built."""
+    """Draw a known machine, or one that does not exist."""
     if draw.random() < 0.6:
         return dataclasses.replace(Cluster.preset(draw.choice(PRESETS)), size=size)
 
@@ -183,20 +184,20 @@ def _cluster(draw: random.Random, size: int) -> Cluster:
 
 
 def both(f: Formulation) -> tuple[Problem, Problem]:
-    """The problems of the two sums that a plan's cost is the larger one of."""
+    """Return the problems of the two sums. A plan's cost is the larger sum."""
     return f.problem, f.turned().problem
 
 
 def everything_tried(f: Formulation, limit: int | None, most: float = 3e6) -> float | None:
-    """The least cost of all choices that fit into the limit, each of them tried; inf where none
-    does. None: there are more than ``most``."""
+    """Return the minimum cost of all choices within the limit, inf if none fits. Returns None if
+    there are more than ``most`` choices."""
     problems = both(f)
     sizes = [len(c) for c in problems[0].costs]
     if math.prod(sizes) > most:
         return None
 
     def wide(values: Any, nodes: tuple[int, ...]) -> Array:
-        """As an array over all choices."""
+        """Reshape values to an array over all choices."""
         found = np.asarray(values, dtype=float)
         found = found if nodes == tuple(sorted(nodes)) else found.T
         return found.reshape([n if k in nodes else 1 for k, n in enumerate(sizes)])
@@ -222,18 +223,17 @@ def everything_tried(f: Formulation, limit: int | None, most: float = 3e6) -> fl
 
 
 class TooLarge(Exception):
-    """More choices than a test has time for."""
+    """An error raised when a test has no time for the number of choices."""
 
 
-# strategies of some nodes -> the pairs of sums that they can have, of which none is below another
-# in both
+# strategies of some nodes -> the possible pairs of sums; no pair is below another in both sums
 Points = dict[tuple[int, ...], Array]
 
 
 def cheaper(f: Formulation, cost: float, most: int = 60_000) -> bool:
-    """Return True if some choice costs less than ``cost``, whatever memory it takes. All choices
-    are gone through, node by node, but of those that are alike in what touches the rest such as are
-    above others in both sums. Raises TooLarge."""
+    """Return True if some choice costs less than ``cost``, with any memory. All choices are
+    enumerated node by node. Choices with the same strategies at the boundary are pruned if another
+    is below in both sums. Raises TooLarge."""
     factors = _factors(*both(f), cost)
     left = {node for nodes, _ in factors for node in nodes}
     while left:
@@ -284,7 +284,8 @@ def _factors(one: Problem, other: Problem, cost: float) -> list[tuple[tuple[int,
 def _joined(
     nodes: tuple[int, ...], points: Points, more: tuple[int, ...], table: Points, cost: float
 ) -> tuple[tuple[int, ...], Points]:
-    """Sums of two factors, where what both are of is the same, and both sums are below ``cost``."""
+    """Add the sums of two factors for equal strategies of the shared nodes. Only pairs with both
+    sums below ``cost`` are kept."""
     shared, new = [n for n in more if n in nodes], [n for n in more if n not in nodes]
     index: dict[tuple[int, ...], list[tuple[tuple[int, ...], Array]]] = {}
     for key, pairs in table.items():

@@ -1,5 +1,5 @@
-"""The same samples on torch's own distributed tensors (DTensor), two ranks simulated in one
-process: what the coverage report compares with."""
+"""The same samples on torch's own distributed tensors (DTensor), with two ranks simulated in one
+process. The coverage report compares with these outcomes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RANKS = 2
 
 
 def outcomes_of_dtensor(op: Any, samples: int) -> Iterator[Outcome]:
-    """As ``opinfo.outcomes``, for DTensor: forward and backward in the fixed layouts on two ranks.
-    Any exception is an "error"."""
+    """Yield the outcomes of ``opinfo.outcomes`` for DTensor: forward and backward in the fixed
+    layouts on two ranks. Any exception is an "error"."""
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=RANKS)
     for number, call, want in calls_of(op, samples):
@@ -95,7 +95,7 @@ def _on(call: Call, layouts: Any, want: Any) -> list[tuple[str, str, str]]:
 def _gathered(x: Any) -> torch.Tensor:
     value = x.full_tensor() if isinstance(x, DTensor) else x
     parts = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
-    # A value on which the ranks differ is no value: NaN compares unequal.
+    # A value that differs between the ranks becomes NaN, which compares unequal.
     return (
         parts[0].detach()
         if all(torch.equal(p.nan_to_num(), parts[0].nan_to_num()) for p in parts[1:])
@@ -104,7 +104,8 @@ def _gathered(x: Any) -> torch.Tensor:
 
 
 def _back(call: Call, result: Any, mesh: Any) -> bool:
-    """As ``Call.back``, the weights replicated: DTensor does not mix with plain tensors."""
+    """Run backward like ``Call.back``, with replicated weights: DTensor does not mix with plain
+    tensors."""
     outs = [o for o in tensors_in([result]) if o.requires_grad]
     total: Any = 0
     for i, o in enumerate(outs):

@@ -1,5 +1,5 @@
-"""Functions on global tensors against plain torch on simulated ranks: drawn layouts of every
-operand, forward and gradient, through the whole library."""
+"""Functions on global tensors, compared with plain torch on simulated ranks. The layouts of all
+operands are drawn, forward and gradient are compared, and the calls use the whole library."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def compare(
     fallback: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Run ``func`` on global operands in ``draws`` drawn layouts on each grid; results and
-    gradients must be plain torch's."""
+    """Run ``func`` on global operands in ``draws`` drawn layouts on each grid. Results and
+    gradients must equal plain torch's."""
     tensors = tensors_in([args, kwargs])
     for grid in grids:
         choose = random.Random(f"{func} {grid}")
@@ -116,7 +116,7 @@ def _one(
 
 
 def full(x: Any) -> torch.Tensor:
-    """The whole value, on every rank."""
+    """Return the full value, on every rank."""
     return (
         x.detach().to_global(placement=x.placement, sbp=[broadcast] * x.placement.axes).to_local()
     )

@@ -1,8 +1,8 @@
-"""Whole programs as ranks that end as processes end: ``forked(2, fn, *args)`` -> their exit codes
-and what they said.
+"""Whole programs as ranks that end as processes end. ``forked(2, fn, *args)`` returns their exit
+codes and output.
 
-A server process has imported the library and forks them (support/forked_server.py), so a program
-costs a tenth of a second, not ten. It starts at first use and dies with pytest.
+A server process has imported the library and forks the ranks (support/forked_server.py), so a
+program costs a tenth of a second, not ten. The server starts at first use and dies with pytest.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def forked(
     seconds: float = SECONDS,
     variables: dict[str, str] | None = None,
 ) -> tuple[list[int | None], list[str]]:
-    """Run ``fn(*args)`` as a program on ``n`` ranks -> (exit codes, what each rank has written to
-    both streams). A code is -n for signal n, None where a rank had to be killed after ``seconds``.
-    ``fn`` must be importable, its arguments picklable."""
+    """Run ``fn(*args)`` as a program on ``n`` ranks. Return (exit codes, each rank's output on both
+    streams). A code is -n for signal n, and None for a rank that had to be killed after
+    ``seconds``. ``fn`` must be importable and its arguments picklable."""
     if not _servers:
         _servers.append(_Server())
         atexit.register(close_server)

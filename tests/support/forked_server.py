@@ -1,8 +1,8 @@
-"""Forks the ranks of a world for each call that it is told of on standard input, and says with
-which exit codes they ended (support/forked.py).
+"""A server that forks the ranks of a world for each call read from standard input. Its answer holds
+the ranks' exit codes (support/forked.py).
 
-Importing the library takes seconds, starting a world a tenth of one: so many programs can be tried
-as whole processes, which end as processes end.
+Importing the library takes seconds, and starting a world takes a tenth of a second. So many
+programs can run as whole processes, which end as processes end.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main() -> None:
     from globaltensor.distributed.world import reset_world
 
     torch.set_num_threads(1)
-    # What programs import as they go takes seconds, too.
+    # Late imports of programs take seconds too, so they run here.
     weight = torch.nn.Parameter(torch.ones(2))
     torch.optim.SGD([weight], lr=0.1)
     globaltensor.nn.Graph.trace(lambda x: x * 2)(torch.ones(2))
-    reset_world()  # of one rank, which that has started
-    gc.freeze()  # what is there before a fork is not looked through after it
+    reset_world()  # the world of one rank, which the line above has started
+    gc.freeze()  # the collector ignores objects that exist before a fork
     for line in sys.stdin:
         task = json.loads(line)
         with reserved_port() as port:
@@ -62,14 +62,14 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     child(task, rank, port)
-                    return  # the interpreter ends as it does at the end of any program
+                    return  # the interpreter exits as at the end of any program
                 pids.append(pid)
             print(json.dumps(ended(pids, task["seconds"])), flush=True)
 
 
 def ended(pids: list[int], seconds: float) -> list[int | None]:
-    """The exit codes of these processes, -n for signal n; None: still there after so many seconds,
-    and killed."""
+    """Return the exit codes of these processes, -n for signal n. None means that the process was
+    still alive after so many seconds, and was killed."""
     codes: dict[int, int | None] = {}
     until = time.monotonic() + seconds
     while len(codes) < len(pids) and time.monotonic() < until:
@@ -81,7 +81,7 @@ def ended(pids: list[int], seconds: float) -> list[int | None]:
         time.sleep(0.005)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # with what it has started
+            os.killpg(pid, signal.SIGKILL)  # with the processes it has started
         if pid not in codes:
             os.waitpid(pid, 0)
     return [codes.get(pid) for pid in pids]

@@ -1,4 +1,4 @@
-"""How much memory tensors take while a block runs. Benchmarks measure with it too."""
+"""A measure of the memory that tensors take while a block runs. Benchmarks use it too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Held"]
 
 
 class Held(TorchDispatchMode):
-    """The most bytes of tensors, made while the block lasts, that are there at a time."""
+    """A mode that records the peak bytes of the live tensors made in the block."""
 
     def __init__(self) -> None:
         super().__init__()

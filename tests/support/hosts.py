@@ -1,10 +1,10 @@
 """Several hosts on one machine: network namespaces on a bridge, each with its own loopback,
 address, host name and /etc/hosts.
 
-Namespaces need root or user namespaces, and iproute2; where they are not to be had the "hosts" are
-loopback addresses, 127.0.0.2 and on, whose links cannot be cut. ``kind()`` says which, by trying. A
-namespace lives as long as the process that holds it, and that ends with its stdin: with the test,
-and with pytest however that dies, everything is gone, links included.
+Namespaces need root or user namespaces, and iproute2. If they are not available, the "hosts" are
+loopback addresses, from 127.0.0.2 on, whose links cannot be cut. ``kind()`` tries namespaces and
+returns the kind. A namespace lives as long as the process that holds it, and that process ends with
+its stdin. So everything, links included, is gone after the test, or when pytest dies in any way.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from typing import Any
 from globaltensor.distributed.launcher import parent_death
 
 NAMESPACES, LOOPBACK = "namespaces", "loopback addresses"
-_SECONDS = 20.0  # for what takes milliseconds
-_PORT = 29500  # in a namespace of their own it is free
+_SECONDS = 20.0  # limit for commands that take milliseconds
+_PORT = 29500  # always free in a namespace of its own
 
 
 class Host:
-    """A place to run processes. ``addr``: where the others reach it; ``interface``: by which
-    network interface."""
+    """A host that runs processes. ``addr``: the address at which the other hosts reach it.
+    ``interface``: its network interface."""
 
     def __init__(self, name: str, addr: str, interface: str) -> None:
         self.name, self.addr, self.interface = name, addr, interface
-        self.enter: list[str] = []  # the command that a command is given to, to run here
+        self.enter: list[str] = []  # prefix of a command that runs on this host
         self._mark = uuid.uuid4().hex
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(
         self, command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command here, in a session of its own; stdout and stderr go to the file."""
+        """Start a command on this host, in a session of its own. The file gets stdout and
+        stderr."""
         ours = {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
@@ -66,10 +67,10 @@ class Host:
                 str(parent_death.__file__),
                 str(os.getpid()),
                 *command,
-            ]  # it ends with us
+            ]  # it ends with this process
             place = (
                 ["env", "-C", str(output.parent)] if self.enter else []
-            )  # entering a namespace of mounts leads to its root
+            )  # entering a mount namespace changes to its root
             process = subprocess.Popen(
                 [*self.enter, *place, *tied], env=environment, cwd=output.parent, **options
             )
@@ -77,7 +78,7 @@ class Host:
         return process
 
     def alive(self) -> list[int]:
-        """The processes that were started here, and theirs."""
+        """Return the processes that were started on this host, and their children."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -86,8 +87,8 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End all that runs here, at once: the host is down, but says so (its connections are
-        closed)."""
+        """Kill all processes on this host at once. The host is down, but its connections are
+        closed, so peers notice."""
         for _ in range(50):
             for pid in self.alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -99,7 +100,7 @@ class Host:
             process.wait(_SECONDS)
 
     def free_port(self) -> int:
-        """A port that nobody here uses."""
+        """Return a port that no process on this host uses."""
         if self.enter:
             return _PORT
         with socket.socket() as s:
@@ -108,8 +109,8 @@ class Host:
 
 
 class Network:
-    """``n`` hosts that reach each other. Leaving the block ends all that runs there and removes
-    them."""
+    """A network of ``n`` hosts that reach each other. Leaving the block ends all their processes
+    and removes the hosts."""
 
     def __init__(self, n: int, kind: str) -> None:
         self.kind, self.hosts, self._stack = kind, list[Host](), contextlib.ExitStack()
@@ -118,8 +119,8 @@ class Network:
                 self._folder = Path(
                     self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts_"))
                 )
-                # Names that /etc/hosts does not know are unknown at once: asking servers that
-                # cannot be reached takes seconds.
+                # Names that /etc/hosts does not have are unknown at once. Queries to servers that
+                # cannot be reached take seconds.
                 self._nobody = self._folder / "resolv.conf"
                 self._nobody.write_text("nameserver 127.0.0.1\n")
                 self._switch = self._hold([*_alone(), "--net"])
@@ -149,15 +150,15 @@ class Network:
         self._stack.close()
 
     def cut(self, host: Host) -> None:
-        """Pull its cable: what is sent is lost, and nobody is told."""
+        """Cut a host's link: packets are lost, and no process gets an error."""
         self._ip(self._switch, f"link set {host.name} down")
 
     def mend(self, host: Host) -> None:
         self._ip(self._switch, f"link set {host.name} up")
 
     def name_resolves_to(self, host: Host, address: str) -> None:
-        """Let the host's own name mean this address there; the other hosts' names stay unknown, as
-        they do without a name server."""
+        """Let the host's own name mean this address on that host. The other hosts' names stay
+        unknown, as they are without a name server."""
         (self._folder / host.name).write_text(f"127.0.0.1 localhost\n{address} {host.name}\n")
 
     def _add_host(self, i: int) -> None:
@@ -177,8 +178,8 @@ class Network:
         self.hosts.append(host)
 
     def _hold(self, command: Sequence[str]) -> int:
-        """Start a process that holds what the command makes, until its stdin is closed -> its pid,
-        once it is there."""
+        """Start a process that holds the namespaces of the command until its stdin is closed.
+        Return its pid once they exist."""
         process = self._stack.enter_context(
             subprocess.Popen(
                 [*command, "cat"],
@@ -203,8 +204,8 @@ class Network:
 
 
 def _alone() -> list[str]:
-    """The start of a command with a namespace of its own; others than root need one of users
-    too."""
+    """Return the start of a command with a namespace of its own. Users other than root also need a
+    user namespace."""
     return ["unshare"] if os.geteuid() == 0 else ["unshare", "--map-root-user"]
 
 
@@ -221,7 +222,7 @@ def _run(command: Sequence[str]) -> None:
 
 @functools.cache
 def kind() -> tuple[str, str]:
-    """What hosts are made of on this machine, and why not of something better."""
+    """Return the kind of hosts on this machine, and the reason if namespaces are not available."""
     missing = [
         name
         for name in ("unshare", "nsenter", "ip", "mount", "hostname")
@@ -242,6 +243,6 @@ def kind() -> tuple[str, str]:
 
 
 def hosts(n: int) -> Iterator[Network]:
-    """For a fixture: ``n`` hosts of the best kind there is."""
+    """Yield ``n`` hosts of the best available kind, for a fixture."""
     with Network(n, kind()[0]) as network:
         yield network

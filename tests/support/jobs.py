@@ -1,5 +1,5 @@
-"""Jobs of the job-function view on simulated devices: what a session does in its processes, in
-threads of this one."""
+"""Jobs of the job-function view on simulated devices. Threads of this process run the work that a
+session runs in its processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from globaltensor.v0.session.engine import Engine
 
 
 class Played:
-    """What came of some calls. ``results``: of each call, as its caller gets it; ``variables``:
-    afterwards, by name, with what optimizers keep."""
+    """The results of some calls. ``results``: each call's result, as its caller gets it.
+    ``variables``: the values afterwards, by name, with the states of optimizers."""
 
     def __init__(self, results: list[Any], variables: dict[str, np.ndarray[Any, Any]]) -> None:
         self.results, self.variables = results, variables
@@ -30,8 +30,8 @@ def play(
     start: dict[str, Any] | None = None,
     more: Sequence[Any] = (),
 ) -> Played:
-    """Make these calls, (job, arguments...) each, on so many simulated devices; variables named in
-    ``start`` begin with those values."""
+    """Make these calls, each (job, arguments...), on this number of simulated devices. Variables
+    named in ``start`` begin with those values."""
     layout = Layout(1, devices, "gpu", "cpu")
     jobs = {job.name: job for job, *_ in [*calls, *((job,) for job in more)]}
     records = {name: job.recorded(layout) for name, job in jobs.items()}
@@ -64,7 +64,7 @@ def play(
 
 
 def drawn(*shape: int, seed: int = 0) -> Any:
-    """Normal float32 numbers, the same for the same shape and seed."""
+    """Return normal float32 numbers, the same for the same shape and seed."""
     return np.random.RandomState(seed + sum(shape)).randn(*shape).astype(np.float32)
 
 
@@ -78,5 +78,5 @@ def same(got: Any, want: Any, tolerance: float = 1e-6) -> None:
 
 
 def constant(rate: float) -> Any:
-    """A learning rate."""
+    """Return a constant learning rate."""
     return flow.optimizer.PiecewiseConstantScheduler([], [rate])

@@ -1,8 +1,7 @@
-"""Launchers as a user starts them, for tests: scripts whose ranks can wait for each other, and
-nothing left behind whatever the test does.
+"""Launchers as a user starts them, for tests. Their scripts have ranks that can wait for each
+other, and no process is left after a test.
 
-Whoever runs in a test's folder is known by the variable TEST_FOLDER in its environment (/proc shows
-it).
+Each process in a test's folder is found by the variable TEST_FOLDER in its environment (in /proc).
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
-START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy
-PROMPT_SECONDS = 20.0  # for all to end once one has
+START_SECONDS = 60.0  # importing torch takes seconds, longer when all cores are busy
+PROMPT_SECONDS = 20.0  # for all to end once one has ended
 
 PREAMBLE = """
 import json, os, signal, sys, time
@@ -39,7 +38,8 @@ def sleep():
 
 
 class Launched:
-    """A launcher in a process of its own. Leaving the block ends it and all that it has started."""
+    """A launcher in a process of its own. Leaving the block ends it and all processes that it has
+    started."""
 
     def __init__(
         self, folder: Path, *arguments: object, command: list[str] = LAUNCH, **variables: str
@@ -77,7 +77,7 @@ class Launched:
         return self._err.read_text(errors="replace")
 
     def code(self, seconds: float = START_SECONDS) -> int:
-        """Its exit code, as a shell gives it."""
+        """Wait for the end and return the exit code, as a shell gives it."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -88,7 +88,7 @@ class Launched:
         assert re.search(pattern, self.err), f"stderr does not say {pattern!r}:\n{self.err}"
 
     def wait_for(self, pattern: str, n: int) -> None:
-        """Until n files match, written by the ranks."""
+        """Wait until n files, written by the ranks, match."""
         assert within(
             START_SECONDS,
             lambda: len(list(self.folder.glob(pattern))) >= n or self.process.poll() is not None,
@@ -97,7 +97,7 @@ class Launched:
 
 
 def alive(folder: Path) -> list[int]:
-    """The processes of this folder's launchers, and these."""
+    """Return the live launchers of this folder and their processes."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def nobody_left(folder: Path, seconds: float = PROMPT_SECONDS) -> bool:
 
 
 def end(folder: Path) -> None:
-    """Kill what is left in this folder."""
+    """Kill the processes that are left in this folder."""
     for _ in range(50):
         left = alive(folder)
         for pid in left:
@@ -135,12 +135,12 @@ def within(seconds: float, condition: Callable[[], object]) -> bool:
 
 
 def write_script(folder: Path, body: str, name: str = "script.py") -> str:
-    """A script of this body, after the preamble -> its path."""
+    """Write a script with this body after the preamble, and return its path."""
     (folder / name).write_text(PREAMBLE + body)
     return str(folder / name)
 
 
 def cleared(folder: Path) -> Iterator[Path]:
-    """The folder, emptied of processes afterwards."""
+    """Yield the folder, and kill its processes afterwards."""
     yield folder
     end(folder)

@@ -1,5 +1,5 @@
-"""Pools of processes that mpirun has started: ``run_by_mpi(2, fn, *args)`` is ``run_on`` in a world
-over MPI."""
+"""Pools of processes started by mpirun. ``run_by_mpi(2, fn, *args)`` is ``run_on`` in a world over
+MPI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORKER = Path(__file__).with_name("mpi_worker.py")
 
 
 def missing() -> str:
-    """What is not there that MPI needs; "" if all is."""
+    """Return what MPI needs and lacks here, "" if nothing is missing."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: make install-mpi"
     try:
@@ -46,15 +46,15 @@ needs_mpi = pytest.mark.skipif(bool(missing()), reason=missing() or "MPI is ther
 
 @functools.cache
 def _rooms() -> str:
-    """A folder that goes with this process."""
+    """Return a folder that is removed with this process."""
     made = tempfile.TemporaryDirectory(prefix="globaltensor_test_", ignore_cleanup_errors=True)
     atexit.register(made.cleanup)
     return made.name
 
 
 def mpirun(n: int, *command: str) -> list[str]:
-    """A command line that runs ``command`` on ``n`` ranks and dies with this process; mpirun's own
-    files go with it."""
+    """Return a command line that runs ``command`` on ``n`` ranks. The ranks die with this process,
+    and mpirun's own files are removed."""
     program = find_mpirun()
     own = [f"{name}={value}" for name, value in room(tempfile.mkdtemp(dir=_rooms())).items()]
     started = ["env", *own, program, *options(program), "-n", str(n), *command]
@@ -62,7 +62,8 @@ def mpirun(n: int, *command: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Variables for ranks that mpirun starts: none that says who they are."""
+    """Return the variables for ranks that mpirun starts, without variables that set rank or
+    world."""
     told = (
         "RANK",
         "WORLD_SIZE",
@@ -92,12 +93,12 @@ class _Rank:
             os.kill(self.pid, number)
 
     def wait(self, seconds: float | None = None) -> int:
-        """mpirun's exit code: it ends all ranks when one fails."""
+        """Return mpirun's exit code. mpirun ends all ranks when one fails."""
         return self._program.wait(seconds)
 
 
 class MpiPool(Pool):
-    """``n`` ranks of one world over MPI."""
+    """A pool of ``n`` ranks of one world over MPI."""
 
     def __init__(self, n: int) -> None:
         self.n, self._stack = n, contextlib.ExitStack()
@@ -138,7 +139,7 @@ class MpiPool(Pool):
         self._processes = [here[rank][1] for rank in range(self.n)]  # type: ignore[misc]
 
     def close(self) -> None:
-        """End the processes: they leave when their connections close, or are killed."""
+        """End the processes. They exit when their connections close, or are killed."""
         if _pools.get(self.n) is self:
             del _pools[self.n]
         for connection in self._connections:
@@ -160,13 +161,13 @@ _pools: dict[int, MpiPool] = {}
 def run_by_mpi(
     n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS
 ) -> list[Any]:
-    """Call ``fn(*args)`` on ``n`` ranks that mpirun has started -> each rank's result."""
+    """Call ``fn(*args)`` on ``n`` ranks that mpirun has started, and return each rank's result."""
     if n not in _pools:
         _pools[n] = MpiPool(n)
     return _pools[n].run(fn, *args, timeout=timeout)
 
 
 def close_mpi_pools() -> None:
-    """End all processes."""
+    """End the processes of all pools."""
     for pool in list(_pools.values()):
         pool.close()

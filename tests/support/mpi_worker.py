@@ -1,5 +1,5 @@
-"""One process of a pool that mpirun has started: finds its way to the test run, then is a worker as
-any other."""
+"""One process of a pool that mpirun has started. It connects to the test run, and then works like
+any other worker."""
 
 from __future__ import annotations
 

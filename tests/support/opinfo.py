@@ -1,6 +1,8 @@
-"""Torch's own database of ops and sample inputs, run on global tensors: each sample in several
-layouts, forward, backward, in-place and ``out=``, on simulated ranks, beside plain torch. What
-comes out is data (`Outcome`): `op_coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
+"""Torch's own database of ops and sample inputs, run on global tensors.
+
+Each sample runs in several layouts, forward, backward, in-place and ``out=``, on simulated ranks.
+The results are compared with plain torch. Each result is data (`Outcome`): `op_coverage.py` makes a
+report of it, and `test_opinfo.py` a quick gate.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 import globaltensor as flow
 from globaltensor._base.pytree import replaced
 from globaltensor._ops import creation, dispatch
-from globaltensor._ops.call_plan import DelegatePlan, LocalPlan, ReplicatedPlan
+from globaltensor._ops.call_plan import DelegatePlan
+from globaltensor._ops.local_plan import LocalPlan
+from globaltensor._ops.replicated_plan import ReplicatedPlan
 from globaltensor._ops.rules import RULES
 from globaltensor._tensor.global_tensor import GlobalTensor
 from globaltensor.distributed.simulate import simulate
@@ -47,8 +51,8 @@ __all__ = [
 Layouts = list[list[Sbp]]
 
 OPS = list(op_db)
-#: Signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype
-#: can be compared.
+#: Name parts of ops whose numbers are drawn, or whose memory is not filled. Only shape and dtype of
+#: such samples can be compared.
 _RANDOM = (
     "dropout",
     "rand",
@@ -66,17 +70,18 @@ _RANDOM = (
 )
 _DRAWS_IF_ASKED = ("multi_head_attention_forward", "scaled_dot_product_attention")
 TIMEOUT = 30.0
-_LARGE = 20_000  # elements beyond which a sample only takes time
+_LARGE = 20_000  # elements above which a sample only costs time
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one call went. ``what``: forward, backward, in-place, out. ``how``: right, wrong, refused
-    (an error of the library's own), error.
+    """An outcome of one call. ``what``: forward, backward, in-place, out. ``how``: right, wrong,
+    refused (one of the library's own errors), error.
 
-    ``ran``: native (its rule kept some operand split), composite (written with global ops, none of
-    which made the largest operand whole), whole (an operand was made whole), fallback (no rule),
-    own (no rule needed). ``uneven``: some split was not into equal parts.
+    ``ran``: native if the op's rule kept some operand split; composite if it is written with global
+    ops, none of which replicated the largest operand. It is whole if an operand was replicated,
+    fallback if there is no rule, and own if no rule is needed. ``uneven``: some split was into
+    unequal shards.
     """
 
     op: str
@@ -95,7 +100,7 @@ def name_of(op: Any) -> str:
 
 
 def dtype_of(op: Any) -> torch.dtype | None:
-    """The dtype its samples are made in; None where it has none on the device."""
+    """Return the dtype of an op's samples, or None if the op supports none on the device."""
     known = op.supported_dtypes(DEVICE)
     return next(
         (
@@ -108,7 +113,8 @@ def dtype_of(op: Any) -> torch.dtype | None:
 
 
 def _samples(op: Any, most: int) -> list[Any]:
-    """The first sample, the first of those with the most dims, and others spread over the rest."""
+    """Return the first sample, the first of those with the most dims, and others spread over the
+    rest."""
     dtype = dtype_of(op)
     if dtype is None:
         return []
@@ -140,7 +146,8 @@ def _samples(op: Any, most: int) -> list[Any]:
 
 
 def fixed_layouts(tensors: Sequence[torch.Tensor], axes: int) -> Iterator[Layouts]:
-    """The batch of every operand split; of the first only; the last dim of all."""
+    """Yield three layouts: every operand's first dim split, the first operand's only, the last dim
+    of all."""
     seen: list[Layouts] = []
     for dims in ([0] * len(tensors), [0, *[None] * (len(tensors) - 1)], [-1] * len(tensors)):
         found = [
@@ -155,7 +162,7 @@ def fixed_layouts(tensors: Sequence[torch.Tensor], axes: int) -> Iterator[Layout
 def _drawn_layouts(
     tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: random.Random
 ) -> Iterator[Layouts]:
-    """Layouts as chance has it, partial sums among them."""
+    """Yield layouts drawn at random, partial sums among them."""
     for _ in range(draws):
         found = []
         for t in tensors:
@@ -176,8 +183,8 @@ def shown(tensors: Sequence[torch.Tensor], layouts: Layouts) -> str:
 
 
 def calls_of(op: Any, samples: int) -> Iterator[tuple[int, Call, Any]]:
-    """(number of the sample, the call, plain torch's result and gradients) in each spelling of the
-    op: forward, in-place, out."""
+    """Yield (sample number, call, plain torch's result and gradients) for each variant of the op:
+    forward, in-place, out."""
     kinds: list[tuple[str, Callable[..., Any]]] = [("forward", op.op)]
     if op.get_inplace() is not None:
         kinds.append(("in-place", op.get_inplace()))
@@ -200,8 +207,8 @@ def calls_of(op: Any, samples: int) -> Iterator[tuple[int, Call, Any]]:
 def outcomes(
     op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int
 ) -> Iterator[Outcome]:
-    """Every outcome of an op, in order. In-place and ``out=``, which share the rule, are tried in
-    two layouts of each sample and grid."""
+    """Yield every outcome of an op, in order. In-place and ``out=`` share the rule, so they run in
+    only two layouts of each sample and grid."""
     for number, call, want in calls_of(op, samples):
         for grid in grids:
             choose = random.Random(f"{op.name} {number} {grid}")
@@ -222,12 +229,12 @@ def outcomes(
 
 
 def _placed_layouts(want: Any, axes: int) -> list[Layouts]:
-    """Where a function without operands is asked to make its result."""
+    """Return the layouts requested for the result of a function without operands."""
     return [[[split(0) if isinstance(want, torch.Tensor) and want.ndim else broadcast] * axes]]
 
 
 class Call:
-    """One sample of one op in one of its spellings."""
+    """A call: one sample of one op in one of its variants."""
 
     def __init__(
         self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str
@@ -242,25 +249,25 @@ class Call:
         )
         self.written: dict[
             int, torch.Tensor
-        ] = {}  # operands that plain torch writes into (running statistics) -> what they are then
+        ] = {}  # operands that plain torch writes into (running statistics) -> their new values
         self.drawn = any(part in op.name for part in _RANDOM) or op.name.endswith(_DRAWS_IF_ASKED)
 
     def run(self, tensors: Sequence[torch.Tensor], out: Any = None) -> Any:
-        """The call with these operands."""
+        """Run the call with these operands."""
         these = iter(tensors)
         ins = swapped(self.ins, these)
         more = {} if out is None else {"out": out}
         return self.function(*ins, **swapped(self.kwargs, these), **more)
 
     def leaves(self) -> list[bool]:
-        """Which operands get a gradient."""
+        """Return which operands get a gradient."""
         return [
             self.what == "forward" and t.requires_grad and (t.is_floating_point() or t.is_complex())
             for t in self.tensors
         ]
 
     def plain(self) -> tuple[Any, list[Any]] | None:
-        """(result, gradients) of plain torch; None where it refuses the sample itself."""
+        """Return (result, gradients) of plain torch, or None if torch rejects the sample itself."""
         tensors = [
             t.detach().clone().requires_grad_(g)
             for t, g in zip(self.tensors, self.leaves(), strict=True)
@@ -276,14 +283,15 @@ class Call:
             }
             if out is not None:
                 if self.differs(out, self.run(tensors)):
-                    # torch's own out= is not its result (ihfft over one dim is not conjugated)
+                    # torch's own out= differs from its result (ihfft over one dim is not
+                    # conjugated)
                     return None
                 result = out
         except Exception:
             return None
         try:
             grads = [t.grad for t in tensors] if self.back(result) else []
-        except RuntimeError:  # eigenvectors have gradients only where their phase does not matter
+        except RuntimeError:  # eigenvectors have gradients only if their phase has no effect
             grads = []
         return result, grads
 
@@ -295,7 +303,8 @@ class Call:
             )
 
     def back(self, result: Any) -> bool:
-        """Backward from a weighted sum of all results; False where none has a gradient."""
+        """Run backward from a weighted sum of all results. Returns False if no result has a
+        gradient."""
         outs = [o for o in tensors_in([result]) if o.requires_grad]
         if self.drawn or not outs or not any(self.leaves()):
             return False
@@ -313,7 +322,7 @@ class Call:
         )[: like.numel()].reshape(like.shape)
 
     def on(self, grid: tuple[int, ...], layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
-        """[(what, how, ran, why)]: forward and backward."""
+        """Run the call on a grid and return [(what, how, ran, why)], for forward and backward."""
         n = math.prod(grid)
         try:
             with warnings.catch_warnings():
@@ -336,7 +345,7 @@ class Call:
         ]
 
     def _made(self, grid: Any, layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
-        """A function without operands, asked to make its result on a placement."""
+        """Call a function without operands that makes its result on a placement."""
         make = getattr(flow, self.op.name, None) if self.op.name in creation.__all__ else None
         torch.manual_seed(0)
         if make is None or self.what != "forward":
@@ -420,7 +429,8 @@ class Call:
     def differs(
         self, got: Any, want: Any, gathered: Callable[[Any], torch.Tensor] | None = None
     ) -> str:
-        """ "" where they agree. ``gathered``: brings a distributed tensor together."""
+        """Return how two values differ, "" if they agree. ``gathered``: gathers a distributed
+        tensor."""
         got_tensors, wanted = tensors_in([got]), tensors_in([want])
         if len(got_tensors) != len(wanted):
             return f"{len(got_tensors)} tensors, not {len(wanted)}"
@@ -448,7 +458,8 @@ def _placement(grid: Sequence[int]) -> Any:
 
 
 def _how_it_ran(largest: int) -> str:
-    """What the plans made for one call tell; ``largest``: elements of its largest operand."""
+    """Return how a call ran, from the plans made for it. ``largest``: elements of its largest
+    operand."""
     plans = dispatch._cache.plans
     if any(isinstance(p, ReplicatedPlan) and key[0] not in RULES for key, p in plans.items()):
         return "fallback"

@@ -1,9 +1,9 @@
-"""The oracle: a rule is right if, for every signature it admits, slicing the operands, running each
-rank and assembling the results gives plain torch's.
+"""The oracle of rules. A rule is right if slicing the operands, running each rank and assembling
+the results gives plain torch's results, for every signature that the rule admits.
 
-No dispatcher, no processes, no boxing: only the algebra (ranks that exchange halos and the like do
-so as threads). `distribute` and `assemble` say in a few lines what a layout means; `check` walks
-the signatures.
+The oracle uses only the algebra: no dispatcher, no processes, no boxing. Ranks that exchange halos
+and the like do so as threads. `distribute` and `assemble` define in a few lines the meaning of a
+layout. `check` walks the signatures.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from globaltensor.distributed.world import world
 from globaltensor.errors import noted
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum
 from globaltensor.sbp import split as split_sbp
+from globaltensor.sharding.balanced_split import balanced_split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.spec import Spec, balanced_split
+from globaltensor.sharding.spec import Spec
 
 from .device import DEVICE
 
@@ -37,7 +38,7 @@ GRIDS = ((2,), (3,), (2, 2))
 def summands(
     value: torch.Tensor, parts: int, reduce: str, gen: torch.Generator
 ) -> list[torch.Tensor]:
-    """Different tensors that reduce to ``value``."""
+    """Return different tensors that reduce to ``value``."""
     if value.dtype == torch.bool or not value.numel():
         return [value if i == parts - 1 else torch.zeros_like(value) for i in range(parts)]
     noise = [
@@ -51,7 +52,7 @@ def summands(
 
 
 def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:
-    """What partial tensors stand for."""
+    """Return the value that partial tensors represent."""
     if reduce == "max" or (reduce == "sum" and parts[0].dtype == torch.bool):
         return torch.stack(list(parts)).amax(0)
     if reduce == "min":
@@ -62,7 +63,7 @@ def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:
 
 
 def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
-    """A global value -> the local tensor of every rank."""
+    """Split a global value into the local tensor of every rank."""
     found: Locals = {}
 
     def go(part: torch.Tensor, axis: int, where: tuple[int, ...]) -> None:
@@ -87,8 +88,8 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
 def assemble(
     locals_: Locals, spec: Spec, what: str = "result", like: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """The local tensors of all ranks -> the global value. Fails where broadcast ranks differ or a
-    local shape is not the spec's."""
+    """Assemble the local tensors of all ranks into the global value. Fails if broadcast ranks
+    differ or a local shape is not the spec's."""
     for rank, t in locals_.items():
         assert tuple(t.shape) == spec.local_shape(rank), (
             f"{what} on rank {rank} has shape {tuple(t.shape)}, its spec {spec} says "
@@ -114,7 +115,8 @@ def assemble(
 def close(
     got: torch.Tensor, want: torch.Tensor, what: str, like: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Equal up to rounding in the coarsest dtype among the tensors and ``like``."""
+    """Check that two tensors are equal up to rounding in the coarsest dtype among the tensors and
+    ``like``."""
     near = (
         1e-5
         if any(
@@ -129,7 +131,7 @@ def close(
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nest of tuples, lists and dicts, in order."""
+    """Return the tensors in a pytree of tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     nest = (
@@ -143,7 +145,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def swapped(value: Any, these: Iterator[Any]) -> Any:
-    """The same nest with its tensors replaced by ``these``, in order."""
+    """Return the same pytree with its tensors replaced by ``these``, in order."""
     if isinstance(value, torch.Tensor):
         return next(these)
     if isinstance(value, dict):
@@ -154,7 +156,7 @@ def swapped(value: Any, these: Iterator[Any]) -> Any:
 
 
 def described(func: Any, specs: Sequence[Spec], args: Any, kwargs: Any) -> OpDescription:
-    """What the rule of ``func`` says of a call with these specs."""
+    """Describe a call with these specs by the rule of ``func``."""
     op = OpDescription([Arg(i, s) for i, s in enumerate(specs)])
     these = iter(op.args)
     RULES[func].describe(op, *swapped(args, these), **swapped(kwargs, these))
@@ -174,8 +176,8 @@ def _candidates(tensor: torch.Tensor) -> list[Sbp]:
 def menus(
     func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any, placement: Placement
 ) -> list[dict[tuple[Sbp, ...], None]]:
-    """For each axis the operand entries of every signature, as they come up for operands that lie
-    in any of their ways."""
+    """Return, for each axis, the operand entries of every signature that some layout of the
+    operands produces."""
     menu: list[dict[tuple[Sbp, ...], None]] = [{} for _ in placement.shape]
     for i, t in enumerate(tensors):
         for entry in _candidates(t):
@@ -201,8 +203,8 @@ def menus(
 def _exact(
     op: OpDescription, specs: Sequence[Spec], outs: Sequence[torch.Tensor]
 ) -> tuple[list[Spec], dict[Any, tuple[int, ...]]] | None:
-    """Specs of the results where the operands fit a signature on every axis, as the dispatcher
-    would take it."""
+    """Return the result specs if the operands fit a signature on every axis, as the dispatcher
+    would choose it."""
     placement = specs[0].placement
     chosen: list[Signature] = []
     for axis in range(placement.axes):
@@ -236,10 +238,10 @@ def check(
     inplace: bool = False,
     **kwargs: Any,
 ) -> set[str]:
-    """Check every signature of one call (a sample of ``most`` on grids), forward and gradient ->
-    the signatures met, as text.
+    """Check every signature of one call, forward and gradient, and return the signatures met, as
+    text. At most ``most`` of them are sampled on grids.
 
-    ``inplace``: operand 0 is written; its new value is the result.
+    ``inplace``: operand 0 is written, and its new value is the result.
     """
     met: set[str] = set()
     tensors = tensors_in([args, kwargs])
@@ -288,7 +290,7 @@ def _check_one(
 
 
 def _on_ranks(placement: Placement, together: bool, step: Callable[[int], None]) -> None:
-    """``step`` for each rank: on simulated ranks where they communicate, else one after the
+    """Run ``step`` for each rank: on simulated ranks if they communicate, otherwise one after the
     other."""
     if together:
         simulate(placement.size, lambda: step(world().rank), timeout=20.0)
@@ -363,8 +365,8 @@ def _compare(
 
     def backward(rank: int) -> None:
         mine = [results[rank][i] for i in smooth]
-        # A rank whose result does not depend on its operands would not take part in the collectives
-        # of the backward pass.
+        # A rank whose result does not depend on its operands would not join the collectives of the
+        # backward pass.
         assert all(m.requires_grad for m in mine), f"result on rank {rank} is cut off from autograd"
         grads[rank] = torch.autograd.grad(
             mine, [inputs[rank][i] for i in wanted], [s[rank] for s in shares], allow_unused=True
@@ -391,8 +393,8 @@ def _compare(
 
 
 def spelled(value: Any) -> str:
-    """A parameter of a test in the test's name: as it prints, but for functions, whose addresses
-    are of one process."""
+    """Return a test parameter's text for the test's name. Functions get no address, which differs
+    between processes."""
     if isinstance(value, partial):
         return f"{spelled(value.func)}({', '.join([*map(str, value.args), *(f'{k}={v}' for k, v in value.keywords.items())])})"  # noqa: E501
     return getattr(value, "__name__", None) or str(value)

@@ -1,4 +1,4 @@
-"""The folders from which processes that a test starts import this suite's modules."""
+"""The folders from which processes started by a test import this suite's modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-#: The tests' own folders: others import their modules, as `pythonpath` in pyproject.toml says.
+#: The tests' own folders. Other tests import modules from them, as `pythonpath` in pyproject.toml
+#: says.
 FOLDERS = [
     TESTS,
     *sorted(p for p in TESTS.rglob("*") if p.is_dir() and not p.name.startswith(("__", "support"))),

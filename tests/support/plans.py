@@ -1,4 +1,4 @@
-"""Plans made by hand: what a search would give, with figures that are easy to add up."""
+"""Plans made by hand, in the form of a search's plans, with figures that are easy to add up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["layered", "pipelined"]
 
 
 def layered(layers: int, prefix: str = "blocks") -> Plan:
-    """A stack of layers that are alike: norm, up, down and an addition each, up split by columns
-    and down by rows on the second axis."""
+    """Return a plan for a stack of equal layers: norm, up, down and an addition each. On the second
+    axis, up is split by columns and down by rows."""
     given = [PlacedTensor("input_0", "input", (8, 16), "float32", ("S(0)", "B"), 256)]
     calls: list[PlannedCall] = []
     changes: list[LayoutChange] = []
@@ -158,13 +158,13 @@ def layered(layers: int, prefix: str = "blocks") -> Plan:
         tuple(calls), tuple(changes), alternatives, tuple(levels),
         {"micro_batches": 4, "schedule": "1f1b"},
         {"solving_seconds": 0.25, "nodes": 99, "log": {"width": 2}}, spent, moments=end,
-        held={**held, "activations": memory - sum(held.values())},
+        memory_breakdown={**held, "activations": memory - sum(held.values())},
     )  # fmt: skip
 
 
 def pipelined(layers: int) -> Plan:
-    """The same in two stages, as a search over meshes and stages tells it: other ways are not
-    priced one by one, nor is memory told over time."""
+    """Return the same plan in two stages, in the form of a search over meshes and stages. Such
+    plans have no prices of alternatives and no memory over time."""
     plan = layered(layers)
     half = layers // 2
     stages = [
@@ -185,11 +185,15 @@ def pipelined(layers: int) -> Plan:
         "zero": zero,
         "batch": 64,
     }
-    kept = dataclasses.replace(plan.changes[0], taker="")  # as it leaves a stage
+    kept = dataclasses.replace(plan.changes[0], taker="")  # as the value that leaves a stage
     return dataclasses.replace(
         plan, choices=choices, over_time=(), moments=0, changes=(*plan.changes, kept),
-        held={"parameters": 9000, "peak": 20_000},
+        memory_breakdown={"parameters": 9000, "peak": 20_000},
         calls=tuple(dataclasses.replace(c, others=()) for c in plan.calls),
-        given=tuple(dataclasses.replace(g, others=()) for g in plan.given),
-        spent={"computing and moving": 0.02, "parameters and gradients": 0.004, "hidden": 0.002},
+        placed=tuple(dataclasses.replace(g, others=()) for g in plan.placed),
+        cost_breakdown={
+            "computing and moving": 0.02,
+            "parameters and gradients": 0.004,
+            "hidden": 0.002,
+        },
     )  # fmt: skip

@@ -7,8 +7,8 @@ run.
         assert run_on(2, sum_of_ranks, 10) == [11, 11]
 
 A call has a time limit. A rank that fails, or doesn't answer in time, fails the test with every
-rank's traceback (and what it was doing), and ends the pool; the next call starts a new one. The
-processes die with pytest, however that dies.
+rank's traceback (and the calls it was running). Such a failure ends the pool, and the next call
+starts a new one. The processes die with pytest, even if pytest is killed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from globaltensor.distributed.launcher import parent_death
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy
 CALL_SECONDS = 60.0
-_AFTER_A_FAILURE = 5.0  # the other ranks may fail of it too, or wait for ever
+_AFTER_A_FAILURE = 5.0  # the other ranks may fail too, or wait forever
 
 
 class RanksFailed(AssertionError):
-    """What went wrong on which rank."""
+    """The error that names each rank that failed, with its failure."""
 
 
 class Pool:
-    """``n`` processes, ranks of one world over gloo."""
+    """A pool of ``n`` processes, the ranks of one world over gloo."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -100,8 +100,8 @@ class Pool:
         self._connections.append(Connection(ours.detach()))
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-        """Call ``fn(*args)`` on every rank -> each rank's result. Raises RanksFailed, after which
-        the pool is closed."""
+        """Call ``fn(*args)`` on every rank and return each rank's result. Raises RanksFailed, after
+        which the pool is closed."""
         message = pickle.dumps((fn, args))
         try:
             for connection in self._connections:
@@ -147,7 +147,7 @@ class Pool:
         raise RanksFailed("\n".join(lines))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """What these ranks are doing."""
+        """Return the stacks of these ranks."""
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5 if ranks else 0)
@@ -160,7 +160,7 @@ class Pool:
         ).decode(errors="replace")
 
     def close(self) -> None:
-        """End the processes; the next call of ``run_on`` starts others."""
+        """End the processes. The next call of ``run_on`` starts others."""
         if _pools.get(self.n) is self:
             del _pools[self.n]
         for connection in self._connections:
@@ -176,14 +176,14 @@ _pools: dict[int, Pool] = {}
 
 
 def run_on(n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-    """Call ``fn(*args)`` on ``n`` real processes, ranks of one world -> each rank's result. ``fn``
-    and the values must be picklable."""
+    """Call ``fn(*args)`` on ``n`` real processes, the ranks of one world, and return each rank's
+    result. ``fn`` and the values must be picklable."""
     if n not in _pools:
         _pools[n] = Pool(n)
     return _pools[n].run(fn, *args, timeout=timeout)
 
 
 def close_pools() -> None:
-    """End all processes."""
+    """End the processes of all pools."""
     for pool in list(_pools.values()):
         pool.close()

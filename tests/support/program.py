@@ -1,5 +1,5 @@
-"""Programs run as a user runs them: in a process group of their own, under a time limit, with
-nothing left of them afterwards."""
+"""Programs run as a user runs them: in a process group of their own, under a time limit. No process
+is left afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
 def run(
     command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str
 ) -> tuple[int, str]:
-    """-> exit code, and what was written to stdout and stderr."""
+    """Run a command and return its exit code, and its output on stdout and stderr."""
     environment = {
         **os.environ,
         "PYTHONPATH": PYTHONPATH,

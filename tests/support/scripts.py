@@ -1,5 +1,5 @@
-"""Job-function scripts on this machine or on several hosts, for tests: ended in bounded time,
-nothing of them left."""
+"""Job-function scripts on this machine or on several hosts, for tests. Each script ends in bounded
+time and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from support.hosts import LOOPBACK, Host, Network
 from support.launched import Launched
 
-SECONDS = 120.0  # torch takes seconds to import, several times that where all cores are busy
+SECONDS = 120.0  # importing torch takes seconds, several times that if all cores are busy
 
 TRAINING = """
 import json, sys
@@ -51,13 +51,13 @@ def steps(first, last):
 
 
 def script(folder: Path, body: str, forward: str = "network(x)", name: str = "script.py") -> Path:
-    """A script that has the training job above, and then this body."""
+    """Write a script that has the training job above, and then this body."""
     (folder / name).write_text(TRAINING.replace("FORWARD(x)", forward) + body)
     return folder / name
 
 
 def in_plain_torch(start: Mapping[str, Any], steps: int) -> list[float]:
-    """The losses of the script's first steps, from these values, without the library."""
+    """Return the losses of the script's first steps, from these values, without the library."""
     ps = [
         torch.tensor(start[name], dtype=torch.float32).requires_grad_()
         for name in ("hidden-weight", "hidden-bias", "out-weight", "out-bias")
@@ -78,22 +78,22 @@ def in_plain_torch(start: Mapping[str, Any], steps: int) -> list[float]:
 
 
 def results(text: str) -> list[dict[str, Any]]:
-    """What a script told, in order."""
+    """Return the values that a script reported, in order."""
     return [json.loads(line[7:]) for line in text.splitlines() if line.startswith("RESULT ")]
 
 
 def ran(
     folder: Path, path: Path, *arguments: object, code: int = 0, **variables: str
 ) -> tuple[list[dict[str, Any]], str, str]:
-    """A script run to its end on this machine -> what it told, all that it printed, and what it
-    wrote to stderr."""
+    """Run a script to its end on this machine. Return the values it reported, all that it printed,
+    and its stderr."""
     with Launched(folder, path, *arguments, command=[sys.executable], **variables) as started:
         assert started.code(SECONDS) == code, started.err
         return results(started.out), started.out, started.err
 
 
 class Machines:
-    """A script on each of some hosts, the master's first."""
+    """A script on each of several hosts, the master's first."""
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.network, self.folder = network, folder
@@ -102,7 +102,7 @@ class Machines:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, path: Path, number: int, *arguments: object, **variables: str) -> None:
-        """Start it there, with port, addresses and these arguments."""
+        """Start the script on a host, with port, addresses and these arguments."""
         host: Host = self.network.hosts[number]
         command = [
             sys.executable,
@@ -115,11 +115,11 @@ class Machines:
         self.processes.append(host.start(command, output, variables))
         if (
             self.network.kind == LOOPBACK and len(self.processes) == 1
-        ):  # where all addresses are one machine's, who comes first is the master
+        ):  # if all addresses are one machine's, the first process is the master
             self._listening()
 
     def ended(self, number: int) -> tuple[int, str]:
-        """(exit code, all output) of the process that was started as number ``number``."""
+        """Return (exit code, all output) of the process that was started as number ``number``."""
         process, output = self.processes[number], self.folder / f"machine.{number}"
         try:
             code = process.wait(SECONDS)

@@ -1,8 +1,8 @@
-"""Every collective of flow.distributed in every way to call it, against values that each rank works
-out for itself. On any backend.
+"""Every collective of flow.distributed in every way to call it, on any backend. Each rank computes
+the expected values on its own.
 
-``sweep()`` runs in the ranks of a world; run as a program (under mpirun, say) it does so in a world
-that starts by itself.
+``sweep()`` runs in the ranks of a world. If run as a program (for example under mpirun), this file
+starts a world and runs ``sweep()`` in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How to call a collective. ``rows(r)``: the length of dim 0 of what concerns rank r."""
+    """A way to call a collective. ``rows(r)``: the length of dim 0 of rank r's data."""
 
     group: Any
     ranks: tuple[int, ...]
@@ -47,8 +47,8 @@ class Way:
     uneven: bool = False
 
     def value(self, holder: int, other: int = 0, rows: int | None = None) -> torch.Tensor:
-        """Small whole numbers, exact in every dtype and under every op, that differ with the
-        holder, the receiver and the place."""
+        """Return small whole numbers that differ with the holder, the receiver and the position.
+        They are exact in every dtype and under every op."""
         shape = self.shape if rows is None else (rows, *self.shape[1:])
         n = torch.arange(int(torch.tensor(shape).prod()))
         return ((n * (holder + 1) + 2 * holder + other) % 3).reshape(shape).to(self.dtype)
@@ -123,7 +123,7 @@ def all_to_all_single(w: Way, me: int) -> Pairs:
     give, take = (
         [w.rows(r) for r in w.ranks],
         [w.rows(me) for _ in w.ranks],
-    )  # rank r gets as many rows from each as its place in the group
+    )  # rank r gets as many rows from each as its index in the group
     out = w.hold(torch.cat([w.blank(n) for n in take]))
     source = w.hold(torch.cat([w.value(me, r, n) for r, n in zip(w.ranks, give, strict=True)]))
     w.call("all_to_all_single", out, source, *((take, give) if w.uneven else ()))
@@ -166,7 +166,7 @@ def reduce_scatter_tensor(w: Way, me: int) -> Pairs:
 
 
 def point_to_point(w: Way, me: int) -> Pairs:
-    """A ring of messages, and one the other way round with a tag."""
+    """Send a ring of messages, and one in the other direction with a tag."""
     at, n = w.ranks.index(me), len(w.ranks)
     after, before = w.ranks[(at + 1) % n], w.ranks[at - 1]
     out, back = w.blank(), w.blank()
@@ -229,7 +229,7 @@ def ways(groups: list[Way]) -> Iterator[tuple[Callable[..., Pairs], Way]]:
 
 
 def sweep() -> tuple[int, list[str]]:
-    """(how many calls, what was wrong with which)."""
+    """Run the sweep and return (number of calls, the errors, each with its call)."""
     size, me = dist.get_world_size(), dist.get_rank()
     everyone = tuple(range(size))
     groups = [Way(None, everyone)] + [

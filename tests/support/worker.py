@@ -1,5 +1,5 @@
-"""One process of the pool: takes functions from its connection, calls them, answers. Run as a
-script with the connection's file descriptor."""
+"""One process of the pool. It reads functions from its connection, calls them and answers. The
+process runs as a script with the connection's file descriptor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def answer(message: bytes) -> bytes:
-    """Call what the message says, in the state in which a process starts -> (True, result) or
+    """Run the call in a message, in the state in which a process starts. Return (True, result) or
     (False, traceback)."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -43,7 +43,7 @@ def answer(message: bytes) -> bytes:
             warnings.simplefilter("error")
             fn, args = pickle.loads(message)
             return pickle.dumps((True, fn(*args)))
-    except BaseException:  # whatever it is, the test will tell
+    except BaseException:  # the test reports any failure
         return pickle.dumps((False, traceback.format_exc()))
 
 

@@ -1,0 +1,13 @@
+# The hand-written part of globaltensor/amp/__init__.pyi: what a scaler returns.
+
+class GradScaler(_GradScaler):
+    @overload
+    def scale(self, outputs: _torch.Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Sequence[_torch.Tensor]) -> Sequence[Tensor]: ...
+
+class StaticGradScaler(_StaticGradScaler):
+    @overload
+    def scale(self, outputs: _torch.Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Sequence[_torch.Tensor]) -> Sequence[Tensor]: ...

@@ -1,0 +1,1 @@
+"""Programs of a user, which type checkers read (tests/base/test_types.py)."""
