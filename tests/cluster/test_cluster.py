@@ -254,7 +254,8 @@ def test_small_tensors_lie_in_caches() -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(clusters, st.sampled_from([(8, 8), (13, 5), (1000, 1000)]), st.data())
+# Not of tables that obey no law: between two measured points no bound holds for them.
+@given(st.one_of(constants(), presets), st.sampled_from([(8, 8), (13, 5), (1000, 1000)]), st.data())
 def test_no_exchange_costs_less_than_is_known_before(
     c: Cluster, shape: tuple[int, int], data: st.DataObject
 ) -> None:

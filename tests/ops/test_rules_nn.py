@@ -200,17 +200,17 @@ def test_the_result_of_a_chain_of_products_goes_where_it_is_asked_for() -> None:
     def on_ranks() -> None:
         line = flow.placement("cpu", [0, 1])
         out = flow.zeros(3, 5, dtype=torch.float64, placement=line, sbp=flow.sbp.split(1))
-        with warnings.catch_warnings():
-            # PyTorch warns that chain_matmul is deprecated
-            warnings.simplefilter("ignore", UserWarning)
-            torch.chain_matmul(
-                x(3, 4).to_global(line, flow.sbp.broadcast),
-                x(4, 5).to_global(line, flow.sbp.broadcast),
-                out=out,
-            )  # type: ignore[attr-defined]
+        torch.chain_matmul(
+            x(3, 4).to_global(line, flow.sbp.broadcast),
+            x(4, 5).to_global(line, flow.sbp.broadcast),
+            out=out,
+        )  # type: ignore[attr-defined]
         torch.testing.assert_close(full(out), x(3, 4) @ x(4, 5))
 
-    simulate(2, on_ranks)
+    # PyTorch warns that chain_matmul is deprecated. Ranks are threads and share the filters.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        simulate(2, on_ranks)
 
 
 #: Calls that torch rejects. On meta tensors it gives another error, or none.
