@@ -134,7 +134,7 @@ class MoveCosts:
         found = there._landings.get((after, missing))
         if found is None:
             cluster = self.cluster
-            sent = cluster.seconds("exchange", missing or 1, 2)
+            sent = cluster.exchange_at_least(missing or 1)
             # Where every rank has the elements that it needs, nothing is sent.
             found = sent if missing else min(sent, cluster.memory_latency)
             if not cluster.measured:

@@ -216,6 +216,25 @@ class Cluster:
             return fixed + moving
         return BETWEEN[kind](self, nbytes, group, together)
 
+    def exchange_at_least(self, nbytes: float) -> float:
+        """Return a lower bound of the seconds of an exchange, whatever the number of peers.
+
+        ``nbytes``: the bytes that the busiest rank sends or receives.
+
+        >>> c = Cluster.preset("dgx-h100")
+        >>> bound = c.exchange_at_least(1 << 20)
+        >>> all(bound <= c.seconds("exchange", 1 << 20, ranks) for ranks in range(2, 65))
+        True
+        """
+        pair = self.seconds("exchange", nbytes, 2)
+        group = group_of(2, self.node_size)
+        if self.measured and self._measured("exchange", nbytes, group) is None:
+            # It is priced as a gathering (`_priced`), of fewer bytes the more peers there are, but
+            # of more than ``nbytes``.
+            gathered = self._measured("all_gather", nbytes, group)
+            return pair if gathered is None else min(pair, gathered)
+        return pair
+
     def _measured(self, kind: str, nbytes: float, group: RankGroup) -> float | None:
         curves: Curves = self._curves  # type: ignore[attr-defined]
         return curves.seconds(
