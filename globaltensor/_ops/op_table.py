@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base import patches
+from .._base import patches, torch_private
 from .._base.python_bodies import python_body
 from .._tensor.global_tensor import GlobalTensor
 from .call_plan import name_of
 from .dispatch import handler_kind
+from .methods import PLAIN
 from .rules import RULES
 
 __all__ = ["OpEntry", "kind_of_function", "op_table"]
@@ -39,7 +40,7 @@ class OpEntry(NamedTuple):
 
     function: str
     kind: str
-    #: The rule's name, or the file that declares the entry.
+    #: The rule's name, or the target of the patch. Empty for other kinds.
     detail: str
 
 
@@ -49,7 +50,7 @@ def kind_of_function(function: Callable[..., Any]) -> tuple[str, str]:
     >>> import torch
     >>> kind_of_function(torch.add)
     ('rule', 'add')
-    >>> kind_of_function(torch.Tensor.new_zeros)[0], kind_of_function(torch.vmap)[0]
+    >>> kind_of_function(torch.Tensor.new_zeros)[0], kind_of_function(torch.Tensor.apply_)[0]
     ('creation', 'none')
     """
     if (kind := handler_kind(function)) is not None:
@@ -75,22 +76,30 @@ def op_table() -> list[OpEntry]:
 
 
 def _own_attribute(function: Any) -> bool:
-    """Return True if GlobalTensor has a method or property of its own for one of torch.Tensor's."""
-    descriptor = getattr(function, "__self__", None)
-    is_property = getattr(function, "__name__", "") == "__get__"
-    name = getattr(descriptor, "__name__", "") if is_property else name_of(function)
-    if is_property:
-        return hasattr(GlobalTensor, name)
+    """Return True for a property, or for a method that GlobalTensor overrides."""
+    name = name_of(function)
+    if getattr(function, "__name__", "") == "__get__":
+        return True
     return function is getattr(torch.Tensor, name, None) and name in vars(GlobalTensor)
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield each overridable function with the name by which users call it."""
+    """Yield each overridable function with the name by which users call it.
+
+    Names that this library adds to torch's classes are left out.
+    """
+    own = {id(getattr(torch.Tensor, name)) for name in PLAIN}
     for functions in torch.overrides.get_overridable_functions().values():
         for function in functions:
             name = torch.overrides.resolve_name(function) or name_of(function)
+            if id(getattr(function, "__self__", function)) in own or id(function) in own:
+                continue
             if not any(_hidden(part) for part in name.split(".")):
                 yield name, function
+    for function in (*torch_private.vmap_functions(), *torch_private.dual_functions()):
+        yield f"torch.{function.__name__}", function
+    for function in torch_private.list_functions():
+        yield f"torch.{function.__name__}", function
 
 
 def _hidden(name: str) -> bool:

@@ -186,7 +186,7 @@ def _with_scalars(
 
 @dataclasses.dataclass
 class _CallToPlan:
-    """A call that is being planned: what each step of `plan_call` finds out for the next ones."""
+    """A call that is being planned. Each step of `plan_call` stores its results for the next."""
 
     func: Any
     args: tuple[Any, ...]
@@ -222,6 +222,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         _of_a_whole_call,
         _of_shapes_unknown_to_torch,
         _that_returns_its_operand,
+        _checked,
         _of_an_unknown_form,
     ):
         if (plan := step(call)) is not None:
@@ -240,11 +241,12 @@ def _new_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call
 
 
 def _with_out(call: _CallToPlan) -> CallPlan | None:
-    """Plan a call with ``out=``: run it without, and copy the result."""
+    """Plan a call with ``out=``: run it without ``out=``, and copy the result into ``out``."""
     if call.kwargs.get("out") is None or call.written is not None:
         return None
-    check_out(call.func, call.args, call.kwargs)
-    return DelegatePlan(lambda *a, **k: call_with_out(call.func, a, k))
+    func = call.func  # the plan is cached: it must not hold the call's arguments
+    check_out(func, call.args, call.kwargs)
+    return DelegatePlan(lambda *a, **k: call_with_out(func, a, k))
 
 
 def _on_several_placements(call: _CallToPlan) -> CallPlan | None:
@@ -377,13 +379,17 @@ def _that_returns_its_operand(call: _CallToPlan) -> CallPlan | None:
     return None
 
 
-def _of_an_unknown_form(call: _CallToPlan) -> CallPlan | None:
-    """Plan a call whose form the rule does not know, on replicated operands and with a warning."""
+def _checked(call: _CallToPlan) -> None:
+    """Check the dtypes of a call with a local function. Keep written operands replicated."""
     op = _op(call)
     if op.local is not None and not _is_ours(call.func):
         check_dtypes(call.func, call.specs, call.args, call.kwargs)
     if call.written is not None:
         keep_written_whole(op, call.written[0])
+
+
+def _of_an_unknown_form(call: _CallToPlan) -> CallPlan | None:
+    """Plan a call whose form the rule does not know, on replicated operands and with a warning."""
     if not call.unknown:
         return None
     warn_user(

@@ -252,7 +252,10 @@ class _Swap:
 
 
 class _Gradients(NamedTuple):
-    """The gradients of a step on local tensors, and the parameters that are stepped otherwise."""
+    """The gradients of a step on local tensors.
+
+    ``members`` and ``sums`` are the parameters that are stepped as shards or as sums.
+    """
 
     stepped: list[tuple[GlobalTensor, Spec, torch.Tensor]]
     members: list[tuple[GlobalTensor, StorageSpec]]  # parameters of which this rank steps a shard
@@ -260,10 +263,10 @@ class _Gradients(NamedTuple):
 
 
 def _gradients_of(lists: Sequence[Sequence[torch.Tensor]], rank: int) -> _Gradients | None:
-    """Return the local gradients of all parameters; None if a parameter or one is not ordinary.
+    """Return the local gradients of all parameters, or None if one of these is not ordinary.
 
-    A gradient of which this rank steps a shard is cut. That of a partial parameter is summed, which
-    is collective."""
+    If this rank steps a shard of a parameter, the gradient is cut to that shard. The gradient of a
+    partial parameter is summed. The sum is collective."""
     result = _Gradients([], [], [])
     # The last spec found ordinary. The next parameter mostly has the same one.
     seen: Spec | None = None
@@ -285,13 +288,16 @@ def _gradients_of(lists: Sequence[Sequence[torch.Tensor]], rank: int) -> _Gradie
                 return None
         if grad is None:
             continue
-        here = rank in spec.placement._coordinates
-        if p._shard is not None and here and (shard := stepped(p)) is not spec:
+        if rank not in spec.placement._coordinates:
+            # a parameter of other ranks: its state exists here in the layout that it has there
+            result.stepped.append((p, stepped(p), grad))
+            continue
+        if p._shard is not None and (shard := stepped(p)) is not spec:
             spec = shard
             result.members.append((p, spec))  # type: ignore[arg-type]
             if p._grad_shard is None:
                 grad = grad[spec.share(rank, rank)].contiguous()  # type: ignore[attr-defined]
-        if spec is not seen and here and (whole := summed(p._spec)) is not p._spec:
+        if spec is not seen and (whole := summed(p._spec)) is not p._spec:
             grad = box(
                 grad,
                 spec.replace(dtype=grad.dtype),

@@ -644,6 +644,42 @@ def _freed_elsewhere() -> None:
         torch.testing.assert_close(everywhere, q.grad, rtol=1e-9, atol=1e-9)
 
 
+def _state_of_other_ranks(kind: str) -> list[Any]:
+    """Train a parameter of ranks 0 and 1. Return the layouts of its state, and the values."""
+    where, everywhere = flow.placement("cpu", [0, 1]), flow.placement("cpu", [0, 1, 2])
+    start = values(5, 3).to_global(where, B)  # type: ignore[attr-defined]
+    p = start.to_global(sbp=flow.sbp.partial_sum if kind == "partial" else B).detach()
+    p.requires_grad_()
+    optimizer = optim.AdamW([p], lr=0.1)
+    if kind != "partial":
+        Zero([optimizer], int(kind), 1).attach()
+    for _ in range(4):
+        optimizer.zero_grad()
+        (p.to_global(sbp=B) ** 2).sum().backward()
+        optimizer.step()
+    moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
+    whole = [m.to_global(everywhere, B).to_local() for m in (*moments, p.detach())]
+    return [repr(m._spec) for m in moments] + [type(m._spec).__name__ for m in moments] + whole
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "partial"])
+@pytest.mark.parametrize("run", [simulate, run_on])
+def test_state_has_one_layout_also_on_ranks_without_the_parameter(
+    run: Callable[..., list[Any]], kind: str
+) -> None:
+    plain = values(5, 3).requires_grad_()
+    optimizer = optim.AdamW([plain], lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (plain**2).sum().backward()
+        optimizer.step()
+    want = [optimizer.state[plain][name] for name in ("exp_avg", "exp_avg_sq")] + [plain.detach()]
+    found = run(3, _state_of_other_ranks, kind)
+    assert found[2][:4] == found[0][:4] == found[1][:4]
+    for rank in found:
+        torch.testing.assert_close(rank[4:], want, rtol=1e-9, atol=1e-9)
+
+
 def test_sums_in_another_dtype_and_parameters_that_travel() -> None:
     simulate(2, _bfloat16, timeout=20.0)
 

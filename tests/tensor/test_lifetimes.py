@@ -374,6 +374,35 @@ def test_nothing_is_left_of_a_model_that_has_gone(room: int) -> None:
     assert run_on(2, left_behind, room) == [{}] * 2
 
 
+def plans_hold_no_arguments() -> list[bool]:
+    """Return whether the operands of calls are gone once nothing but the cached plans is left."""
+    P = flow.sbp.partial_sum
+    calls: dict[str, Callable[[Any], Any]] = {
+        "out": lambda x: torch.add(x, x, out=flow.zeros(3, 5, placement=everyone(), sbp=B)),
+        "placements": lambda x: x + flow.ones((), placement=flow.placement("cpu", [0]), sbp=B),
+        "plain target": lambda x: torch.zeros(3, 5).copy_(x),
+        "composed": lambda x: torch.std_mean(x, 0),
+        "replicated": lambda x: torch.linalg.matrix_norm(x),
+        "signature": lambda x: x.to_global(sbp=P).sum(),
+        "in place": lambda x: x.mul_(2.0),
+        "operand": lambda x: nn.functional.dropout(x, training=False),
+    }
+    gone = []
+    for call in calls.values():
+        x = rows(3, 5)
+        held = weakref.ref(x._local)
+        call(x)
+        del x
+        gc.collect()
+        gone.append(held() is None)
+    assert gone == [True] * len(calls), dict(zip(calls, gone, strict=True))
+    return gone
+
+
+def test_cached_plans_hold_no_arguments() -> None:
+    assert all(map(all, run_on(2, plans_hold_no_arguments)))
+
+
 def kept() -> list[bool]:
     """Check that the memory cached for gradients never exceeds that of the current leaves'
     gradients, however the leaves change."""
