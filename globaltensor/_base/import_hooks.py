@@ -23,14 +23,17 @@ class _LateFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        _waiting.pop(name, None)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 run(module)
+                # Not at the search, where a program may only ask for the module's place, and not
+                # before the code has run, which may fail and be tried again.
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                _waiting.pop(name, None)
                 for change in self.changes:
                     change(module)
 

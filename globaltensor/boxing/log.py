@@ -128,7 +128,10 @@ _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=Fals
 
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
-    """Collect a record of all that this rank sends in the block, and why.
+    """Collect a record of what this rank sends for global tensors in the block, and why.
+
+    Collectives of `flow.distributed` and `flow.comm`, barriers and comparisons of plain tensors are
+    not recorded. Opening a log starts the world.
 
     A `BoxingRecord` is of one tensor that is boxed, explicitly, by an op, or by a backward pass. An
     `ExchangeRecord` is of an exchange inside an op, or of a collective for many tensors, such as a
@@ -142,9 +145,9 @@ def boxing_log() -> Iterator[list[Any]]:
     log: list[Any] = []
     here = world()
     found = here.state(_OpenLogs)
-    before, observer = found.logs, here.observer
-    found.logs = (*before, log)
-    if not here.dry:  # there, nothing is sent, and ops predict their traffic
+    found.logs = (*found.logs, log)
+    # A dry world sends nothing, and ops predict their traffic there.
+    if not here.dry and here.observer is None:
         here.observer = lambda traffic: found.observe(here, traffic)
     with _OpenLogs.changing:
         _OpenLogs.count += 1
@@ -153,7 +156,10 @@ def boxing_log() -> Iterator[list[Any]]:
     finally:
         with _OpenLogs.changing:
             _OpenLogs.count -= 1
-        found.logs, here.observer = before, observer
+        # Logs may close in any order.
+        found.logs = tuple(each for each in found.logs if each is not log)
+        if not found.logs:
+            here.observer = None
 
 
 def watched() -> bool:

@@ -133,6 +133,17 @@ def _carrier(t: Tensor, reduces: bool) -> Tensor:
     )
 
 
+def check_peer(name: str, argument: str, rank: Any) -> None:
+    """Raise WorldError if ``rank`` is no rank of this job. Gloo would wait for it without end.
+
+    ``name`` and ``argument``: the function and its argument, for the error."""
+    size = dist.get_world_size()
+    if isinstance(rank, int) and not 0 <= rank < size:
+        raise WorldError(
+            f"{name}: {argument}={rank} is not a rank of this job, whose ranks are 0 to {size - 1}"
+        )
+
+
 class _Collective:
     """One of torch's functions: which arguments it reads and writes, and how to describe a call."""
 
@@ -165,11 +176,12 @@ class _Collective:
             if len(args) > self.position
             else None
         )
-        if self.peer:
-            self._check_peer((dict(zip(self.names, args, strict=False)) | kwargs).get(self.peer))
-        if self.name in ADDING:
+        if self.peer or self.name in ADDING:
             bound = dict(zip(self.names, args, strict=False)) | kwargs
-            refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
+            if self.peer:
+                check_peer(self.name, self.peer, bound.get(self.peer))
+            else:
+                refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
         config = (
             here.backend
             if group is None
@@ -191,15 +203,6 @@ class _Collective:
         ):
             return self.function(**given)
         return self._on_gloo(given, group)
-
-    def _check_peer(self, rank: Any) -> None:
-        """Raise WorldError if ``rank`` is no rank of this job: gloo would wait for it for ever."""
-        size = dist.get_world_size()
-        if isinstance(rank, int) and not 0 <= rank < size:
-            raise WorldError(
-                f"{self.name}: {self.peer}={rank} is not a rank of this job, whose ranks are 0 to "
-                f"{size - 1}"
-            )
 
     @staticmethod
     def _tensors(given: dict[str, Any], name: str) -> list[Any]:
@@ -404,12 +407,18 @@ recv, irecv = _made("recv", writes="tensor"), _made("irecv", writes="tensor")
 _TORCHS: Final[dict[Function, Function]] = {isend: dist.isend, irecv: dist.irecv}
 
 
-def _begun(name: str) -> Function:
+def _begun(name: str, peer: str = "") -> Function:
+    """Return torch's function of this name, with the world started before it.
+
+    ``peer``: the argument that names the other rank of a message, to be checked."""
     original: Function = getattr(dist, name)
+    names = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         start()
+        if peer:
+            check_peer(name, peer, (dict(zip(names, args, strict=False)) | kwargs).get(peer))
         return original(*args, **kwargs)
 
     call.__module__ = __name__
@@ -421,7 +430,8 @@ broadcast_object_list, scatter_object_list = (
     _begun("broadcast_object_list"),
     _begun("scatter_object_list"),
 )
-send_object_list, recv_object_list = _begun("send_object_list"), _begun("recv_object_list")
+send_object_list = _begun("send_object_list", "dst")
+recv_object_list = _begun("recv_object_list", "src")
 monitored_barrier, init_device_mesh = _begun("monitored_barrier"), _begun("init_device_mesh")
 new_subgroups, new_subgroups_by_enumeration = (
     _begun("new_subgroups"),
@@ -435,6 +445,7 @@ class P2POp(dist.P2POp):
     def __new__(cls, op: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         start()
         refuse_global("P2POp", [tensor])
+        check_peer("P2POp", "peer", args[0] if args else kwargs.get("peer"))
         return super().__new__(cls, _TORCHS.get(op, op), tensor, *args, **kwargs)
 
     def __init__(self, op: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> None:

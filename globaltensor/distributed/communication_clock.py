@@ -1,7 +1,7 @@
 """A clock for the time that a rank spends in collectives, for a block of code.
 
-`flow.utils.Progress` measures single steps with it. Outside such a block nothing is timed and
-nothing is slower: in the block, a world hands out communicators that are wrapped.
+While a clock runs, the world returns wrapped communicators. `flow.utils.Progress` measures single
+steps with a clock, so other steps have no overhead.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class CommunicationClock:
 
     def __init__(self) -> None:
         self._here: World | None = None
+        self._timed: _TimedComms | None = None
+        self._on_gpu = False
         self._intervals: list[tuple[Any, Any]] = []
         self._within = False
         self._began: Any = None
@@ -67,31 +69,39 @@ class CommunicationClock:
         return self._here is not None
 
     def start(self) -> None:
-        """Start the clock. It must not be running."""
+        """Start the clock. It must not be running.
+
+        While another clock of this rank runs, this one does not start.
+        """
         here = world()
+        if isinstance(here._comms, _TimedComms):
+            return
         self._here, self._intervals, self._within = here, [], False
-        self._comms = here._comms
-        here._comms = _TimedComms(self._comms, self)
+        self._on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        here._comms = self._timed = _TimedComms(here._comms, self)
         self._began = self._stamp()
 
     def stop(self) -> float:
         """Stop the clock, and return the share of the time in collectives, from 0 to 1."""
         ended, here = self._stamp(), self._here
         assert here is not None, "call start() first"
-        here._comms, self._here = self._comms, None
-        if isinstance(ended, float):
-            inside = sum(end - start for start, end in self._intervals)
-            total = ended - self._began
-        else:
-            ended.synchronize()
-            inside = sum(start.elapsed_time(end) for start, end in self._intervals)
+        assert self._timed is not None
+        if here._comms is self._timed:
+            here._comms = self._timed.comms
+        intervals, self._intervals, self._here, self._timed = self._intervals, [], None, None
+        if self._on_gpu:
+            for _, end in (*intervals, (None, ended)):  # they may be events of several streams
+                end.synchronize()
+            inside = sum(start.elapsed_time(end) for start, end in intervals)
             total = self._began.elapsed_time(ended)
-        self._intervals = []
+        else:
+            inside = sum(end - start for start, end in intervals)
+            total = ended - self._began
         return min(1.0, max(0.0, inside / total)) if total else 0.0
 
     def _stamp(self) -> Any:
         """Return the time now, or an event of the current stream if this process uses a GPU."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -143,17 +153,24 @@ class _TimedComm:
 
 
 class _TimedComms(dict[tuple[int, ...], Communicator]):
-    """The communicators of a world while a clock runs. New ones are also put where they belong."""
+    """The communicators of a world while a clock runs.
+
+    A new communicator is also added to the world's own dict, ``comms``.
+    """
 
     def __init__(
         self, comms: dict[tuple[int, ...], Communicator], clock: CommunicationClock
     ) -> None:
-        self._comms, self._clock = comms, clock
+        self.comms, self._clock = comms, clock
         super().__init__({ranks: self._wrapped(comm) for ranks, comm in comms.items()})
 
     def _wrapped(self, comm: Communicator) -> Communicator:
         return cast(Communicator, _TimedComm(comm, self._clock))
 
     def __setitem__(self, ranks: tuple[int, ...], comm: Communicator) -> None:
-        self._comms[ranks] = comm
+        self.comms[ranks] = comm
         super().__setitem__(ranks, self._wrapped(comm))
+
+    def clear(self) -> None:
+        self.comms.clear()
+        super().clear()

@@ -27,6 +27,7 @@ from ..sharding.tensor_kinds import TensorKind, refusal
 from .divergence import History, Report, describe
 
 if TYPE_CHECKING:
+    from .backends.shared_memory import SharedMemoryPeers
     from .world_base import World
 
 __all__ = [
@@ -226,6 +227,10 @@ class Communicator(ABC):
         self.world, self.ranks, self.size = world, ranks, len(ranks)
         self.index = ranks.index(world.rank)
         self.begin_digests()
+
+    def near(self, device: torch.device) -> SharedMemoryPeers | None:
+        """Return the peers that share memory with this rank, or None without such memory."""
+        return None
 
     def begin_digests(self) -> None:
         """Forget everything that was compared so far."""

@@ -104,10 +104,13 @@ class TrainingProgress:
     is left. Every rank calls `step` after each training step. ``total``: the number of the last
     step. ``first``: the steps that were done before, for a run that goes on. ``tokens``: the tokens
     of a step over all ranks; then the speed is in tokens a second. ``every``: steps between two
-    reports. ``measure_every``: of so many steps, one is measured for its communication; the others
-    are left alone. ``log_to``: a TensorBoard SummaryWriter, a run of Weights & Biases, or several.
-    ``file``: where rank 0 prints, standard output by default. ``live``: on a terminal, redraw a
-    line between reports. ``quiet``: print nothing. Raises GlobalTensorError for other arguments.
+    reports. ``measure_every``: the communication of one step in so many is measured. The other
+    steps have no overhead. ``log_to``: a TensorBoard SummaryWriter, a run of Weights & Biases, or
+    several. ``file``: where rank 0 prints, standard output by default. ``live``: on a terminal,
+    redraw a line between reports. ``quiet``: print nothing. Raises GlobalTensorError for other
+    arguments.
+
+    Use it in a ``with`` block. The end of the block stops a measurement in progress.
 
     >>> import torch
     >>> with TrainingProgress(4, every=2) as progress:

@@ -14,6 +14,7 @@ import globaltensor as flow
 from globaltensor.boxing import BoxingRecord, ExchangeRecord
 from globaltensor.distributed.communicator import Traffic, record_collectives
 from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
 from globaltensor.graph.program.coalesced import CoalescedCollective
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -388,3 +389,21 @@ def test_what_pipeline_stages_send_is_logged() -> None:
     for (entries, sent), ranks in ((first, "0-1"), (second, "0-1")):
         assert len(entries) == sent >= 1
         assert entries[0] == f"pipeline: from one stage to another  send  512 B  ranks {ranks}"
+
+
+def overlapping_logs() -> list[int]:
+    """Open two logs and close the first one first."""
+    x = torch.ones(4, 6).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    first, second = flow.boxing_log(), flow.boxing_log()
+    one, two = first.__enter__(), second.__enter__()
+    x.to_global(sbp=B)
+    first.__exit__(None, None, None)
+    x.to_global(sbp=S(1))
+    second.__exit__(None, None, None)
+    x.to_global(sbp=B)
+    assert world().observer is None
+    return [len(one), len(two)]
+
+
+def test_logs_may_close_in_any_order() -> None:
+    assert run_on(2, overlapping_logs) == [[1, 2]] * 2

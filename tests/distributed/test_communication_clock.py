@@ -85,3 +85,46 @@ def a_new_communicator() -> bool:
 
 def test_a_communicator_that_is_made_meanwhile_stays() -> None:
     assert run_on(2, a_new_communicator) == [True, True]
+
+
+def two_clocks() -> tuple[bool, bool, int]:
+    """Run clocks that overlap, and close the world's communicators while one runs."""
+    here = world()
+    everyone = tuple(range(here.size))
+    first, second = CommunicationClock(), CommunicationClock()
+    first.start()
+    second.start()
+    here.comm(everyone).all_reduce(torch.ones(3))
+    running = first.running, second.running
+    first.stop()
+    assert type(here._comms) is dict
+    assert all(isinstance(comm, Communicator) for comm in here._comms.values())
+    second.start()
+    here._comms.clear()  # as World.close does
+    second.stop()
+    return *running, len(here._comms)
+
+
+def test_clocks_that_overlap_leave_nothing_wrapped() -> None:
+    assert run_on(2, two_clocks) == [(True, False, 0)] * 2
+
+
+def a_channel_opened_in_a_measured_step() -> list[float]:
+    """Open a channel while the clock of rank 0 alone runs: both ends use the same carrier."""
+    here, clock = world(), CommunicationClock()
+    if here.rank == 0:
+        clock.start()
+    x = torch.arange(4.0) + here.rank
+    channel = here.channel(0, 1, torch.device("cpu"))
+    if here.rank == 0:
+        channel.send(x)
+        clock.stop()
+        return x.tolist()
+    out = torch.empty(4)
+    channel.receive(out).wait()
+    return out.tolist()
+
+
+def test_a_channel_that_opens_in_a_measured_step_works_at_both_ends() -> None:
+    sent, received = run_on(2, a_channel_opened_in_a_measured_step)
+    assert sent == received == [0.0, 1.0, 2.0, 3.0]

@@ -168,6 +168,10 @@ def _messages_to_nobody() -> list[str]:
         lambda: flow.distributed.recv(x, 99),
         lambda: flow.distributed.isend(x, 99),
         lambda: flow.distributed.irecv(x, src=99),
+        lambda: flow.distributed.P2POp(flow.distributed.isend, x, 99),
+        lambda: flow.distributed.P2POp(torch.distributed.irecv, x, peer=-1),
+        lambda: flow.distributed.send_object_list([x], dst=99),
+        lambda: flow.distributed.recv_object_list([None], 99),
     ]
     for call in calls:
         with pytest.raises(WorldError) as info:

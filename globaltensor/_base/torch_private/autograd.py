@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.utils.checkpoint
 from torch.autograd import profiler as _profiler
 
@@ -89,13 +88,16 @@ def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
 
         return save_inputs
 
+    frame = torch.utils.checkpoint._CheckpointFrame
+    if not (hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs")):
+        _wrap_older_checkpoint_inputs(taken, given)
+        return
     home = "torch.utils.checkpoint"
     patch(f"{home}:_CheckpointFrame.save_inputs", saving)
     patch(
         f"{home}:_CheckpointFrame.get_inputs",
         lambda get: lambda frame: given(get(frame), frame.note),
     )
-    _wrap_older_checkpoint_inputs(taken, given)
 
 
 def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:

@@ -180,6 +180,12 @@ def before_collectives(
         return call
 
     for name in reads:
-        wrapped = checked(name, getattr(torch.distributed, name))
+        original = getattr(torch.distributed, name)
+        wrapped = checked(name, original)
+
+        def change(before: Any, original: Any = original, wrapped: Any = wrapped) -> Any:
+            # Another library may have replaced one of the two by a function that calls the other.
+            return wrapped if before is original else before
+
         for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
-            patch(f"{home}:{name}", lambda before, wrapped=wrapped: wrapped)
+            patch(f"{home}:{name}", change)

@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..patches import patch
 

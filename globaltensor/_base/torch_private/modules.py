@@ -6,7 +6,6 @@ import sys
 from types import CodeType
 
 import torch
-import torch.distributed
 
 __all__ = ["CAUSAL_CHECK", "BatchNorm", "check_input", "refresh_weights", "watched_steps"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..patches import patch
 
@@ -349,8 +349,13 @@ def wrap_associative_scan(around: Any) -> None:
     def around_it(original: Any) -> Any:
         return functools.partial(around, original)
 
-    patch("torch._higher_order_ops.associative_scan:associative_scan", around_it)
-    patch("torch._higher_order_ops:associative_scan", around_it)
+    home = "torch._higher_order_ops.associative_scan"
+    patch(f"{home}:associative_scan", around_it)
+    # the same object in the package
+    patch(
+        "torch._higher_order_ops:associative_scan",
+        lambda before: importlib.import_module(home).associative_scan,
+    )
 
 
 def wrap_flex_attention(around: Any, refused: Any) -> None:

@@ -7,7 +7,6 @@ import operator
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.multiprocessing import reductions
 
 from ..patches import patch

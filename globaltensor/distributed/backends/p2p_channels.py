@@ -14,7 +14,7 @@ from ..communicator import Channel, Message
 from ..world import ProcessWorld
 from .process_group_comm import Background
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers
-from .shared_memory_comm import SharedMemoryCommunicator, stable_hash
+from .shared_memory_comm import stable_hash
 
 __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 
@@ -146,8 +146,7 @@ class SharedChannel(MessageChannel):
 
     def connect(self) -> None:
         both = self.world.comm((min(self.source, self.target), max(self.source, self.target)))
-        if isinstance(both, SharedMemoryCommunicator):
-            self._near = both.near(torch.device("cpu"))
+        self._near = both.near(torch.device("cpu"))
 
     def _send(self, data: Tensor) -> Message:
         if self._near is None:
