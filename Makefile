@@ -41,7 +41,7 @@ check: lint types  ## lint, types, and a sample of the tests that start no proce
 	@$(BIN)/python -m compileall -q globaltensor tests
 	$(BIN)/python -m pytest --check $(SIDE_BY_SIDE) $(ARGS)
 
-test: $(STAMP)  ## the tests: of long sweeps one case in a few, see test-slow
+test: $(STAMP)  ## the tests: of long sweeps one case in a few, see test-extended
 	@# once, rather than by each process that a test starts, where python is told to write no bytecode
 	@$(BIN)/python -m compileall -q globaltensor tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
@@ -63,7 +63,7 @@ lint: $(STAMP)  ## ruff: what it finds wrong, and its layout
 	$(BIN)/python -m ruff check $(SOURCES)
 	$(BIN)/python -m ruff format --check $(SOURCES)
 
-types: $(STAMP)  ## mypy --strict on the pure rooms
+types: $(STAMP)  ## mypy --strict on the files that pyproject.toml lists
 	$(BIN)/python -m mypy
 
 stubs: $(STAMP)  ## the type stubs of flow, flow.nn ...: after a change of a public name or signature
@@ -80,7 +80,7 @@ docs-serve: $(STAMP)  ## the same at http://127.0.0.1:8000, built again when a p
 coverage: $(STAMP)  ## every op of torch on global tensors: writes docs/coverage.md
 	$(BIN)/python tests/op_coverage.py $(ARGS)
 
-bench: $(STAMP)  ## every benchmark, each beside its anchors
+bench: $(STAMP)  ## every benchmark, each with the libraries that it compares with
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 clean:  ## remove what these targets made

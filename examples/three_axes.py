@@ -2,13 +2,13 @@
 
     python examples/three_axes.py
 
-The simulated ranks are threads of one process, so a laptop shows what a cluster would do: values,
-layouts and messages are those of eight processes. On these the same file runs too:
+The simulated ranks are threads of one process. Their values, layouts and messages are those of
+eight processes, so one computer is enough. The same file also runs on eight processes:
 
     python -m globaltensor.distributed.launch --nproc_per_node 8 examples/three_axes.py
 
 There are two pipeline stages of four ranks. The ranks of a stage are a grid [data, tensor] of
-2 x 2: the first axis splits the rows of the batch, the second the layers.
+2 x 2. The first axis splits the rows of the batch, and the second splits the layers.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def alone(model: nn.Module, batches: list[Tensor]) -> list[float]:
 
 
 def on_a_rank(start: nn.Module, batches: list[Tensor]) -> tuple[list[float], str]:
-    """Train a copy of the model, and return the losses and a text: what this rank holds and sends.
+    """Train a copy of the model, and return its losses and a text on what this rank does.
 
     The copy is made before the call of `cut`, because all simulated ranks share one process."""
     rank, stages = flow.env.get_rank(), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     grids = [flow.placement("cpu", grid) for grid in stages]
-    layout = {name: [B, sbp] for name, sbp in TENSOR.items()}  # every replica of the data has all
+    layout = {name: [B, sbp] for name, sbp in TENSOR.items()}  # data parallel over the first axis
     second = f"blocks.{LAYERS // 2}"  # the first module of the second stage
     model = flow.pipeline.cut(copy.deepcopy(start), grids, at=[second], sbp=layout)
-    for block in model.blocks:  # sum what a pair of tensor-parallel layers leaves partial, at once
+    for block in model.blocks:  # sum the partial result of a pair of tensor-parallel layers at once
         for layer in (block.out, block.down):
             layer.register_forward_hook(lambda module, inputs, out: out.to_global(sbp=[S(0), B]))
     step = Step(model, torch.optim.SGD(model.parameters(), lr=RATE))
