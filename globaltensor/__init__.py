@@ -12,6 +12,7 @@ from ._ops import random as _draws  # (adds handlers)
 from ._ops import autograd_function as _functions
 
 # (adds to_global and to_local to torch.nn.Module)
+from .parallel import load_state_dict as _load_state_dict
 from .parallel import module_to_global as _modules
 from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
@@ -23,6 +24,7 @@ from ._ops import metrics as _metrics
 
 # (keeps torch.compile away from code on global tensors)
 from ._tensor import compiler_guard as _uncompiled
+from ._tensor import jit_guard as _unscripted
 from ._ops.legacy_constructors import (
     BFloat16Tensor,
     BoolTensor,
@@ -83,6 +85,8 @@ _LAZY_MODULES = ("auto",)
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "__all__":  # for ``from globaltensor import *``
+        return _borrowed.public_names(__name__)
     if name in _LAZY_MODULES:
         return _importlib.import_module(f"{__name__}.{name}")
     try:

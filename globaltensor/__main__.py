@@ -93,12 +93,7 @@ def _parsers(verbs: Sequence[str]) -> tuple[CommandParser, dict[str, CommandPars
         parser = parsers[verb] = group.add_parser(
             verb, help=what, description=description, examples=examples
         )
-        if verb != "plan":
-            add_options(parser)
-        elif "plan" in verbs:
-            from .auto import cli
-
-            parser.description = cli.DESCRIPTION
+        if verb != "plan" or "plan" in verbs:
             add_options(parser)
     return top, parsers
 
@@ -259,7 +254,7 @@ def _profile(options: argparse.Namespace) -> int:
             quiet = options.quiet or not first
             with ProgressLine("globaltensor profile", options.seconds, stage, quiet) as line:
                 line.show("starting ranks" if place is None else "connecting to the other ranks")
-                found = profile(
+                cluster = profile(
                     options.seconds,
                     options.nproc,
                     options.device,
@@ -269,9 +264,9 @@ def _profile(options: argparse.Namespace) -> int:
                 )
         if world().rank == 0:
             if options.out:
-                found.save(options.out)
+                cluster.save(options.out)
             sys.stdout.write(
-                (json.dumps(as_json(found)) if options.json else describe(found)) + "\n"
+                (json.dumps(as_json(cluster)) if options.json else describe(cluster)) + "\n"
             )
     except (ClusterError, WorldError, OSError) as error:
         sys.stderr.write(f"globaltensor profile: {error}\n")
@@ -346,7 +341,12 @@ and computation slow each other down, on all ranks at the same time. In a job of
     ),
     "plan": (
         "find the best plan to run a model on a cluster",
-        "Finds the best plan to run a model on a cluster.",
+        """\
+Finds the best plan to run a model on a cluster. Reports its cost, the reasons, and the cost of the
+alternatives. The model is not run and no device is needed, so the cluster may be one that you do
+not have. MODULE:NAME is a tuple (model, inputs), or a function that returns one. The inputs are a
+tuple of tensors, of which only the shapes are used. A dict of keyword arguments may follow the
+inputs. An nn.Graph or its class may replace the model.""",
         (
             "globaltensor plan models/gpt.py:small --cluster dgx-h100 --memory 60GiB",
             "globaltensor plan models/gpt.py:small --save p.json --html p.html",

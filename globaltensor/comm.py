@@ -167,18 +167,18 @@ def recv(
     Pass shape, dtype and device where the sender passes ``send_meta=False``, and none of them
     otherwise. Raises WorldError where only some are passed, ShapeError where ``out`` does not fit.
     """
-    given = [value is not None for value in (shape, dtype, device)]
-    if any(given) and not all(given):
+    is_passed = [value is not None for value in (shape, dtype, device)]
+    if any(is_passed) and not all(is_passed):
         raise WorldError(
             "comm.recv: pass all of shape, dtype and device (the sender's send_meta=False), or "
             "none of them"
         )
-    here = start()
-    if not any(given):
+    this_world = start()
+    if not any(is_passed):
         meta = torch.empty(3 + _MAX_DIMS, dtype=torch.int64, device=_meta_device())
         dist.recv(meta, src, tag=_TAG)
         dims, which, where, *sizes = meta.tolist()
-        shape, dtype, device = sizes[:dims], _DTYPES[which], here.device(_DEVICES[where])
+        shape, dtype, device = sizes[:dims], _DTYPES[which], this_world.device(_DEVICES[where])
     assert shape is not None
     assert dtype is not None
     if out is None:

@@ -33,7 +33,7 @@ HIDDEN_ATTRIBUTES: Final[dict[str, tuple[str, str]]] = {
         "the number of the operand that a meta tensor stands for",
     ),
     # --- on modules
-    "_automatic_plan": ("auto/apply", "the plan that `parallelize` applied"),
+    "_automatic_plan": ("auto/apply/modules.py", "the plan that `parallelize` applied"),
     "_borrowed": ("graph/pipeline/split_model.py", "parameters lent to a stage while it runs"),
     "_entered": ("graph/pipeline/split_model.py", "stages entered and not left yet"),
     "_met_before": ("graph/pipeline/split_model.py", "placements of the stages around this call"),

@@ -1,7 +1,7 @@
 """The table of every change to code that is not this library's: torch's, Python's and others'.
 
-Each row says what is replaced, why, and since which version. The code that makes the replacement
-stands where it belongs and calls `patch`. ``globaltensor doctor --patches`` prints the table.
+Each row names the target, the reason and the oldest version. The module that needs a replacement
+defines it and calls `patch`. ``globaltensor doctor --patches`` prints the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Patch(NamedTuple):
     """One name of another library that this library replaces or adds.
 
     ``target``: the module, a colon, and the name in it, as in an entry point. ``since``: the oldest
-    version of that library for which the patch was written.
+    version of that library that the patch supports.
     """
 
     target: str
@@ -65,6 +65,11 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch._C:_to_dlpack_versioned", "torch 2.11", _UNSEEN),
     Patch("torch:to_dlpack", "torch 2.11", _UNSEEN),
     Patch("torch.utils.dlpack:to_dlpack", "torch 2.11", _UNSEEN),
+    Patch(
+        "torch.utils:swap_tensors",
+        "torch 2.11",
+        "checks no override; says why a global tensor and a plain one cannot be exchanged",
+    ),
     # --- autograd
     Patch(
         "torch.autograd:Function.apply",
@@ -113,6 +118,16 @@ TABLE: tuple[Patch, ...] = (
         "torch.nn:Module.to",
         "torch 2.11",
         "module.to(x) asks x for its device below Python, where a global tensor has none",
+    ),
+    Patch(
+        "torch.nn:Module.load_state_dict",
+        "torch 2.11",
+        "the ranks first compare the names that they load into global tensors",
+    ),
+    Patch(
+        "torch.nn:Module._load_from_state_dict",
+        "torch 2.11",
+        "an error that concerns other ranks comes out, not as text in a RuntimeError of torch",
     ),
     Patch(
         "torch.nn:Module.zero_grad",
@@ -176,6 +191,16 @@ TABLE: tuple[Patch, ...] = (
         "torch 2.11",
         "async_save copies a tensor by its storage, which a global tensor lacks",
     ),
+    Patch(
+        "torch.distributed.checkpoint.default_planner:DefaultSavePlanner.create_global_plan",
+        "torch 2.11",
+        "refuses a checkpoint that lacks shards: one rank alone (no_dist=True) has only its own",
+    ),
+    Patch(
+        "torch.distributed.checkpoint.default_planner:create_default_local_load_plan",
+        "torch 2.11",
+        "refuses to load from a checkpoint that lacks shards of a tensor",
+    ),
     # --- the compiler and fake tensors
     Patch(
         "torch._dynamo.convert_frame:CatchErrorsWrapper.__call__",
@@ -196,6 +221,10 @@ TABLE: tuple[Patch, ...] = (
         "torch._C:_ensureCUDADeviceGuardSet",
         "torch 2.11",
         "crashes the process when several threads start fake tensors and no GPU is visible",
+    ),
+    *(
+        Patch(f"torch.jit:{name}", "torch 2.11", "refuses global tensors, by a message")
+        for name in ("trace", "trace_module", "script")
     ),
     # --- Python and other libraries
     Patch(
@@ -228,10 +257,10 @@ _waiting: set[str] = set()
 
 
 class Status(NamedTuple):
-    """A row of the table and where it stands.
+    """A row of the table, and the state of its patch in this process.
 
-    ``state``: "applied", "waits for import", or "unused" (not needed here, or absent in this
-    version).
+    ``state``: "applied", "waits for import", or "unused". Unused is a patch that this process does
+    not need, or whose target this version of the library lacks.
     """
 
     row: Patch
@@ -241,11 +270,12 @@ class Status(NamedTuple):
 def patch(target: str, replace: Callable[[Any], Any], *, missing: bool = False) -> None:
     """Put ``replace(value)`` in place of the value that ``target`` names, now or at its import.
 
-    Where that version of the library has no such name, nothing changes, unless ``missing`` is True:
-    then ``replace`` gets None and the name is added. A module that is not imported yet is patched
-    when it is. A second patch of one target replaces what the first one put there.
+    If that version of the library has no such name, nothing changes. With ``missing`` the name is
+    then added, and ``replace`` gets None. A module that is not imported yet is patched right after
+    its import. A second patch of a target gets the value that the first one put there, so that it
+    can wrap that value.
 
-    ``target``: of a row of `TABLE`. Raises KeyError for any other.
+    ``target``: the target of a row of `TABLE`. Raises KeyError for any other.
     """
     row = _ROWS[target]
     module, _, path = row.target.partition(":")
@@ -267,9 +297,10 @@ def patch(target: str, replace: Callable[[Any], Any], *, missing: bool = False) 
 
 
 def undo(target: str | None = None) -> None:
-    """Restore what ``target`` named before its patch; without ``target``, undo all patches.
+    """Restore what ``target`` named before its first patch; without ``target``, undo all patches.
 
-    A patch that still waits for its module's import stays.
+    A patch that waits for the import of its module is not undone. Raises KeyError for a target that
+    is not patched.
     """
     for each in reversed(list(_applied)) if target is None else [target]:
         home, name, own = _applied.pop(each)
@@ -280,7 +311,7 @@ def undo(target: str | None = None) -> None:
 
 
 def current(target: str) -> Any:
-    """Return the value that this library has put at ``target``; None if it has put none there."""
+    """Return the value at ``target`` if this library has patched it, else None."""
     if target not in _applied:
         return None
     home, name, _ = _applied[target]

@@ -6,7 +6,6 @@ The commands use it. The work runs in the same process, in other processes, or i
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO
+
+from .terminal import is_terminal
 
 __all__ = ["ProgressLine", "StageFile"]
 
@@ -26,12 +27,12 @@ _WIDTH: Final = 79
 class StageFile:
     """A file that holds the name of the current stage of the work.
 
-    A process calls it with each stage. It can be pickled, so a process may be another one than that
-    which shows the stage.
+    The process that does the work calls this object with the name of each stage. The object can be
+    pickled, so that may be another process than the one that shows the stage.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     stage = StageFile(os.path.join(folder, "stage"))
+    ...     stage = StageFile(f"{folder}/stage")
     ...     before = stage.read()
     ...     stage("matmuls")
     ...     (before, stage.read())
@@ -41,7 +42,7 @@ class StageFile:
     path: str
 
     def __call__(self, stage: str) -> None:
-        """Write the stage. Progress is no reason to fail, so errors are ignored."""
+        """Write the name of the stage. Errors of the file system are ignored."""
         with contextlib.suppress(OSError):
             partial = Path(f"{self.path}.part")
             partial.write_text(stage)
@@ -81,7 +82,7 @@ class ProgressLine:
     ) -> None:
         self.what, self.seconds, self.stage, self.quiet = what, seconds, stage, quiet
         self.stream = sys.stderr if stream is None else stream
-        self.in_place = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.in_place = is_terminal(self.stream)
         self.every = every or (_REDRAW_SECONDS if self.in_place else _PRINT_SECONDS)
         self.text = ""
         self._began, self._staged = time.monotonic(), False

@@ -21,29 +21,30 @@ __all__ = [
     "replaced",
     "replaced_in_objects",
     "skeleton",
+    "structure",
     "tensors_in",
 ]
 
 
-def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+def tensors_in(value: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in a pytree of tuples, lists, slices and dicts, in order."""
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, (tuple, list)):
         for v in value:
-            tensors_in(v, found)
+            tensors_in(v, tensors)
     elif isinstance(value, dict):
         for v in value.values():
-            tensors_in(v, found)
-    return found
+            tensors_in(v, tensors)
+    return tensors
 
 
-def replaced(value: Any, these: Iterator[Any]) -> Any:
-    """Return the same pytree with its tensors replaced by ``these``, in order."""
+def replaced(value: Any, replacements: Iterator[Any]) -> Any:
+    """Return the same pytree with its tensors replaced by ``replacements``, in order."""
     if isinstance(value, torch.Tensor):
-        return next(these)
+        return next(replacements)
     if isinstance(value, (tuple, list)):
-        parts = [replaced(v, these) for v in value]
+        parts = [replaced(v, replacements) for v in value]
         if isinstance(value, torch.Size):
             return value
         return (
@@ -52,8 +53,29 @@ def replaced(value: Any, these: Iterator[Any]) -> Any:
             else rebuilt_tuple(value, parts)
         )
     if isinstance(value, dict):
-        return {k: replaced(v, these) for k, v in value.items()}
+        return {k: replaced(v, replacements) for k, v in value.items()}
     return value
+
+
+def structure(value: Any) -> str:
+    """Return a text of a pytree's containers, their keys and the places of tensors in them.
+
+    Parts of the pytree that hold no tensor are written as "values". Pytrees of equal text have
+    their tensors at equal places, in equal order.
+
+    >>> structure({"x": torch.ones(2), "pair": (torch.ones(1), 3)})
+    "{'x': tensor, 'pair': (tensor, values)}"
+    """
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if not tensors_in(value, []):
+        return "values"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {structure(v)}" for k, v in value.items()) + "}"
+    parts = ", ".join(map(structure, value))
+    if isinstance(value, list):
+        return f"[{parts}]"
+    return f"{'' if type(value) is tuple else type(value).__name__}({parts})"
 
 
 def rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
@@ -102,45 +124,46 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-def object_tensors(value: Any, found: list[Any], kind: type = torch.Tensor) -> list[Any]:
-    """Append to ``found`` the tensors in a pytree, in order, and return the list.
+def object_tensors(value: Any, leaves: list[Any], kind: type = torch.Tensor) -> list[Any]:
+    """Append to ``leaves`` the tensors in a pytree, in order, and return the list.
 
     ``kind`` selects instances of another class instead of tensors. An object that occurs twice is
     searched once, except for tuples and lists.
     """
-    _collect(value, found, kind, set())
-    return found
+    _collect(value, leaves, kind, set())
+    return leaves
 
 
-def _collect(value: Any, found: list[Any], kind: type, seen: set[int]) -> None:
+def _collect(value: Any, leaves: list[Any], kind: type, seen: set[int]) -> None:
     if isinstance(value, kind):
-        found.append(value)
+        leaves.append(value)
     elif isinstance(value, (torch.Tensor, *_PLAIN)):
         pass
     elif isinstance(value, (tuple, list)):
         for v in value:
-            _collect(v, found, kind, seen)
+            _collect(v, leaves, kind, seen)
     elif id(value) not in seen:
         seen.add(id(value))
         for v in (_parts(value) or {}).values():
-            _collect(v, found, kind, seen)
+            _collect(v, leaves, kind, seen)
 
 
-def replaced_in_objects(value: Any, these: Iterator[Any], kind: type = torch.Tensor) -> Any:
-    """Return the same pytree with ``these`` as its tensors, in the order of `object_tensors`.
+def replaced_in_objects(value: Any, replacements: Iterator[Any], kind: type = torch.Tensor) -> Any:
+    """Return the same pytree with ``replacements`` as its tensors.
 
-    Containers of tensors are copied, everything else is shared.
+    They come in the order of `object_tensors`. Containers of tensors are copied, everything else is
+    shared.
     """
-    return _mapped(value, these, kind, {})
+    return _mapped(value, replacements, kind, {})
 
 
-def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) -> Any:
+def _mapped(value: Any, replacements: Iterator[Any], kind: type, memo: dict[int, Any]) -> Any:
     if isinstance(value, kind):
-        return next(these)
+        return next(replacements)
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         return value
     if isinstance(value, (tuple, list)):
-        parts = [_mapped(v, these, kind, memo) for v in value]
+        parts = [_mapped(v, replacements, kind, memo) for v in value]
         if type(value) in (tuple, list):
             return type(value)(parts)
         return (
@@ -155,7 +178,7 @@ def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) 
         return value
     out = memo[id(value)] = {} if type(value) is dict else copy.copy(value)
     for k, v in held.items():
-        new = _mapped(v, these, kind, memo)
+        new = _mapped(v, replacements, kind, memo)
         if isinstance(value, dict):
             dict.__setitem__(out, k, new)
         # The class that transformers uses for a model's output: its entries are attributes too.

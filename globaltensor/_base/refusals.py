@@ -6,10 +6,93 @@ boxing call these functions.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
 from ..errors import KernelError
 from . import torch_private
 
-__all__ = ["collective_message", "kernel_message", "refuse_transforms"]
+__all__ = [
+    "collective_message",
+    "copied_message",
+    "dense_message",
+    "kernel_message",
+    "refusal_of_kernel",
+    "refuse_transforms",
+]
+
+#: The kernels by which torch's functions copy or view the memory of an argument. These functions
+#: check no override.
+_COPIES = frozenset(("alias", "clone", "detach", "_to_copy"))
+
+
+def refusal_of_kernel(kernel: Any) -> KernelError:
+    """Return the error for a kernel that a global tensor has reached.
+
+    Its text is about the function of torch that calls the kernel, where that is known.
+    """
+    name = kernel._opname
+    modules = set(_calling_modules())
+    if any(module.startswith("torch._functorch") for module in modules):
+        return KernelError(transform_message())
+    if "torch.autograd.gradcheck" in modules:
+        return KernelError(
+            f"torch.autograd.gradcheck called the kernel {kernel} on a global tensor, whose "
+            "gradients torch computes on local tensors: pass check_undefined_grad=False, and "
+            "leave check_batched_grad and check_forward_ad off"
+        )
+    if kernel.namespace == "c10d":
+        return KernelError(collective_message(name))
+    if "sparse" in name or "nested" in name:
+        return KernelError(dense_message(f"the kernel {kernel}"))
+    if name == "copy_":
+        return KernelError(
+            f"a global tensor reached the kernel {kernel}, as in plain.real = x, where torch asks "
+            "only the plain tensor for an override: use plain.real.copy_(x)"
+        )
+    if name in _COPIES:
+        return KernelError(copied_message(f"the kernel {kernel}"))
+    return KernelError(kernel_message(f"the kernel {kernel}"))
+
+
+def _calling_modules() -> Iterator[str]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def copied_message(where: str) -> str:
+    return (
+        f"a global tensor reached {where} in a function that takes the memory of its argument "
+        "(torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor, torch.nested.nested_tensor, "
+        "new, new_tensor, as_subclass), and a global tensor has only a part of the values in "
+        "memory. Use x.detach().clone() for a copy, x.to(dtype) for another dtype, or "
+        "flow.tensor(x) and flow.as_tensor(x, dtype=...). x.to_local() is this rank's local "
+        "tensor, and x.numpy() the full value"
+    )
+
+
+def dense_message(where: str) -> str:
+    return (
+        f"a global tensor reached {where}, which makes a sparse or nested tensor of it, but "
+        "global tensors are dense, and local tensors of other kinds are not made of them. Use "
+        "x.to_local() for a tensor of this rank's values, or "
+        "x.to_global(sbp=flow.sbp.broadcast).to_local() for one of the full value"
+    )
+
+
+def transform_message() -> str:
+    return (
+        "a global tensor was passed to a transform of torch.func (grad, vjp, vmap, jacrev, ...), "
+        "whose tensors wrap others below torch's functions, where the sbp is not known. "
+        "torch.autograd.functional.vjp, jacobian and hessian, and torch.autograd.grad, compute "
+        "such derivatives of global tensors. For vmap, write the batch as a dim. "
+        "globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs a transform on local "
+        "tensors"
+    )
 
 
 def kernel_message(where: object) -> str:
@@ -36,6 +119,4 @@ def refuse_transforms() -> None:
     Its tensors wrap others, and have no memory that could be sent.
     """
     if torch_private.innermost_transform() is not None:
-        raise KernelError(
-            kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)")
-        )
+        raise KernelError(transform_message())

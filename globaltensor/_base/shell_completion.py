@@ -28,7 +28,7 @@ def completion_script(
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options of a parser, each spelled as its help shows it."""
+    """Yield the options of a parser, without those that its help hides."""
     for action in parser._actions:
         if action.option_strings and action.help is not argparse.SUPPRESS:
             yield action

@@ -31,19 +31,21 @@ def names_of_torch(package: str) -> Callable[[str], Any]:
     theirs = package.replace("globaltensor", "torch", 1)
 
     def get(name: str) -> Any:
+        if name == "__all__":  # for ``from package import *``
+            return public_names(package)
         module = importlib.import_module(theirs)
-        # a package's own __path__, __all__ and the like never come from torch
+        # a package's own __path__, __file__ and the like never come from torch
         if not name.startswith("__"):
-            found = getattr(module, name, module)
+            attribute = getattr(module, name, module)
             if (
-                isinstance(found, ModuleType)
+                isinstance(attribute, ModuleType)
                 and PathFinder.find_spec(f"{package}.{name}", sys.modules[package].__path__)
                 is not None
             ):
                 # A submodule of this package that has not been imported yet.
                 return importlib.import_module(f"{package}.{name}")
-            if found is not module:
-                return found
+            if attribute is not module:
+                return attribute
             if (
                 "__path__" in vars(module)
                 and importlib.util.find_spec(f"{theirs}.{name}") is not None
@@ -81,7 +83,10 @@ def _is_torchs(module: ModuleType, name: str) -> bool:
 
 
 def directory(package: str) -> Callable[[], list[str]]:
-    """Return a ``__dir__`` for one of this library's packages: what works, also torch's names."""
+    """Return a ``__dir__`` for one of this library's packages.
+
+    It lists the public names of the package, torch's included, and the package's dunder names.
+    """
     return lambda: sorted(
         {n for n in vars(sys.modules[package]) if n.startswith("__")} | {*public_names(package)}
     )

@@ -53,17 +53,17 @@ def _owner(code: CodeType) -> int:
     Another library is an installed package or the standard library.
     """
     name = code.co_filename
-    found = _known.get(name)
-    if found is None:
+    owner = _known.get(name)
+    if owner is None:
         if len(_known) > _MAX_KNOWN:
             _known.clear()
-        found = (
+        owner = (
             _LIBRARY
             if name.startswith(_GENERATED)
             else next((owner for folder, owner in _FOLDERS if name.startswith(folder)), _USER)
         )
-        _known[name] = found
-    return found
+        _known[name] = owner
+    return owner
 
 
 def is_user_code(code: CodeType) -> bool:
@@ -85,15 +85,15 @@ def caller_frame() -> FrameType | None:
 def user_frame() -> FrameType | None:
     """Return the innermost frame of the user's own code.
 
-    Where there is none, return another library's innermost frame. Return None in a thread that
+    If there is none, return the innermost frame of another library. Return None in a thread that
     torch started.
     """
-    frame = found = caller_frame()
+    frame = innermost_frame = caller_frame()
     while frame is not None:
         if _owner(frame.f_code) == _USER:
             return frame
         frame = frame.f_back
-    return found
+    return innermost_frame
 
 
 def user_line() -> str:
@@ -106,7 +106,10 @@ def user_line() -> str:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning at the user's line, however many frames of this library lie between."""
+    """Issue a warning that names the user's line, not a line of this library.
+
+    Python's filters and its "once for each line" apply to the user's line too.
+    """
     frame = user_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)

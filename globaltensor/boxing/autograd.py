@@ -129,12 +129,12 @@ def _agree(gradient: Tensor, route: BoxingPlan, placeholder: tuple[Tensor, ...])
     the rank's empty share is tied to the placeholder of the result on this rank. So this rank takes
     the same path in the second backward.
     """
-    here = world()
+    this_world = world()
     members = tuple(sorted({*route.src.placement.flat, *route.dst.placement.flat}))
-    if here.rank not in members:
+    if this_world.rank not in members:
         return gradient + placeholder[0]  # no other rank to ask: a yes costs nothing here
     with exchanges("backward with create_graph: agreement of the ranks"):
-        wanted = here.comm(members).all_reduce(
+        wanted = this_world.comm(members).all_reduce(
             torch.tensor([gradient.requires_grad and not placeholder]), "max"
         )
     return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
@@ -174,13 +174,13 @@ class _Box(torch.autograd.Function):
         route, why = ctx.route, f"backward of {ctx.why or 'to_global'}"
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        here, there = route.dst.dual(), route.src.dual()
-        kept = ctx.saved_tensors  # read before anything is sent
+        gradient_spec, input_gradient_spec = route.dst.dual(), route.src.dual()
+        saved = ctx.saved_tensors  # read before anything is sent
         if torch.is_grad_enabled() and _crosses(route):
-            gradient = _agree(gradient, route, kept if ctx.away else ())
+            gradient = _agree(gradient, route, saved if ctx.away else ())
         if ctx.grad is not None:
-            gradient, here = _back(gradient, here, ctx.grad, why), ctx.grad
-        return _back(gradient, here, there, why), None, None, None, None
+            gradient, gradient_spec = _back(gradient, gradient_spec, ctx.grad, why), ctx.grad
+        return _back(gradient, gradient_spec, input_gradient_spec, why), None, None, None, None
 
 
 class _Extreme(torch.autograd.Function):
@@ -201,7 +201,7 @@ class _Extreme(torch.autograd.Function):
             # Partial over the reduced axes: each rank counts itself, and the sum is the number of
             # ranks that share the gradient.
             axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
-            mine = (local == out).to(out.dtype)
+            is_extreme = (local == out).to(out.dtype)
             ones = route.dst.replace(
                 layout=[
                     partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)
@@ -209,7 +209,7 @@ class _Extreme(torch.autograd.Function):
             )
             counting = plan_boxing(ones, _plain(route.dst))
             record_boxing(counting, "backward of a partial max or min: ranks that share it")
-            ctx.save_for_backward(mine / run(counting, mine))
+            ctx.save_for_backward(is_extreme / run(counting, is_extreme))
         return out
 
     @staticmethod

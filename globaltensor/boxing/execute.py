@@ -52,31 +52,31 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     tensor. A rank outside the destination gets an empty ``(0,)`` tensor. The result may share
     memory with ``local``. ``why``: the operation that needs the move, for errors.
     """
-    here = world()
-    if route.bytes and here.compares:
-        here.history(route.places).record(route.cached_digest or route.digest)
-        here.purpose = why, route
-    key = ~here.rank if here.dry or route.on_meta else here.rank
+    this_world = world()
+    if route.bytes and this_world.compares:
+        this_world.history(route.places).record(route.cached_digest or route.digest)
+        this_world.purpose = why, route
+    key = ~this_world.rank if this_world.dry or route.on_meta else this_world.rank
     program = route.programs.get(key)
     if program is None:
         program = route.programs[key] = _compile(
-            route, here.rank, _STEPS if key == here.rank else _DRY_STEPS
+            route, this_world.rank, _STEPS if key == this_world.rank else _DRY_STEPS
         )
     local = local.detach()
     try:
         if route.bytes and profiling():
             with record_function(range_name(route)):
-                return _stepped(cast("list[Step]", program), local, here)
+                return _stepped(cast("list[Step]", program), local, this_world)
         for step in cast("list[Step]", program):
-            local = step(local, here)
+            local = step(local, this_world)
     finally:
-        here.purpose = ""
+        this_world.purpose = ""
     return local
 
 
-def _stepped(program: list[Step], local: Tensor, here: World) -> Tensor:
+def _stepped(program: list[Step], local: Tensor, this_world: World) -> Tensor:
     for step in program:
-        local = step(local, here)
+        local = step(local, this_world)
     return local
 
 
@@ -98,8 +98,8 @@ def _compile(
 
 
 def _carried(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
-    def carried(t: Tensor, here: World) -> Tensor:
-        return step(t.resolve_conj().view(carrier), here).view(dtype)
+    def carried(t: Tensor, this_world: World) -> Tensor:
+        return step(t.resolve_conj().view(carrier), this_world).view(dtype)
 
     return carried
 
@@ -132,30 +132,32 @@ def _slice(move: Move, rank: int) -> Step:
     shape = move.dst.local_shape(rank)
     if 0 in shape:
         # This rank need not hold anything of the source.
-        return lambda t, here: torch.empty(shape, dtype=t.dtype, device=here.device(type_))
+        return lambda t, this_world: torch.empty(
+            shape, dtype=t.dtype, device=this_world.device(type_)
+        )
     where = _relative(move.dst.box(rank), move.src.box(rank))
 
-    def step(t: Tensor, here: World) -> Tensor:
+    def step(t: Tensor, this_world: World) -> Tensor:
         part = t[where] if where else t
-        return part.to(here.device(type_)) if other_device else part
+        return part.to(this_world.device(type_)) if other_device else part
 
     return step
 
 
 def _vanish(type_: str) -> Step:
-    return lambda t, here: torch.empty(0, dtype=t.dtype, device=here.outside(type_))
+    return lambda t, this_world: torch.empty(0, dtype=t.dtype, device=this_world.outside(type_))
 
 
 def _copy(move: Move, rank: int) -> Step:
     type_ = move.dst.placement.type
-    return lambda t, here: t.to(here.device(type_))
+    return lambda t, this_world: t.to(this_world.device(type_))
 
 
 def _mask(move: Move, rank: int) -> Step | None:
     # For a max or min every rank may hold the value. For a sum (or norm) only one rank may.
     where, layout = move.dst.placement._coordinates[rank], move.dst.layout
     if any(where[a] and layout[a].reduce not in ("max", "min") for a in move.axes):
-        return lambda t, here: torch.zeros_like(t, memory_format=torch.contiguous_format)
+        return lambda t, this_world: torch.zeros_like(t, memory_format=torch.contiguous_format)
     return None
 
 
@@ -169,7 +171,7 @@ def _pad(move: Move, rank: int) -> Step:
             if edge.start < edge.stop
         ]
 
-    def step(t: Tensor, here: World) -> Tensor:
+    def step(t: Tensor, this_world: World) -> Tensor:
         out = t.new_empty(shape)
         # A matrix in column-major order, as gradients of weights are: torch is twice as fast where
         # it may transpose the matrix in one copy.
@@ -193,9 +195,9 @@ def _powered(collective: Step, p: float) -> Step:
     if not p or p == math.inf:
         return collective
 
-    def step(t: Tensor, here: World) -> Tensor:
+    def step(t: Tensor, this_world: World) -> Tensor:
         wide = t.to(torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t
-        return collective(wide.abs().pow(p), here).pow(1 / p).to(t.dtype)
+        return collective(wide.abs().pow(p), this_world).pow(1 / p).to(t.dtype)
 
     return step
 
@@ -204,15 +206,18 @@ def _all_reduce(move: Move, rank: int) -> Step | None:
     peers, (op, p) = _peers(move, rank), _reduction(move)
     if 0 in move.dst.local_shape(rank):
         return None
-    return _powered(lambda t, here: here.comm(peers).all_reduce(t, op), p)
+    return _powered(lambda t, this_world: this_world.comm(peers).all_reduce(t, op), p)
 
 
 def _reduce_scatter(move: Move, rank: int) -> Step:
     peers, (op, p) = _peers(move, rank), _reduction(move)
-    mine = move.src.box(rank)
-    chunks = [_relative(move.dst.box(r), mine) for r in peers]
+    own_box = move.src.box(rank)
+    chunks = [_relative(move.dst.box(r), own_box) for r in peers]
     return _powered(
-        lambda t, here: here.comm(peers).reduce_scatter([t[where] for where in chunks], op), p
+        lambda t, this_world: this_world.comm(peers).reduce_scatter(
+            [t[where] for where in chunks], op
+        ),
+        p,
     )
 
 
@@ -234,13 +239,13 @@ def _all_gather(move: Move, rank: int) -> Step:
     shapes = [move.src.local_shape(r) for r in peers]
     numels = [math.prod(s) for s in shapes]
     if not _leading(shape, dim):
-        return lambda t, here: _join(
-            here.comm(peers).all_gather(t, numels, fresh=False), shapes, dim
+        return lambda t, this_world: _join(
+            this_world.comm(peers).all_gather(t, numels, fresh=False), shapes, dim
         )
 
-    def step(t: Tensor, here: World) -> Tensor:
+    def step(t: Tensor, this_world: World) -> Tensor:
         out = torch.empty(shape, dtype=t.dtype, device=t.device)
-        here.comm(peers).all_gather_into(t, numels, out.view(-1))
+        this_world.comm(peers).all_gather_into(t, numels, out.view(-1))
         return out
 
     return step
@@ -260,17 +265,17 @@ def _all_to_all(move: Move, rank: int) -> Step:
         max(move.src.local_numel(), move.dst.local_numel()),
     )
     if not _leading(shape, dim):
-        return lambda t, here: _join(
-            here.comm(peers).all_to_all(
+        return lambda t, this_world: _join(
+            this_world.comm(peers).all_to_all(
                 [t[where] for where in sends], numels, fresh=False, longest=longest
             ),
             shapes,
             dim,
         )
 
-    def step(t: Tensor, here: World) -> Tensor:
+    def step(t: Tensor, this_world: World) -> Tensor:
         out = torch.empty(shape, dtype=t.dtype, device=t.device)
-        here.comm(peers).all_to_all_into(
+        this_world.comm(peers).all_to_all_into(
             [t[where] for where in sends], numels, out.view(-1), longest
         )
         return out
@@ -282,42 +287,45 @@ def _exchange(move: Move, rank: int) -> Step:
     src, dst = move.src, move.dst
     members = tuple(sorted({*src.placement.flat, *dst.placement.flat}))
     index = {r: i for i, r in enumerate(members)}
-    sends = [(index[r], there) for r, there in send_slices(src, dst, rank)]
+    sends = [(index[r], src_slices) for r, src_slices in send_slices(src, dst, rank)]
     incoming = recv_slices(src, dst, rank)
     receives = rank in dst.placement._coordinates
     shape = dst.local_shape(rank)
     # Messages between device types go through the host, where every rank can communicate.
     wire = src.placement.type if src.placement.type == dst.placement.type else "cpu"
     direct = (
-        [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming]
+        [
+            torch.empty(shape, device="meta")[dst_slices].is_contiguous()
+            for _, _, dst_slices in incoming
+        ]
         if receives
         else []
     )
 
-    def step(t: Tensor, here: World) -> Tensor:
-        comm, device = here.comm(members), here.device(wire)
+    def step(t: Tensor, this_world: World) -> Tensor:
+        comm, device = this_world.comm(members), this_world.device(wire)
         outgoing = {i: t[where].to(device) for i, where in sends}
         out = (
             torch.empty(shape, dtype=t.dtype, device=device)
             if receives
-            else torch.empty(0, dtype=t.dtype, device=here.outside(dst.placement.type))
+            else torch.empty(0, dtype=t.dtype, device=this_world.outside(dst.placement.type))
         )
         buffers: dict[int, Tensor] = {}
-        for (who, there, into), straight in zip(incoming, direct, strict=True):
+        for (who, src_slices, dst_slices), straight in zip(incoming, direct, strict=True):
             if who == rank:
-                out[into] = t[there]
+                out[dst_slices] = t[src_slices]
             else:
-                numel = math.prod(s.stop - s.start for s in into)
+                numel = math.prod(s.stop - s.start for s in dst_slices)
                 buffers[index[who]] = (
-                    out[into].view(-1)
+                    out[dst_slices].view(-1)
                     if straight
                     else torch.empty(numel, dtype=t.dtype, device=device)
                 )
         comm.exchange_into(outgoing, buffers, device)
-        for (who, _, into), straight in zip(incoming, direct, strict=True):
+        for (who, _, dst_slices), straight in zip(incoming, direct, strict=True):
             if who != rank and not straight:
-                out[into] = buffers[index[who]].view([s.stop - s.start for s in into])
-        return out.to(here.device(dst.placement.type)) if receives else out
+                out[dst_slices] = buffers[index[who]].view([s.stop - s.start for s in dst_slices])
+        return out.to(this_world.device(dst.placement.type)) if receives else out
 
     return step
 
@@ -352,14 +360,18 @@ def _meet(move: Move, rank: int) -> Step | None:
     if move.kind == "all_reduce" and 0 in shape:
         return None
 
-    def step(t: Tensor, here: World) -> Tensor:
-        if here.dry:
-            here.comm(peers).barrier()
+    def step(t: Tensor, this_world: World) -> Tensor:
+        if this_world.dry:
+            this_world.comm(peers).barrier()
         same = move.axes or t.device.type == "meta"
         return torch.empty(
             shape,
             dtype=t.dtype,
-            device=t.device if same else here.device(type_) if receives else here.outside(type_),
+            device=t.device
+            if same
+            else this_world.device(type_)
+            if receives
+            else this_world.outside(type_),
         )
 
     return step

@@ -33,7 +33,7 @@ class HaloPlan:
     order in which they are concatenated.
     """
 
-    __slots__ = ("chunks", "given", "index", "length", "quiet", "ranks")
+    __slots__ = ("chunks", "index", "length", "outgoing", "quiet", "ranks")
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class HaloPlan:
         self.length = sum(n for _, _, n in self.chunks)
         #: index of a rank -> (offset in the shard here, length) of each piece that it gets from
         #: here
-        self.given = {
-            i: mine
+        self.outgoing = {
+            i: pieces
             for i, chunks in enumerate(every)
-            if (mine := [(a, n) for q, a, n in chunks if q == self.index])
+            if (pieces := [(a, n) for q, a, n in chunks if q == self.index])
         }
         # True if no rank needs what another one holds.
         self.quiet = all(q == i for i, chunks in enumerate(every) for q, _, _ in chunks)
 
     def taken(self) -> dict[int, int]:
         """Return the length that is fetched from each other rank, by the rank's index."""
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for q, _, n in self.chunks:
             if q != self.index:
-                found[q] = found.get(q, 0) + n
-        return found
+                lengths[q] = lengths.get(q, 0) + n
+        return lengths
 
 
 def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> int:
@@ -143,7 +143,7 @@ def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
     )
     taken = reach.taken()
     sends = {
-        i: _joined(local, dim, places) for i, places in reach.given.items() if i != reach.index
+        i: _joined(local, dim, places) for i, places in reach.outgoing.items() if i != reach.index
     }
     came = world().comm(reach.ranks).exchange(sends, {q: n * rest for q, n in taken.items()}, local)
     whole = {q: flat.view(_sized(local, dim, taken[q])) for q, flat in came.items()}
@@ -169,9 +169,11 @@ def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor
     for q, _, n in reach.chunks:
         places.setdefault(q, []).append((at, n))
         at += n
-    back = {q: _joined(fetched, dim, these) for q, these in places.items()}
-    mine = back.pop(reach.index, None)
-    expected = {i: sum(n for _, n in these) for i, these in reach.given.items() if i != reach.index}
+    back = {q: _joined(fetched, dim, pieces) for q, pieces in places.items()}
+    own_part = back.pop(reach.index, None)
+    expected = {
+        i: sum(n for _, n in pieces) for i, pieces in reach.outgoing.items() if i != reach.index
+    }
     came = (
         world()
         .comm(reach.ranks)
@@ -179,10 +181,13 @@ def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor
     )
     out = fetched.new_zeros(_sized(fetched, dim, length))
     # in the order of ranks, so that the sum is the same every time
-    for i, these in sorted(reach.given.items()):
-        part, at = mine if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])), 0
+    for i, pieces in sorted(reach.outgoing.items()):
+        part, at = (
+            own_part if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])),
+            0,
+        )
         assert part is not None
-        for a, n in these:
+        for a, n in pieces:
             out.narrow(dim, a, n).add_(part.narrow(dim, at, n))
             at += n
     return out
@@ -216,7 +221,7 @@ class _Return(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------ small gathers
 
-_TOTALS: Final = "totals of the parts of a split dim"
+_TOTALS: Final = "totals of the shards of a split dim"
 
 
 def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:

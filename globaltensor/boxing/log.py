@@ -1,7 +1,8 @@
-"""`boxing_log()` records what this rank sends and why, `no_boxing()` forbids hidden traffic.
+"""A log of what this rank sends for global tensors, and a block that forbids hidden traffic.
 
-Users open both. `box` reports boxings. All other traffic is seen where it is sent, in the
-communicators, and `exchanges` names the reason for it.
+Users open both, `boxing_log()` and `no_boxing()`. `box` reports boxings. The communicators report
+all other traffic when they send it, and `exchanges` names the reason. Collectives of
+`flow.distributed` and `flow.comm` are not recorded.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any, Final
 
 from torch.profiler import record_function
 
+from .._base.number_ranges import show_ranges
 from .._base.torch_private import profiling
 from ..distributed.communicator import Traffic
 from ..distributed.world import world
 from ..distributed.world_base import World
 from ..errors import BoxingError
 from ..sharding.spec import Spec
-from .moves import show_bytes, show_placement, show_ranks
+from .moves import show_bytes, show_placement
 from .planner import BoxingPlan
 
 __all__ = [
@@ -83,9 +85,10 @@ class ExchangeRecord:
     It is an op's exchange with other ranks because a dim stayed split, or a collective for many
     tensors: a bucket of gradients, or parameters that are gathered together.
 
-    ``op``: the reason. ``bytes``: the bytes that this rank sent. ``kind``: the collectives. A pass
-    of an op through several collectives is one record, with the sum of their bytes. ``ranks``: the
-    ranks that took part.
+    ``op``: the reason. ``bytes``: the bytes that this rank sent. A dry run sends nothing: there
+    ``bytes`` is the op's prediction, in most ops the bytes that this rank receives. ``kind``: the
+    collectives. A pass of an op through several collectives is one record, with the sum of their
+    bytes. ``ranks``: the ranks that took part.
     """
 
     op: str
@@ -94,7 +97,7 @@ class ExchangeRecord:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        ranks = f"  ranks {show_ranks(self.ranks)}" if self.ranks else ""
+        ranks = f"  ranks {show_ranges(self.ranks)}" if self.ranks else ""
         return f"{self.op}  {self.kind}  {show_bytes(self.bytes)}{ranks}"
 
 
@@ -109,9 +112,9 @@ class _OpenLogs:
         self.logs: tuple[list[Any], ...] = ()
         self.block: _Exchanges | None = None
 
-    def observe(self, here: World, traffic: Traffic) -> None:
+    def observe(self, this_world: World, traffic: Traffic) -> None:
         """Record a collective that is about to be sent, unless it is a part of a boxing."""
-        if isinstance(here.purpose, tuple):
+        if isinstance(this_world.purpose, tuple):
             return
         if self.block is not None:
             self.block.sent.append(traffic)
@@ -143,12 +146,12 @@ def boxing_log() -> Iterator[list[Any]]:
     []
     """
     log: list[Any] = []
-    here = world()
-    found = here.state(_OpenLogs)
-    found.logs = (*found.logs, log)
+    this_world = world()
+    open_logs = this_world.state(_OpenLogs)
+    open_logs.logs = (*open_logs.logs, log)
     # A dry world sends nothing, and ops predict their traffic there.
-    if not here.dry and here.observer is None:
-        here.observer = lambda traffic: found.observe(here, traffic)
+    if not this_world.dry and this_world.observer is None:
+        this_world.observer = lambda traffic: open_logs.observe(this_world, traffic)
     with _OpenLogs.changing:
         _OpenLogs.count += 1
     try:
@@ -157,9 +160,9 @@ def boxing_log() -> Iterator[list[Any]]:
         with _OpenLogs.changing:
             _OpenLogs.count -= 1
         # Logs may close in any order.
-        found.logs = tuple(each for each in found.logs if each is not log)
-        if not found.logs:
-            here.observer = None
+        open_logs.logs = tuple(each for each in open_logs.logs if each is not log)
+        if not open_logs.logs:
+            this_world.observer = None
 
 
 def watched() -> bool:
@@ -167,12 +170,16 @@ def watched() -> bool:
     return _OpenLogs.count > 0 or profiling()
 
 
-def exchanges(why: str) -> AbstractContextManager[Any]:
+def exchanges(why: str, *args: object) -> AbstractContextManager[Any]:
     """Return a block whose collectives are logged as one `ExchangeRecord` with the reason ``why``.
 
+    ``args`` are formatted into ``why`` (`str.format`), only if a log is open or a profiler runs.
     While a profiler of torch runs, the block is a named range of it.
     """
-    return _Exchanges(why, f"exchange {why}") if watched() else _NOTHING
+    if not watched():
+        return _NOTHING
+    reason = why.format(*args) if args else why
+    return _Exchanges(reason, f"exchange {reason}")
 
 
 def boxing_sent_here(route: BoxingPlan, why: str) -> AbstractContextManager[Any]:
@@ -212,7 +219,7 @@ def range_name(route: BoxingPlan) -> str:
     """Return the name of a boxing in a profiler: ``box S(0)->B 4.2 MiB ranks 0-1``."""
     before, after = (",".join(e.short for e in s.layout) for s in (route.src, route.dst))
     ranks = dict.fromkeys((*route.src.placement.flat, *route.dst.placement.flat))
-    return f"box {before}->{after} {show_bytes(route.bytes)} ranks {show_ranks(tuple(ranks))}"
+    return f"box {before}->{after} {show_bytes(route.bytes)} ranks {show_ranges(ranks)}"
 
 
 @contextmanager
@@ -271,8 +278,8 @@ def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
             f"along a split dim, but no_boxing() forbids hidden traffic. "
             "Gather that dim with x.to_global(sbp=...) before the op, or leave no_boxing()"
         )
-    if _OpenLogs.count and (here := world()).dry:
-        here.state(_OpenLogs).add(ExchangeRecord(what, nbytes))
+    if _OpenLogs.count and (this_world := world()).dry:
+        this_world.state(_OpenLogs).add(ExchangeRecord(what, nbytes))
 
 
 def record_boxing(route: BoxingPlan, why: str) -> None:

@@ -77,14 +77,14 @@ class MoveCosts:
         The layout is ``after`` without units that change nothing.
         """
         key = axes, before, after
-        found = self._costs.get(key)
-        if found is None:
+        priced_move = self._costs.get(key)
+        if priced_move is None:
             to = after if all(e.unit == 1 for e in after) else self.spec(after).layout
             nbytes, seconds = self.price(kind, axes, self.nbytes(before), self.nbytes(to))
             if kind in RELAID and self.cluster.measured:
                 seconds = self._relaid(kind, axes, before, to, seconds)
-            found = self._costs[key] = to, nbytes, seconds
-        return found
+            priced_move = self._costs[key] = to, nbytes, seconds
+        return priced_move
 
     def _relaid(
         self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float
@@ -123,28 +123,31 @@ class MoveCosts:
         sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
         return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.rank_skew
 
-    def exchange_at_least(self, before: Layout, there: MoveCosts, after: Layout) -> float:
-        """Return a lower bound for the seconds of an exchange into a layout of ``there``.
+    def exchange_at_least(self, before: Layout, dst_costs: MoveCosts, after: Layout) -> float:
+        """Return a lower bound for the seconds of an exchange into a layout of ``dst_costs``.
 
         It does not need to know which rank holds what.
         """
-        (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
+        (_, mine), (arriving, theirs) = self.largest(before), dst_costs.largest(after)
         # In each dim the two have at most the shorter length in common.
         missing = arriving - self.dtype.itemsize * prod(map(min, mine, theirs))
-        found = there._landings.get((after, missing))
-        if found is None:
+        lower_bound = dst_costs._landings.get((after, missing))
+        if lower_bound is None:
             cluster = self.cluster
             sent = cluster.exchange_at_least(missing or 1)
             # Where every rank has the elements that it needs, nothing is sent.
-            found = sent if missing else min(sent, cluster.memory_latency)
+            lower_bound = sent if missing else min(sent, cluster.memory_latency)
             if not cluster.measured:
-                found += cluster.seconds("copy", 2 * arriving, 1)
-            there._landings[after, missing] = found
-        return found
+                lower_bound += cluster.seconds("copy", 2 * arriving, 1)
+            dst_costs._landings[after, missing] = lower_bound
+        return lower_bound
 
-    def exchange(self, before: Layout, there: MoveCosts, after: Layout) -> Price:
-        """Return the price of an exchange into a layout of ``there``. Neither side has partials."""
-        return _exchange(self.spec(before), there.spec(after), self.cluster)
+    def exchange(self, before: Layout, dst_costs: MoveCosts, after: Layout) -> Price:
+        """Return the price of an exchange into a layout of ``dst_costs``.
+
+        Neither side has partials.
+        """
+        return _exchange(self.spec(before), dst_costs.spec(after), self.cluster)
 
 
 @lru_cache(maxsize=_MAX_TENSORS)
@@ -227,10 +230,10 @@ def _sizes(low: Table, high: Table) -> Table:
     return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
 
 
-def _meeting(there: _BoxTable, low: Table, high: Table) -> Table:
+def _meeting(boxes: _BoxTable, low: Table, high: Table) -> Table:
     """Return how many different boxes of a layout each of these boxes, none empty, overlaps."""
     counts = np.ones(len(low), dtype=np.int64)
-    for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
+    for d, (first, last) in enumerate(zip(boxes.first, boxes.last, strict=True)):
         counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(
             last, low[:, d], "right"
         )
@@ -245,24 +248,25 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
     same figures as pairs of boxes would.
     """
     number, holders, _ = box_owners(src)
-    here, there, wanted = _lie(src), _lie(dst), dst.placement.flat
+    src_boxes, dst_boxes, wanted = _lie(src), _lie(dst), dst.placement.flat
     own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
     both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
     at, of = (
         np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ()))
     )
     own[at] = _sizes(
-        np.maximum(here.once_low[of], there.low[at]), np.minimum(here.once_high[of], there.high[at])
+        np.maximum(src_boxes.once_low[of], dst_boxes.low[at]),
+        np.minimum(src_boxes.once_high[of], dst_boxes.high[at]),
     )
-    received, filled = there.sizes - own, there.sizes > 0
+    received, filled = dst_boxes.sizes - own, dst_boxes.sizes > 0
     if not received.any():
         return 0, 0, None
     copies, takers, meets = len(holders[0]), len(box_owners(dst)[1][0]), np.minimum(own, 1)
-    sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(
+    sent = _sizes(src_boxes.once_low, src_boxes.once_high) * takers - np.bincount(
         of, own[at], len(holders)
     ).astype(np.int64)
-    givers = _meeting(here, there.low[filled], there.high[filled]) - meets[filled]
-    takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(
+    givers = _meeting(src_boxes, dst_boxes.low[filled], dst_boxes.high[filled]) - meets[filled]
+    takes = _meeting(dst_boxes, src_boxes.once_low, src_boxes.once_high) * takers - np.bincount(
         of, meets[at], len(holders)
     ).astype(np.int64)
     peers = max(int(givers.max()), -(-int(takes.max()) // copies))
@@ -274,10 +278,10 @@ def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
     wanted = dst.placement.flat
     if len({r // node_size for r in (*src.placement.flat, *wanted)}) == 1:
         return None
-    here, there = _lie(src), _lie(dst)
-    for number, (low, high) in enumerate(zip(here.once_low, here.once_high, strict=True)):
+    src_boxes, dst_boxes = _lie(src), _lie(dst)
+    for number, (low, high) in enumerate(zip(src_boxes.once_low, src_boxes.once_high, strict=True)):
         for turn in np.flatnonzero(
-            (np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)
+            (np.maximum(low, dst_boxes.low) < np.minimum(high, dst_boxes.high)).all(-1)
         ).tolist():
             other = source_rank(src, number, wanted[turn], turn)
             if other // node_size != wanted[turn] // node_size:

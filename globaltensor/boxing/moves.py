@@ -36,7 +36,6 @@ __all__ = [
     "send_slices",
     "show_bytes",
     "show_placement",
-    "show_ranks",
     "source_rank",
     "split_everywhere",
     "without_partials",
@@ -108,21 +107,6 @@ def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
     if any(src[a].dim == e.dim for a in axes for b, e in enumerate(dst) if e.is_split and b != a):
         return ()
     return tuple(axes)
-
-
-def show_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, consecutive ones as a range.
-
-    >>> show_ranks((0, 1, 2, 6))
-    '0-2, 6'
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
 
 def show_placement(placement: Placement) -> str:
@@ -283,15 +267,15 @@ def recv_slices(
     """
     if rank not in dst.placement._coordinates:
         return []
-    mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
-    for number, there in enumerate(box_owners(src)[2]):
-        common = _overlap(mine, there)
+    own_box, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
+    for number, src_box in enumerate(box_owners(src)[2]):
+        common = _overlap(own_box, src_box)
         if common is not None:
             out.append(
                 (
                     source_rank(src, number, rank, turn),
-                    _slices(*common, there[0]),
-                    _slices(*common, mine[0]),
+                    _slices(*common, src_box[0]),
+                    _slices(*common, own_box[0]),
                 )
             )
     return sorted(out, key=lambda piece: piece[0] != rank)
@@ -302,12 +286,12 @@ def send_slices(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice,
     number, out = box_owners(src)[0].get(rank), []
     if number is None:
         return []
-    mine = src.box(rank)
+    own_box = src.box(rank)
     for turn, other in enumerate(dst.placement.flat):
         if other != rank and source_rank(src, number, other, turn) == rank:
-            common = _overlap(mine, dst.box(other))
+            common = _overlap(own_box, dst.box(other))
             if common is not None:
-                out.append((other, _slices(*common, mine[0])))
+                out.append((other, _slices(*common, own_box[0])))
     return out
 
 

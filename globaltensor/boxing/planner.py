@@ -143,7 +143,7 @@ def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
     long as its halves.
     """
     out = {}
-    for there, spec, other in ((False, src, dst), (True, dst, src)):
+    for on_dst, spec, other in ((False, src, dst), (True, dst, src)):
         partial = any(
             e.kind == "partial" for e in (*spec.layout, *(other.layout if measured else ()))
         )
@@ -155,11 +155,11 @@ def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
             if other.placement is spec.placement
             else tuple(e for e in other.layout if e.kind == "split")
         )
-        found = _menu(spec, layout, more)
+        menu = _menu(spec, layout, more)
         states = 1
-        for m in found:
+        for m in menu:
             states *= len(m)
-        out[there] = found if states <= _STATES else _menu(spec, layout, [])
+        out[on_dst] = menu if states <= _STATES else _menu(spec, layout, [])
     return out
 
 
@@ -183,7 +183,7 @@ class _Search:
 
     def __init__(self, src: Spec, dst: Spec, cluster: Cluster) -> None:
         self.src, self.dst = src, dst
-        self.here, self.there = (
+        self.src_costs, self.dst_costs = (
             move_costs(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst)
         )
         self.one_place = src.placement is dst.placement
@@ -207,12 +207,12 @@ class _Search:
             if at == end:
                 return self._trace(came)
             for hop in self._hops(at, seconds, length):
-                to, found, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
+                to, best_known, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
                 # Ties go to the fewest moves, then to the route that was found first: the order of
                 # the search is fixed.
                 if (
                     to not in done
-                    and (found is None or reached < found[:2])
+                    and (best_known is None or reached < best_known[:2])
                     and (reached < self.best or to == end)
                 ):
                     came[to] = *reached, (at, *hop)
@@ -230,18 +230,18 @@ class _Search:
 
         Each is (next state, kind, axes, traffic, seconds).
         """
-        there, layout = at
-        prices, end, out = self.there if there else self.here, self.end, []
+        on_dst, layout = at
+        prices, end, out = self.dst_costs if on_dst else self.src_costs, self.end, []
         for kind, axes, after in legal_moves(
-            layout, prices.placement.shape, self.menus[there or self.one_place]
+            layout, prices.placement.shape, self.menus[on_dst or self.one_place]
         ):
             after, nbytes, cost = prices.move(kind, axes, layout, after)
             if seconds + cost <= self.best[0]:
-                to = there, after
+                to = on_dst, after
                 out.append((to, kind, axes, nbytes, cost))
                 if to == end:
                     self.best = min(self.best, (seconds + cost, length + 1))
-        if there:
+        if on_dst:
             return out
         if self.copies:
             out.append(((True, layout), "copy", (), *prices.move("copy", (), layout, layout)[1:]))
@@ -251,12 +251,12 @@ class _Search:
                 if (
                     to != at
                     and (
-                        seconds + prices.exchange_at_least(layout, self.there, landing),
+                        seconds + prices.exchange_at_least(layout, self.dst_costs, landing),
                         length + 1,
                     )
                     <= self.best
                 ):
-                    nbytes, cost = prices.exchange(layout, self.there, landing)
+                    nbytes, cost = prices.exchange(layout, self.dst_costs, landing)
                     # A slice, where every rank has the pieces that it needs.
                     out.append((to, "exchange" if nbytes else "slice", (), nbytes, cost))
         return out
@@ -267,7 +267,8 @@ class _Search:
         while hop is not None:
             at, to, kind, axes, nbytes, seconds = hop
             before, after = (
-                (self.there if there else self.here).spec(layout) for there, layout in (at, to)
+                (self.dst_costs if on_dst else self.src_costs).spec(layout)
+                for on_dst, layout in (at, to)
             )
             moves.append(Move(kind, before, after, axes, nbytes, seconds))
             hop = came[at][2]

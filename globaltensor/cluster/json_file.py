@@ -30,18 +30,18 @@ log = logging.getLogger("globaltensor")
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
     """Return the JSON object that `save` writes."""
-    found: dict[str, Any] = {_KEY: VERSION}
-    found |= {
+    document: dict[str, Any] = {_KEY: VERSION}
+    document |= {
         name: getattr(cluster, name)
         for name in ("name", "device", *(n for n in _NUMBERS if n not in ("name", "device")))
     }
-    found |= {"flops": dict(cluster.flops), "saturation": dict(cluster.saturation)}
-    found["measured"] = [
+    document |= {"flops": dict(cluster.flops), "saturation": dict(cluster.saturation)}
+    document["measured"] = [
         {"kind": c.kind, "ranks": c.ranks, "nodes": c.nodes, "points": [list(p) for p in c.points]}
         for c in cluster.measured
     ]
-    found["ops"] = {key: list(seconds) for key, seconds in cluster.ops.items()}
-    return found
+    document["ops"] = {key: list(seconds) for key, seconds in cluster.ops.items()}
+    return document
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
@@ -52,7 +52,7 @@ def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster from a file: see `Cluster.load`."""
     try:
-        found = json.loads(Path(path).read_text())
+        document = json.loads(Path(path).read_text())
     except OSError as error:
         raise ClusterError(
             f"{path}: cannot be read: {error.strerror}; `globaltensor profile --out {path}` "
@@ -61,7 +61,7 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{path}: is no JSON: {error}") from error
     try:
-        cluster = from_json(found)
+        cluster = from_json(document)
     except ValueError as error:
         raise ClusterError(f"{path}: {error}") from error
     if not cluster.source:
@@ -80,43 +80,44 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     return cluster
 
 
-def from_json(found: object) -> Cluster:
+def from_json(document: object) -> Cluster:
     """Return the cluster that `as_json` describes.
 
     Raises ValueError, which names the field that cannot be understood.
     """
-    if not isinstance(found, dict) or _KEY not in found:
+    if not isinstance(document, dict) or _KEY not in document:
         raise ValueError(f'describes no cluster: it has no "{_KEY}": {VERSION}')
-    if found[_KEY] != VERSION:
+    if document[_KEY] != VERSION:
         raise ValueError(
-            f"is of version {found[_KEY]}, but this library reads version {VERSION}: profile "
+            f"is of version {document[_KEY]}, but this library reads version {VERSION}: profile "
             f"again, or use the library that wrote it"
         )
     known = {f.name for f in fields(Cluster)}
-    unknown = sorted(found.keys() - known - {_KEY})
+    unknown = sorted(document.keys() - known - {_KEY})
     if unknown:
         raise ValueError(
             f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; there are "
             f"{', '.join(sorted(known))}"
         )
     values: dict[str, Any] = {
-        name: _scalar(name, value) for name, value in found.items() if name in _NUMBERS
+        name: _scalar(name, value) for name, value in document.items() if name in _NUMBERS
     }
     for name in ("flops", "saturation"):
-        if name in found:
+        if name in document:
             values[name] = {
                 key: _number(f"{name}[{key}]", value)
-                for key, value in _object(name, found[name]).items()
+                for key, value in _object(name, document[name]).items()
             }
-    if "ops" in found:
+    if "ops" in document:
         values["ops"] = {
-            key: _pair(f"ops[{key}]", value) for key, value in _object("ops", found["ops"]).items()
+            key: _pair(f"ops[{key}]", value)
+            for key, value in _object("ops", document["ops"]).items()
         }
-    if "measured" in found:
-        if not isinstance(found["measured"], list):
+    if "measured" in document:
+        if not isinstance(document["measured"], list):
             raise ValueError("measured: must be a list of curves")
         values["measured"] = tuple(
-            _curve(f"measured[{i}]", value) for i, value in enumerate(found["measured"])
+            _curve(f"measured[{i}]", value) for i, value in enumerate(document["measured"])
         )
     return Cluster(**values)
 
@@ -166,16 +167,18 @@ def _pair(where: str, value: object) -> tuple[float, float]:
 
 
 def _curve(where: str, value: object) -> Curve:
-    found = _object(where, value)
-    missing = {"kind", "ranks", "points"} - found.keys()
-    if missing or not isinstance(found["points"], list):
+    curve_fields = _object(where, value)
+    missing = {"kind", "ranks", "points"} - curve_fields.keys()
+    if missing or not isinstance(curve_fields["points"], list):
         raise ValueError(f"{where}: needs kind, ranks and a list of points (bytes, seconds)")
-    ranks, nodes = (_whole(f"{where}.{name}", found.get(name, 1)) for name in ("ranks", "nodes"))
+    ranks, nodes = (
+        _whole(f"{where}.{name}", curve_fields.get(name, 1)) for name in ("ranks", "nodes")
+    )
     points = tuple(
         (_whole(f"{where}.points", n), s)
-        for n, s in (_pair(f"{where}.points", p) for p in found["points"])
+        for n, s in (_pair(f"{where}.points", p) for p in curve_fields["points"])
     )
     try:
-        return Curve(str(found["kind"]), ranks, nodes, points)
+        return Curve(str(curve_fields["kind"]), ranks, nodes, points)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

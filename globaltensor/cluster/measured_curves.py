@@ -117,13 +117,13 @@ class Curves:
     """The curves of a cluster, by kind and by the number of ranks on one node (0: all ranks)."""
 
     def __init__(self, curves: Iterable[Curve]) -> None:
-        found: dict[str, dict[int, dict[int, _Sampled]]] = {}
+        by_kind: dict[str, dict[int, dict[int, _Sampled]]] = {}
         for curve in sorted(curves, key=lambda c: (c.kind, c.ranks, c.nodes)):
             local = 0 if curve.nodes == 1 else max(1, curve.ranks // curve.nodes)
-            found.setdefault(curve.kind, {}).setdefault(local, {})[curve.ranks] = _Sampled(curve)
+            by_kind.setdefault(curve.kind, {}).setdefault(local, {})[curve.ranks] = _Sampled(curve)
         self._families = {
             kind: {local: list(by_size.values()) for local, by_size in families.items()}
-            for kind, families in found.items()
+            for kind, families in by_kind.items()
         }
 
     def __contains__(self, kind: str) -> bool:

@@ -28,8 +28,8 @@ _ALONE = RankGroup(1, 1, 0, 0)
 #: The origin that plans state for the generic machine.
 _ASSUMED = (
     "assumed, of no machine in particular: seconds are no prediction for this one. `globaltensor "
-    "profile --out cluster.json` measures it, "
-    'flow.use_cluster(flow.Cluster.load("cluster.json")) plans for it'
+    "profile --out cluster.json` measures it, and a block `with "
+    'flow.use_cluster(flow.Cluster.load("cluster.json")):` plans for it'
 )
 _HALVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -157,7 +157,8 @@ class Cluster:
             )
         if group.nodes == 1:
             return self._lawful(kind, nbytes, group, 0)
-        # Not faster than as many ranks, or as many as a node has, take within one node.
+        # A move between nodes takes at least the time of the same move within one node. The move
+        # within the node has as many ranks as the node has, or all ranks if they are fewer.
         return max(
             self._lawful(kind, nbytes, group, together),
             self._lawful(kind, nbytes, RankGroup(min(group.ranks, self.node_size), 1, 0, 0), 0),
@@ -200,17 +201,17 @@ class Cluster:
         )
 
     def _priced(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
-        found = self._measured(kind, nbytes, group) if self.measured else None
-        if found is None and self.measured and group.ranks > 1:
-            # The gathering in which each rank sends as much is a better estimate than constants
-            # that may not have been measured.
-            found = self._measured(
+        measured_seconds = self._measured(kind, nbytes, group) if self.measured else None
+        if measured_seconds is None and self.measured and group.ranks > 1:
+            # The constants may not have been measured. The measured time of an all_gather is a
+            # better estimate. Each rank sends the same number of bytes in it.
+            measured_seconds = self._measured(
                 "all_gather",
                 nbytes if kind == "all_to_all" else nbytes * group.ranks / (group.ranks - 1),
                 group,
             )
-        if found is not None:
-            return found
+        if measured_seconds is not None:
+            return measured_seconds
         if group.nodes == 1:
             fixed, moving = WITHIN[kind](self, nbytes, group.ranks)
             return fixed + moving
@@ -229,8 +230,8 @@ class Cluster:
         pair = self.seconds("exchange", nbytes, 2)
         group = group_of(2, self.node_size)
         if self.measured and self._measured("exchange", nbytes, group) is None:
-            # It is priced as a gathering (`_priced`), of fewer bytes the more peers there are, but
-            # of more than ``nbytes``.
+            # Among p ranks `_priced` returns the time of an all_gather of nbytes * p / (p - 1).
+            # This number falls as p grows, but it stays above ``nbytes``.
             gathered = self._measured("all_gather", nbytes, group)
             return pair if gathered is None else min(pair, gathered)
         return pair

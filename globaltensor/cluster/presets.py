@@ -92,7 +92,7 @@ def _dgx_a100(**more: Any) -> Cluster:
     # NVIDIA A100 SXM data sheet: bf16 312, fp32 19.5, fp64 19.5 (tensor cores) TFLOP/s; 2.0 TB/s;
     # 80 GB. NVLink 3: 300 GB/s each way, 12 links, each of which counts 20 GB/s in NCCL's model.
     # Eight 200 Gb/s adapters. Three nodes with 4 HDR each reach 96 GB/s (nccl-tests issue 119).
-    found: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "device": "cuda",
         "node_size": 8,
         "size": 8,
@@ -111,7 +111,7 @@ def _dgx_a100(**more: Any) -> Cluster:
         "overlap": 1.15,
         "memory": 79 * _GIB,
     }
-    return Cluster(**found | more)
+    return Cluster(**constants | more)
 
 
 def _pcie_a100(**more: Any) -> Cluster:
@@ -172,7 +172,7 @@ def _cpu(**more: Any) -> Cluster:
     # Ranks of one thread on one host, over gloo. Measured on two cores of a small server, between
     # two ranks: an all-reduce of 4 KB takes 1.2 ms, one of 105 MB 62 ms. Computing and moving share
     # the cores.
-    found: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "device": "cpu",
         "size": 2,
         "launch": 3e-4,
@@ -190,7 +190,7 @@ def _cpu(**more: Any) -> Cluster:
         },
         "overlap": 1.6,
     }
-    return Cluster(**found | more)
+    return Cluster(**constants | more)
 
 
 def _ethernet(rate: float, **more: Any) -> Cluster:
@@ -229,17 +229,21 @@ def preset(name: str, nodes: int = 1, **changes: object) -> Cluster:
         raise ValueError(f"no preset is named {name!r}; there are {', '.join(PRESETS)}")
     if nodes < 1:
         raise ValueError(f"nodes={nodes}: there must be at least one")
-    found = PRESETS[name][1](name=name)
-    if found.node_size:
-        found = replace(found, size=nodes * found.node_size)
+    cluster = PRESETS[name][1](name=name)
+    if cluster.node_size:
+        cluster = replace(cluster, size=nodes * cluster.node_size)
     elif nodes > 1:
         raise ValueError(
             f"the preset {name!r} has no links between nodes: nodes={nodes} is not possible; "
             f"size= says how many devices there are"
         )
     if name != "generic":
-        found = replace(found, source="a preset, from data sheets and what others have measured")
+        cluster = replace(
+            cluster, source="a preset, from data sheets and what others have measured"
+        )
     others = sorted(changes.keys() - {"size", "name", "memory", "source"})
     if others:
-        found = replace(found, source=f"{found.source or 'a preset'}; {', '.join(others)} as given")
-    return replace(found, **changes)  # type: ignore[arg-type]
+        cluster = replace(
+            cluster, source=f"{cluster.source or 'a preset'}; {', '.join(others)} as given"
+        )
+    return replace(cluster, **changes)  # type: ignore[arg-type]

@@ -61,9 +61,9 @@ class Detected:
             ("local rank", self.local_rank, self.local_world_size),
         ):
             if not 0 <= value < size:
-                told = f"the variables of {self.source} give {what} {value} of {size}"
+                problem = f"the variables of {self.source} give {what} {value} of {size}"
                 raise WorldError(
-                    f"{told}: it must be from 0 to {size - 1}; check how the ranks were started"
+                    f"{problem}: it must be from 0 to {size - 1}; check how the ranks were started"
                 )
         if not 0 <= self.port < 1 << 16:
             raise WorldError(
@@ -108,12 +108,12 @@ class Environment(ABC):
         try:
             return int(text)
         except ValueError:
-            told = f"is {text!r}, not an integer" if name in self.variables else "is not set"
+            problem = f"is {text!r}, not an integer" if name in self.variables else "is not set"
             mend = (
                 f"though this process seems to be started by {self.name}: set it, or start the "
                 f"ranks with the launcher"
             )
-            raise WorldError(f"the environment variable {name} {told}, {mend}") from None
+            raise WorldError(f"the environment variable {name} {problem}, {mend}") from None
 
     def text(self, *names: str) -> str:
         """Return the first of these variables that is set and not empty, else an empty string."""
@@ -136,17 +136,25 @@ class Environment(ABC):
         that it is equal on all ranks. Raise WorldError if the address of rank 0 is unknown.
         """
         nodes = nodes or max(1, -(-world // max(1, local_world)))
-        found = self.text("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else addr)
-        if not found:
-            told = f"{world} ranks on {nodes} nodes were started by {self.name}"
+        master_addr = self.text("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else addr)
+        if not master_addr:
+            problem = f"{world} ranks on {nodes} nodes were started by {self.name}"
             raise WorldError(
-                f"{told}, but no variable gives the address of rank 0: set MASTER_ADDR to the host "
-                f"of rank 0 on all ranks"
+                f"{problem}, but no variable gives the address of rank 0: set MASTER_ADDR to the "
+                f"host of rank 0 on all ranks"
             )
         by_name = bool(job) and nodes == 1 and not self.text("MASTER_PORT")
         port = 0 if by_name else self.number("MASTER_PORT", _port_of(job) if job else None)
         return Detected(
-            self.name, rank, world, local, local_world, nodes, found, port, job if by_name else ""
+            self.name,
+            rank,
+            world,
+            local,
+            local_world,
+            nodes,
+            master_addr,
+            port,
+            job if by_name else "",
         )
 
 
@@ -179,12 +187,12 @@ class Kubernetes(Environment):
     def read(self) -> Detected:
         each = self.text("PET_NPROC_PER_NODE") or "1"
         if each != "1":
-            told = (
+            problem = (
                 f"this job has {each} processes in each pod (PET_NPROC_PER_NODE), but the pod "
                 f"has started the script as a single process"
             )
             raise WorldError(
-                f"{told}: start it with `globaltensor launch script.py` (or torchrun), which "
+                f"{problem}: start it with `globaltensor launch script.py` (or torchrun), which "
                 f"reads the same variables"
             )
         if self.text("RANK"):

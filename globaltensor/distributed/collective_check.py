@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._base.user_code import user_line
 from ..errors import WorldError
 from .world import world
 
@@ -93,7 +94,10 @@ class CallHeader:
 
 @dataclass
 class PeerHeaders:
-    """The headers received from the group's ranks, and the ones expected."""
+    """The headers that the group's ranks send for one call, and the expected ones.
+
+    ``headers`` is complete once ``work`` has ended. ``me`` is this rank's place in ``ranks``.
+    """
 
     work: Any
     headers: Tensor
@@ -117,10 +121,12 @@ def check_collective(
     block: bool,
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Exchange call headers with the other ranks of ``group``, and compare them.
+    """Send this call's header to the other ranks of ``group``, and compare theirs with it.
 
-    ``pairs`` is for an all-to-all: the elements received from and sent to each rank of the group.
-    Raise WorldError naming two ranks and the calls of both, or the ranks that did not come.
+    With ``block`` all headers are compared at once, those of earlier calls too. Otherwise the
+    comparison waits for a later call. ``pairs`` is for an all-to-all: the elements received from
+    and sent to each rank of the group. Raise WorldError if a call differs, naming this rank, the
+    other one and both calls. Raise WorldError if a rank does not join, naming the possible ranks.
     """
     size = group.size()
     if size == 1:
@@ -148,30 +154,32 @@ def _headers(call: CallHeader, size: int) -> Tensor:
 
 
 def _compare(one: PeerHeaders) -> None:
-    me, mine = one.ranks[one.me], CallHeader.read(one.expected[one.me])
+    me, own_call = one.ranks[one.me], CallHeader.read(one.expected[one.me])
     try:
         one.work.wait()
     except RuntimeError as error:
         others = ", ".join(str(r) for r in one.ranks if r != me)
         who = f"rank {others}" if len(one.ranks) == 2 else f"one of ranks {others}"
         raise WorldError(
-            f"rank {me} calls {mine}, but {who} did not join: {error}; it has died, hangs, or "
-            f"does something else"
+            f"{user_line()}\nrank {me} calls {own_call}, but {who} did not join: {error}; it has "
+            f"died, hangs, or does something else"
         ) from error
     if torch.equal(one.headers, one.expected):
         return
     at = int((one.headers != one.expected).any(1).nonzero()[0])
-    heard, mine, other = (
+    heard, own_call, other = (
         CallHeader.read(one.headers[at]),
         CallHeader.read(one.expected[at]),
         one.ranks[at],
     )
-    if (heard.name, heard.dtype) == (mine.name, mine.dtype) and mine.name.startswith("all_to_all"):
+    if (heard.name, heard.dtype) == (own_call.name, own_call.dtype) and own_call.name.startswith(
+        "all_to_all"
+    ):
         raise WorldError(
-            f"{mine.name}: rank {other} sends {heard.numel} elements to rank {me}, which expects "
-            f"{mine.numel}; make the sizes agree"
+            f"{own_call.name}: rank {other} sends {heard.numel} elements to rank {me}, which "
+            f"expects {own_call.numel}; make the sizes agree"
         )
     raise WorldError(
-        f"rank {me} calls {mine}, but rank {other} calls {heard}: all ranks of a group must call "
-        f"the same, with tensors that match"
+        f"rank {me} calls {own_call}, but rank {other} calls {heard}: all ranks of a group must "
+        f"call the same, with tensors that match"
     )

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import GlobalTensorError, WorldError
+from .._base.user_code import user_line
+from ..errors import KernelError, WorldError
 from .collective_check import CallHeader, check_collective, enabled
 from .process_groups import start
 from .replicated_values import ADDING, refuse_replicated
@@ -37,6 +40,10 @@ __all__ = [
 ]  # fmt: skip
 
 Function = Callable[..., Any]
+
+# The texts of gloo where another rank has not come, and the line of gloo's source in them.
+_NOT_JOINED: Final = re.compile(r"Timed out waiting|closed by peer|reset by peer", re.IGNORECASE)
+_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 
 _GLOO: Final = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8,
@@ -58,11 +65,14 @@ _RENAMED: Final = {
 
 
 def refuse_global(name: str, values: Iterable[Any]) -> None:
-    """Raise GlobalTensorError if one of the values, or an element of one, is a global tensor."""
+    """Raise KernelError if one of the values, or an element of one, is a global tensor.
+
+    torch.distributed's own collectives raise the same class.
+    """
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_global:  # type: ignore[attr-defined]
             spec = value.spec  # type: ignore[attr-defined]
-            raise GlobalTensorError(
+            raise KernelError(
                 f"{name} got a global tensor, {spec!r}: collectives accept local tensors. Use "
                 "x.to_global(sbp=...) to move a global tensor between ranks, with its gradient, or "
                 "x.to_local() to get this rank's local tensor"
@@ -133,6 +143,26 @@ def _carrier(t: Tensor, reduces: bool) -> Tensor:
     )
 
 
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Raise WorldError with the user's line where gloo reports that another rank did not join.
+
+    ``name``: the function, for the error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, WorldError) or not _NOT_JOINED.search(str(error)):
+            raise
+        why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
+        raise WorldError(
+            f"{user_line()}\nrank {dist.get_rank()} is in flow.distributed.{name}, and another "
+            f"rank has not joined it: that rank has ended, hangs, or is in another function, such "
+            f"as an operation on global tensors. The last line of each rank's own output shows "
+            f"where\n({why})"
+        ) from error
+
+
 def check_peer(name: str, argument: str, rank: Any) -> None:
     """Raise WorldError if ``rank`` is no rank of this job. Gloo would wait for it without end.
 
@@ -142,6 +172,18 @@ def check_peer(name: str, argument: str, rank: Any) -> None:
         raise WorldError(
             f"{name}: {argument}={rank} is not a rank of this job, whose ranks are 0 to {size - 1}"
         )
+
+
+def _parameters(name: str) -> list[str]:
+    """Return the names of the parameters of one of torch's functions.
+
+    A library that has replaced ``torch.distributed``'s function may hide them (``*args``). The
+    function of ``distributed_c10d`` then shows them.
+    """
+    names = list(inspect.signature(getattr(dist, name)).parameters)
+    if "group" in names:
+        return names
+    return list(inspect.signature(getattr(dist.distributed_c10d, name)).parameters)
 
 
 class _Collective:
@@ -159,13 +201,13 @@ class _Collective:
         )
         self.original: Function = getattr(dist, name)
         self.function: Function = getattr(dist, _RENAMED.get(name, name), self.original)
-        self.names = list(inspect.signature(self.original).parameters)
+        self.names = _parameters(name)
         self.position = self.names.index("group")
         # The argument that names the other rank of a message.
         self.peer = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}.get(name, "")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        here = start()
+        this_world = start()
         refuse_global(self.name, args)
         if kwargs:
             refuse_global(self.name, kwargs.values())
@@ -183,7 +225,7 @@ class _Collective:
             else:
                 refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
         config = (
-            here.backend
+            this_world.backend
             if group is None
             else str(dist.get_backend_config(group))
             if isinstance(group, dist.ProcessGroup)
@@ -194,46 +236,46 @@ class _Collective:
         group = dist.group.WORLD if group is None else group
         assert group is not None  # start() has created the group
         # (A signature's bind would take ten times as long.)
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        some = self._tensors(arguments, self.reads) or self._tensors(arguments, self.writes)
         if (
             dist.get_rank(group) < 0
             or not all(isinstance(t, Tensor) for t in some)
             or not _on_gloo(config, some[0].device if some else None)
         ):
-            return self.function(**given)
-        return self._on_gloo(given, group)
+            return self.function(**arguments)
+        return self._on_gloo(arguments, group)
 
     @staticmethod
-    def _tensors(given: dict[str, Any], name: str) -> list[Any]:
-        value = given.get(name)
+    def _tensors(arguments: dict[str, Any], name: str) -> list[Any]:
+        value = arguments.get(name)
         return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def _on_gloo(self, given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    def _on_gloo(self, arguments: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.name in _DESCRIBED and enabled():
-            call, pairs = self._describe(given, group)
-            check_collective(group, call, not given.get("async_op", False), pairs)
+            call, pairs = self._describe(arguments, group)
+            check_collective(group, call, not arguments.get("async_op", False), pairs)
         if (
             self.name == "all_gather"
-            and len({t.numel() for t in self._tensors(given, self.writes)}) > 1
+            and len({t.numel() for t in self._tensors(arguments, self.writes)}) > 1
         ):
-            return _all_gather_unevenly(given, group)
-        tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
+            return _all_gather_unevenly(arguments, group)
+        tensors = [t for n in (self.reads, self.writes) for t in self._tensors(arguments, n)]
         if any(t.layout is not torch.strided for t in tensors):
-            return self.function(**given)  # gloo sums sparse tensors itself
+            return self.function(**arguments)  # gloo sums sparse tensors itself
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
         straight = all(
             swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype
             for t in tensors
         )
         try:
-            return self.function(**given) if straight else self._staged(given, swapped)
+            return self.function(**arguments) if straight else self._staged(arguments, swapped)
         except RuntimeError as error:
             if self.name != "all_to_all" or "does not support alltoall" not in str(error):
                 raise
-            return _all_to_all_joined(given, group)
+            return _all_to_all_joined(arguments, group)
 
-    def _staged(self, given: dict[str, Any], swapped: dict[int, Tensor]) -> Any:
+    def _staged(self, arguments: dict[str, Any], swapped: dict[int, Tensor]) -> Any:
         def carried(value: Any) -> Any:
             return (
                 [swapped[id(t)] for t in value]
@@ -241,9 +283,9 @@ class _Collective:
                 else swapped[id(value)]
             )
 
-        names = [n for n in {self.reads, self.writes} if given.get(n) is not None]
-        result = self.function(**{**given, **{n: carried(given[n]) for n in names}})
-        outs = self._tensors(given, self.writes)
+        names = [n for n in {self.reads, self.writes} if arguments.get(n) is not None]
+        result = self.function(**{**arguments, **{n: carried(arguments[n]) for n in names}})
+        outs = self._tensors(arguments, self.writes)
 
         def deliver() -> None:
             with torch.no_grad():
@@ -262,17 +304,19 @@ class _Collective:
         return result
 
     def _describe(
-        self, given: dict[str, Any], group: dist.ProcessGroup
+        self, arguments: dict[str, Any], group: dist.ProcessGroup
     ) -> tuple[CallHeader, list[tuple[int, int]] | None]:
-        reads, writes = self._tensors(given, self.reads), self._tensors(given, self.writes)
+        reads, writes = self._tensors(arguments, self.reads), self._tensors(arguments, self.writes)
         some = (reads or writes or [None])[0]
         if self.name.startswith("all_to_all"):
             gets, gives = (
-                _shares(reads, given.get("input_split_sizes"), group),
-                _shares(writes, given.get("output_split_sizes"), group),
+                _shares(reads, arguments.get("input_split_sizes"), group),
+                _shares(writes, arguments.get("output_split_sizes"), group),
             )
             return CallHeader(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
-        op = getattr(given.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
+        op = (
+            getattr(arguments.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
+        )
         lists = next((v for v in (reads, writes) if len(v) > 1), [])
         measured = (
             lists
@@ -290,17 +334,17 @@ class _Collective:
             op,
             None if some is None else some.dtype,
             numel,
-            self._root(given, group),
+            self._root(arguments, group),
             parts,
         ), None
 
-    def _root(self, given: dict[str, Any], group: dist.ProcessGroup) -> int:
+    def _root(self, arguments: dict[str, Any], group: dist.ProcessGroup) -> int:
         if not self.root:
             return -1
-        inside = given.get(f"group_{self.root}")
+        inside = arguments.get(f"group_{self.root}")
         if inside is not None:
             return dist.get_global_rank(group, inside)
-        root = given.get(self.root)
+        root = arguments.get(self.root)
         return 0 if root is None else int(root)
 
 
@@ -324,24 +368,26 @@ def _shares(
     return [n * row for n in rows]
 
 
-def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+def _all_gather_unevenly(arguments: dict[str, Any], group: dist.ProcessGroup) -> Any:
     """Gather local tensors of several sizes by an all-to-all of copies.
 
     Gloo gathers local tensors of one size only.
     """
-    outs, mine, size = given["tensor_list"], given["tensor"], group.size()
+    outs, own_tensor, size = arguments["tensor_list"], arguments["tensor"], group.size()
     numels = [t.numel() for t in outs]
-    source = mine.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).repeat(size, 1)
-    target = source.new_empty(sum(numels), mine.itemsize)
-    late = bool(given.get("async_op", False))
+    source = (
+        own_tensor.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).repeat(size, 1)
+    )
+    target = source.new_empty(sum(numels), own_tensor.itemsize)
+    late = bool(arguments.get("async_op", False))
     work = dist.all_to_all_single(
-        target, source, numels, [mine.numel()] * size, group=group, async_op=late
+        target, source, numels, [own_tensor.numel()] * size, group=group, async_op=late
     )
 
     def deliver() -> None:
         with torch.no_grad():
             for t, part in zip(outs, target.split(numels), strict=True):
-                t.copy_(part.reshape(-1).view(mine.dtype).view(t.shape))
+                t.copy_(part.reshape(-1).view(own_tensor.dtype).view(t.shape))
 
     if late:
         return _Staged(work, deliver, outs)
@@ -349,15 +395,15 @@ def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any
     return None
 
 
-def _all_to_all_joined(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+def _all_to_all_joined(arguments: dict[str, Any], group: dist.ProcessGroup) -> Any:
     """Exchange lists of tensors by one all-to-all of their concatenation.
 
     Gloo in older torch has only the all-to-all of one tensor.
     """
-    outs, late = list(given["output_tensor_list"]), bool(given.get("async_op", False))
+    outs, late = list(arguments["output_tensor_list"]), bool(arguments.get("async_op", False))
     ins = [
         t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for t in given["input_tensor_list"]
+        for t in arguments["input_tensor_list"]
     ]
     source, received = torch.cat(ins), [t.nbytes for t in outs]
     target = source.new_empty(sum(received))
@@ -419,7 +465,8 @@ def _begun(name: str, peer: str = "") -> Function:
         start()
         if peer:
             check_peer(name, peer, (dict(zip(names, args, strict=False)) | kwargs).get(peer))
-        return original(*args, **kwargs)
+        with explained(name):
+            return original(*args, **kwargs)
 
     call.__module__ = __name__
     return call

@@ -56,7 +56,7 @@ class CommunicationClock:
     """
 
     def __init__(self) -> None:
-        self._here: World | None = None
+        self._world: World | None = None
         self._timed: _TimedComms | None = None
         self._on_gpu = False
         self._intervals: list[tuple[Any, Any]] = []
@@ -66,29 +66,29 @@ class CommunicationClock:
     @property
     def running(self) -> bool:
         """True between `start` and `stop`."""
-        return self._here is not None
+        return self._world is not None
 
     def start(self) -> None:
         """Start the clock. It must not be running.
 
         While another clock of this rank runs, this one does not start.
         """
-        here = world()
-        if isinstance(here._comms, _TimedComms):
+        this_world = world()
+        if isinstance(this_world._comms, _TimedComms):
             return
-        self._here, self._intervals, self._within = here, [], False
+        self._world, self._intervals, self._within = this_world, [], False
         self._on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        here._comms = self._timed = _TimedComms(here._comms, self)
+        this_world._comms = self._timed = _TimedComms(this_world._comms, self)
         self._began = self._stamp()
 
     def stop(self) -> float:
         """Stop the clock, and return the share of the time in collectives, from 0 to 1."""
-        ended, here = self._stamp(), self._here
-        assert here is not None, "call start() first"
+        ended, this_world = self._stamp(), self._world
+        assert this_world is not None, "call start() first"
         assert self._timed is not None
-        if here._comms is self._timed:
-            here._comms = self._timed.comms
-        intervals, self._intervals, self._here, self._timed = self._intervals, [], None, None
+        if this_world._comms is self._timed:
+            this_world._comms = self._timed.comms
+        intervals, self._intervals, self._world, self._timed = self._intervals, [], None, None
         if self._on_gpu:
             for _, end in (*intervals, (None, ended)):  # they may be events of several streams
                 end.synchronize()

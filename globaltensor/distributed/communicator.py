@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import DivergenceError, GlobalTensorError
 from ..sharding.balanced_split import balanced_split
 from ..sharding.tensor_kinds import TensorKind, refusal
-from .divergence import History, Report, describe
+from .divergence import OBJECTS, History, Report, describe
 
 if TYPE_CHECKING:
     from .backends.shared_memory import SharedMemoryPeers
@@ -118,8 +118,8 @@ class ReduceScatterHandle:
 class ExchangeHandle:
     """A handle of an exchange in progress."""
 
-    def __init__(self, work: Handle, parts: dict[int, Tensor], kept: object = None) -> None:
-        self._work, self._parts, self._kept = work, parts, kept
+    def __init__(self, work: Handle, parts: dict[int, Tensor], buffers: object = None) -> None:
+        self._work, self._parts, self._buffers = work, parts, buffers
 
     def wait(self) -> dict[int, Tensor]:
         """Block until all data has arrived and the sent tensors may be written again.
@@ -127,7 +127,7 @@ class ExchangeHandle:
         Return the received flat tensors by index. Raise WorldError if they cannot arrive.
         """
         self._work.wait()
-        self._kept = None
+        self._buffers = None
         return self._parts
 
 
@@ -151,12 +151,12 @@ def record_collectives() -> Iterator[list[Traffic]]:
     """
     from .world import world
 
-    here = world()
-    before, here.trace = here.trace, []
+    this_world = world()
+    before, this_world.trace = this_world.trace, []
     try:
-        yield here.trace
+        yield this_world.trace
     finally:
-        here.trace = before
+        this_world.trace = before
 
 
 def flatten(t: Tensor) -> Tensor:
@@ -253,24 +253,35 @@ class Communicator(ABC):
         all members.
         """
 
-    def all_gather_object(self, value: object) -> list[Any]:
-        """Return every rank's (picklable) value, in the order of ``ranks``."""
+    def all_gather_object(self, value: object, purpose: str = "") -> list[Any]:
+        """Return every rank's (picklable) value, in the order of ``ranks``.
+
+        ``purpose`` names the function that exchanges the values. Raise DivergenceError, on every
+        rank, if the ranks exchange values for different purposes.
+        """
         if self.size == 1:
             return [value]
-        self._enter("all_gather_object", torch.uint8, _CPU)
-        return self.all_gather_unchecked(value)
+        world = self.world
+        before, world.purpose = world.purpose, purpose
+        try:
+            self._enter(OBJECTS, torch.uint8, _CPU, purpose)
+            return self.all_gather_unchecked(value, self._digest)
+        finally:
+            world.purpose = before
 
-    def all_gather_unchecked(self, value: object) -> list[Any]:
-        """Return every rank's value like `all_gather_object`, without comparing digests.
+    def all_gather_unchecked(self, value: object, digest: bytes = b"") -> list[Any]:
+        """Return every rank's value like `all_gather_object`.
 
-        Calls during a comparison use it.
+        Calls during a comparison use it without ``digest``, which is compared otherwise.
         """
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        numels = [
-            int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)
-        ]
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        header = torch.tensor([payload.numel(), int.from_bytes(digest, "little", signed=True)])
+        headers = [h.tolist() for h in self._all_gather_parts(header, [2] * self.size)]
+        if any(h[1] != headers[0][1] for h in headers):
+            raise self._diverged(self.all_gather_unchecked)
         return [
-            pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)
+            pickle.loads(part.numpy().tobytes())
+            for part in self._all_gather_parts(payload, [h[0] for h in headers])
         ]
 
     def barrier(self) -> None:
@@ -342,14 +353,17 @@ class Communicator(ABC):
         """Compare the digest with that of the other ranks, if the data does not carry it."""
         return None
 
-    def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> GlobalTensorError:
-        """Return the error of ranks whose digests, or kinds of tensors, differ.
+    def _diverged(
+        self, exchange: Callable[[Any], Sequence[Any]], detail: str = ""
+    ) -> GlobalTensorError:
+        """Return the error of ranks whose digests, kinds of tensors or messages differ.
 
-        ``exchange`` is a function that gathers every rank's object on all ranks.
+        ``exchange`` is a function that gathers every rank's object on all ranks. ``detail``: what
+        this rank has seen of the others, for the error.
         """
         world = self.world
         report = Report.here(
-            world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd
+            world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd, detail
         )
         reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
         world.forget()
@@ -357,7 +371,10 @@ class Communicator(ABC):
         first = next((r for r in reports if r.odd is not None), reports[0])
         if any(r.odd != first.odd for r in reports):
             return refusal(first.purpose, {r.rank: r.odd for r in reports})
-        return DivergenceError(describe(reports))
+        error = DivergenceError(describe(reports, self.ranks))
+        if not all(r.plain for r in reports):
+            world.diverged = str(error)
+        return error
 
     # Reductions
 
@@ -395,13 +412,15 @@ class Communicator(ABC):
 
         Rank i gets the ``op`` of all ranks' chunks i.
         """
-        mine = chunks[self.index]
+        own_chunk = chunks[self.index]
         if self.size == 1:
-            return mine.detach().clone()
+            return own_chunk.detach().clone()
         sends = [flatten(c) for c in chunks]
         total = sum(c.nbytes for c in sends)
-        self._note("reduce_scatter", total - total // self.size, mine.dtype, mine.device, op)
-        return self._reduce_scatter(sends, op).view(mine.shape)
+        self._note(
+            "reduce_scatter", total - total // self.size, own_chunk.dtype, own_chunk.device, op
+        )
+        return self._reduce_scatter(sends, op).view(own_chunk.shape)
 
     def reduce_scatter_async(
         self, chunks: Sequence[Tensor], op: str = "sum"
@@ -443,10 +462,10 @@ class Communicator(ABC):
         slots = flat.split_with_sizes(
             [length for _, length in balanced_split(flat.numel(), self.size)]
         )
-        mine = slots[self.index]
-        mine.copy_(self._reduce_scatter(slots, op))
+        own_slot = slots[self.index]
+        own_slot.copy_(self._reduce_scatter(slots, op))
         others = [i for i in range(self.size) if i != self.index]
-        self._swap_flat(dict.fromkeys(others, mine), {i: slots[i] for i in others}, flat.device)
+        self._swap_flat(dict.fromkeys(others, own_slot), {i: slots[i] for i in others}, flat.device)
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         longest = max(self.size * max(s.numel() for s in sends), sum(s.numel() for s in sends))

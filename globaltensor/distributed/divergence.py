@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,8 +25,9 @@ from .._base.user_code import user_line
 from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
-    "ALWAYS_COMPARED", "COMPARED_EVERY", "READING", "READING_ADVICE", "History", "Purpose",
-    "Report", "describe", "differs_at_end", "due", "end_record",
+    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "READING", "READING_ADVICE", "History",
+    "Purpose", "Report", "collective_of", "describe", "differs_at_end", "due",
+    "end_record", "how_it_ended",
     "spelled",
 ]  # fmt: skip
 
@@ -38,6 +39,8 @@ ALWAYS_COMPARED: Final = 64
 COMPARED_EVERY: Final = 8
 # After this many collectives the interval is eight times as long.
 OFTEN_COMPARED: Final = 1024
+#: The kind of a collective that exchanges Python objects.
+OBJECTS: Final = "all_gather_object"
 #: The purpose of a boxing that brings a value to Python: print, item(), numpy(), float().
 READING: Final = "reading a value"
 READING_ADVICE: Final = (
@@ -52,26 +55,35 @@ _ADVICE: Final = (
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
 _SHOWN: Final = 160  # characters of an operation that an error shows
-# A function that does nothing, as fast as Python allows.
-_ignore: Callable[[bytes], None] = deque[bytes](maxlen=0).append
 
 
 class History:
     """A rolling digest of what this rank has run on global tensors of some ranks.
 
-    ``record`` adds to it, which takes about 20 ns.
+    The digest is an integer, ``serial``. A record replaces it by a ``hash((serial, ...))`` of
+    numbers, which is the same in every process. After a call it also identifies the result: the
+    tensor's ``_serial`` is a copy of it. Calls record the serials of their operands, so that ranks
+    which run one operation on different tensors diverge too. Dispatch adds to the serial itself.
     """
 
-    __slots__ = ("digest", "operations", "ranks", "record")
+    __slots__ = ("operations", "ranks", "records", "serial")
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
-        rolling = hashlib.blake2b(digest_size=8)
-        self.record: Callable[[bytes], None] = rolling.update if len(self.ranks) > 1 else _ignore
-        #: Returns the digest of everything recorded so far.
-        self.digest: Callable[[], bytes] = rolling.digest
+        #: True if there is another rank to compare with.
+        self.records = len(self.ranks) > 1
+        self.serial = 0
         #: The planned operations, each once, in the order of first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
+
+    def record(self, what: bytes, *serials: int) -> None:
+        """Add a call, described by ``what``, on tensors with these serials."""
+        if self.records:
+            self.serial = hash((self.serial, int.from_bytes(what, "little"), serials))
+
+    def digest(self) -> bytes:
+        """Return the digest of everything recorded so far, 8 bytes."""
+        return self.serial.to_bytes(8, "little", signed=True)
 
     @staticmethod
     def ignored() -> History:
@@ -84,7 +96,7 @@ class History:
         The text is saved for reports.
         """
         digest = digest_of(text)
-        if len(self.ranks) > 1:
+        if self.records:
             self.operations[digest] = text
             if len(self.operations) > _MAX_OPERATIONS:
                 self.operations.popitem(last=False)
@@ -130,6 +142,7 @@ class Report:
     plain: str = ""
     operations: list[tuple[bytes, str]] = field(default_factory=list)
     odd: TensorKind | None = None  # the kind of that tensor, if it is not an ordinary one
+    detail: str = ""  # what this rank has seen of the others, such as a message of another size
 
     @staticmethod
     def here(
@@ -139,15 +152,25 @@ class Report:
         plain: str,
         histories: Sequence[History],
         odd: TensorKind | None = None,
+        detail: str = "",
     ) -> Report:
         """Return the current report of this rank."""
         operations = [item for history in histories for item in history.operations.items()]
-        return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd)
+        return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail)
 
     def packed(self) -> bytes:
         """Return the report as bytes."""
         return pickle.dumps(
-            (self.rank, self.kind, self.purpose, self.line, self.plain, self.operations, self.odd)
+            (
+                self.rank,
+                self.kind,
+                self.purpose,
+                self.line,
+                self.plain,
+                self.operations,
+                self.odd,
+                self.detail,
+            )
         )
 
     @staticmethod
@@ -158,14 +181,25 @@ class Report:
     @property
     def place(self) -> str:
         """The collective that the rank is about to run, with its line."""
-        what = self.kind if not self.purpose else f"{self.kind} for {self.purpose}"
-        return f"{what}  ({self.line})"
+        return f"{collective_of(self.kind, self.purpose)}  ({self.line})"
 
 
-def describe(reports: Sequence[Report]) -> str:
+def collective_of(kind: str, purpose: str) -> str:
+    """Return a collective as errors show it.
+
+    >>> collective_of("all_reduce", "add"), collective_of(OBJECTS, "parallelize")
+    ('all_reduce for add', 'parallelize')
+    """
+    if kind == OBJECTS:
+        return purpose or "an exchange of objects"
+    return f"{kind or 'a collective'} for {purpose}" if purpose else kind or "a collective"
+
+
+def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
     """Return the error text of ranks that diverged, which is the same on every rank.
 
-    ``reports`` are those of the ranks that answered, in the order of ranks.
+    ``reports`` are those of the ranks that answered, in the order of ranks. ``ranks``: all ranks of
+    the collective.
     """
     first = reports[0]
     other = next(
@@ -177,7 +211,8 @@ def describe(reports: Sequence[Report]) -> str:
         ),
         reports[-1],
     )
-    if all(r.plain for r in reports):
+    # Equal plain tensors are not what differs.
+    if all(r.plain for r in reports) and len({r.plain for r in reports}) > 1:
         return _plain_differs(reports)
     reading = next((r for r in (first, other) if r.purpose.startswith(READING)), None)
     elsewhere = other if reading is first else first
@@ -193,21 +228,38 @@ def describe(reports: Sequence[Report]) -> str:
             f"tensors, in the same order"
         )
     ]
-    lines += [f"  rank {r.rank} is at {r.place}" for r in (first, other)]
-    lines += _only_there(first, other) or [
-        (
-            "  they have run the same operations, but with other numbers, other values of "
-            "arguments, "
-            "or in another order: flow.check_ranks() shows which"
+    lines.append(f"  rank {first.rank} is at {first.place}")
+    if other is not first:
+        lines.append(f"  rank {other.rank} is at {other.place}")
+    lines += [f"  rank {r.rank}: {r.detail}" for r in reports if r.detail]
+    if not first.purpose and any(r.detail for r in reports):
+        lines.append(
+            "  messages of other sizes are often gradients of other parameters: requires_grad_(), "
+            "detach() or another loss on some ranks only"
         )
-    ]
+    answered = {r.rank for r in reports}
+    if silent := [r for r in ranks if r not in answered]:
+        several = len(silent) > 1
+        lines.append(
+            f"  rank{'s' if several else ''} {', '.join(map(str, silent[:8]))} "
+            f"{'are' if several else 'is'} at no collective on global tensors now: "
+            f"{'they compute, have' if several else 'it computes, has'} ended, or caught an error "
+            f"of a collective (an interrupt, a timeout) and went on"
+        )
+    if other is not first:
+        lines += _only_there(first, other)
+        if len(lines) == 3 and (first.kind, first.purpose) == (other.kind, other.purpose):
+            lines.append(
+                "  they have run the same operations, but with other numbers, other values of "
+                "arguments, some more often, or in another order: flow.check_ranks() shows which"
+            )
     lines.append(_ADVICE)
     return "\n".join(lines)
 
 
 # ------------------------------------------------------------------ comparison at program end
 
-_NOTHING_RUN: Final = hashlib.blake2b(digest_size=8).hexdigest()
+_NOTHING_RUN: Final = History(()).digest().hex()
 _LAST_OPERATIONS: Final = 256  # the most that a rank's record at its end has
 
 
@@ -226,6 +278,29 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
     return json.dumps({"failed": failed, "histories": record}).encode()
 
 
+def how_it_ended(record: bytes) -> tuple[str, bool]:
+    """Return how another rank has ended, from the record that it left, or from an empty one.
+
+    The second value is True if the rank did not reach the end of its program.
+
+    >>> how_it_ended(b"")[0][:35]
+    'has died, with no end of its progra'
+    """
+    if not record:
+        how = (
+            "has died, with no end of its program: it was killed by a signal (out of memory, a "
+            "time limit), crashed, or called os._exit"
+        )
+        return how, True
+    if json.loads(record)["failed"]:
+        return "has failed: the exception in its own output is the cause", True
+    how = (
+        "has ended its program (the last line, or sys.exit), while this rank goes on: every rank "
+        "must run the same operations on global tensors"
+    )
+    return how, False
+
+
 def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
     """Return the error text of ranks that have diverged, from records of ended ranks.
 
@@ -234,13 +309,13 @@ def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
     ended = {r: json.loads(data) for r, data in records.items()}
     if any(record["failed"] for record in ended.values()):
         return ""
-    mine = ended[rank]["histories"]
+    own_histories = ended[rank]["histories"]
     for other, record in sorted(ended.items()):
-        theirs = record["histories"]
-        for key in sorted({*mine, *theirs}):
+        other_histories = record["histories"]
+        for key in sorted({*own_histories, *other_histories}):
             if {rank, other} <= set(map(int, key.split(","))):
                 (digest, operations), (other_digest, other_operations) = (
-                    h.get(key, (_NOTHING_RUN, [])) for h in (mine, theirs)
+                    h.get(key, (_NOTHING_RUN, [])) for h in (own_histories, other_histories)
                 )
                 if digest != other_digest:
                     return _at_end(rank, operations, other, other_operations)
@@ -255,19 +330,19 @@ def _at_end(rank: int, operations: list[str], other: int, other_operations: list
             f"on global tensors. This was found when the program ended"
         )
     ]
-    for me, mine, theirs in (
+    for me, own_operations, peer_operations in (
         (rank, operations, other_operations),
         (other, other_operations, operations),
     ):
-        text = next((text for text in mine if text not in theirs), None)
+        text = next((text for text in own_operations if text not in peer_operations), None)
         if text is not None:
             lines.append(
                 f"  rank {me} has run {text[:_SHOWN]}, which rank {rank + other - me} has not"
             )
     if len(lines) == 1:
         lines.append(
-            "  they differ in numbers, in values of arguments or in the order of operations: "
-            "flow.check_ranks() shows where"
+            "  each operation has run on both, but on one rank more often, with other numbers or "
+            "values of arguments, or in another order: flow.check_ranks() shows where"
         )
     lines.append(_ADVICE)
     return "\n".join(lines)
@@ -282,12 +357,13 @@ def _at(report: Report) -> str:
 
 def _only_there(first: Report, other: Report) -> list[str]:
     lines = []
-    for mine, theirs in ((first, other), (other, first)):
-        known = {digest for digest, _ in theirs.operations}
-        text = next((text for digest, text in mine.operations if digest not in known), None)
+    for report, peer_report in ((first, other), (other, first)):
+        known = {digest for digest, _ in peer_report.operations}
+        text = next((text for digest, text in report.operations if digest not in known), None)
         if text is not None:
             lines.append(
-                f"  rank {mine.rank} has run {text[:_SHOWN]}, which rank {theirs.rank} has not"
+                f"  rank {report.rank} has run {text[:_SHOWN]}, which rank {peer_report.rank} "
+                f"has not"
             )
     return lines
 

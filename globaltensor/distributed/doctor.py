@@ -1,7 +1,6 @@
 """Checks of this machine and this environment, for ``globaltensor doctor``.
 
-Each check is a function that returns a `Finding`: what there is, whether jobs can run with it, and
-how to mend it.
+Each check is a function that returns a `Finding`: a description, a status and a remedy.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from .._base.byte_size import show_bytes
+from .._base.cpu_cores import usable_cores
+from .._base.error_line import in_one_line
+from .._base.extras import install_extra
 from ..errors import WorldError
-from .backends.select import missing_requirement
 from .cluster_env import detect
 from .network import VARIABLE as GLOO_INTERFACE
 from .network import addresses_of, gloo_address, own_address
@@ -39,9 +40,10 @@ Status = Literal["ok", "warn", "FAIL"]
 RANKS_SECONDS: Final = 60.0  # the limit for two ranks to start, to talk and to end
 _ENDING_SECONDS: Final = 6.0  # of these, for the ranks to end
 _CORE: Final = ("torch", "numpy", "tqdm", "cloudpickle")
-_LEAST_TORCH: Final = (2, 11)
-_LEAST_SHARED: Final = 1 << 30
-_LEAST_FILES: Final = 4096
+_MIN_TORCH: Final = (2, 11)
+_MIN_SHARED: Final = 1 << 30
+_MIN_FILES: Final = 4096
+_FILES: Final = 65536  # the limit of open files that the check advises
 _SHARED: Final = Path("/dev/shm")
 _SLOW_CLOCKS: Final = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 _TIME_ERROR: Final = 5  # the answer of adjtimex if no server sets the clock, from sys/timex.h
@@ -49,10 +51,11 @@ _TIME_ERROR: Final = 5  # the answer of adjtimex if no server sets the clock, fr
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of a check: ``ok``, ``warn`` (jobs run, worse) or ``FAIL`` (jobs do not run).
+    """A result of a check.
 
-    ``what`` is what was found and ``mend`` how to mend it, each in one line. ``values`` has the
-    same as data, sizes in bytes and times in seconds.
+    ``status`` is ``ok``, ``warn`` (jobs run, but are slower or may fail) or ``FAIL`` (jobs do not
+    run). ``what`` describes what the check has found, and ``mend`` is the remedy, each in one line.
+    ``values`` has what was found as data, with sizes in bytes and times in seconds.
 
     >>> print(Finding("limits", "warn", "nofile 256", "ulimit -n 65536"))
     warn limits: nofile 256 (ulimit -n 65536)
@@ -69,21 +72,21 @@ class Finding:
 
 
 def examine(ranks: bool = True) -> Iterator[Finding]:
-    """Yield the findings, one for each check, as soon as each is made.
+    """Run the checks, and yield the finding of each as soon as it has run.
 
-    With ``ranks`` two processes are started, which talk over gloo and end within a minute. Nothing
-    else is started.
+    With ``ranks`` the last check starts two processes, which communicate over gloo. They end within
+    a minute. No other check starts a process.
     """
     for check in (*_CHECKS, *([_two_ranks] if ranks else [])):
         name = check.__name__.strip("_")
         try:
             yield check(name)
         except Exception as error:  # a check that fails is a finding too
-            yield Finding(name, "FAIL", f"the check failed with {_one_line(error)}")
+            yield Finding(name, "FAIL", f"the check failed with {in_one_line(error)}")
 
 
 def as_data(findings: list[Finding]) -> dict[str, Any]:
-    """Return findings as data for JSON: the worst status, and each finding as a dict.
+    """Return findings as data for JSON: the worst status, and a dict for each finding.
 
     >>> as_data([Finding("python", "ok", "3.11.7")])["status"]
     'ok'
@@ -92,11 +95,6 @@ def as_data(findings: list[Finding]) -> dict[str, Any]:
     found = {f.status for f in findings}
     worst = next((status for status in ("FAIL", "warn") if status in found), "ok")
     return {"status": worst.lower(), "checks": each}
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 # ------------------------------------------------------------------------------------- the software
@@ -112,10 +110,10 @@ def _torch(name: str) -> Finding:
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
     values = {"version": torch.__version__, "cuda": torch.version.cuda}
     found = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
-    if found < _LEAST_TORCH:
-        least = ".".join(map(str, _LEAST_TORCH))
-        mend = f"pip install 'torch>={least}'"
-        return Finding(name, "FAIL", f"{torch.__version__} is older than {least}", mend, values)
+    if found < _MIN_TORCH:
+        oldest = ".".join(map(str, _MIN_TORCH))
+        mend = f"pip install 'torch>={oldest}'"
+        return Finding(name, "FAIL", f"{torch.__version__} is older than {oldest}", mend, values)
     return Finding(name, "ok", f"{torch.__version__}, {built}", "", values)
 
 
@@ -123,19 +121,19 @@ def _globaltensor(name: str) -> Finding:
     folder = str(Path(__file__).parents[1])
     missing = [package for package in _CORE if importlib.util.find_spec(package) is None]
     values: dict[str, Any] = {"folder": folder, "missing": missing, "version": None}
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         values["version"] = importlib.metadata.version("globaltensor")
-    except importlib.metadata.PackageNotFoundError:
-        mend = "pip install -e . in the checkout installs its command and what it needs"
-        return Finding(name, "warn", f"imported from {folder}, not installed", mend, values)
     if missing:
         mend = f"pip install {' '.join(missing)}"
         return Finding(name, "FAIL", f"{', '.join(missing)} not installed", mend, values)
+    if values["version"] is None:
+        mend = "pip install -e . in the checkout installs its command and what it needs"
+        return Finding(name, "warn", f"imported from {folder}, not installed", mend, values)
     return Finding(name, "ok", f"{values['version']} in {folder}", "", values)
 
 
 def _extras(name: str) -> Finding:
-    """Report which optional packages are installed, by the extras that name them."""
+    """Report for each extra whether its packages are installed."""
     needs: dict[str, list[str]] = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for line in importlib.metadata.requires("globaltensor") or []:
@@ -144,11 +142,13 @@ def _extras(name: str) -> Finding:
             if package and extra and package[0] != "globaltensor":
                 needs.setdefault(extra[1], []).append(package[0])
     absent = {e: [p for p in packages if not _installed(p)] for e, packages in needs.items()}
-    there = [extra for extra, missing in absent.items() if not missing]
+    installed = [extra for extra, missing in absent.items() if not missing]
     partly = [f"{extra} lacks {', '.join(m)}" for extra, m in absent.items() if m]
-    values = {"installed": there, "missing": {extra: m for extra, m in absent.items() if m}}
-    text = "; ".join([", ".join(there) + " installed" if there else "none installed", *partly])
-    mend = "optional: pip install 'globaltensor[NAME]'" if partly else ""
+    values = {"installed": installed, "missing": {extra: m for extra, m in absent.items() if m}}
+    text = "; ".join(
+        [", ".join(installed) + " installed" if installed else "none installed", *partly]
+    )
+    mend = f"optional: {install_extra('NAME')}" if partly else ""
     return Finding(name, "ok", text, mend, values)
 
 
@@ -166,15 +166,15 @@ def _backends(name: str) -> Finding:
         "nccl": dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available(),
         "mpi": importlib.util.find_spec("mpi4py") is not None,
     }
-    found = [backend for backend, available in usable.items() if available]
-    values = {"backends": found}
+    backends = [backend for backend, available in usable.items() if available]
+    values = {"backends": backends}
     if not usable["gloo"]:
         mend = "install a torch with gloo: pip install torch"
         return Finding(name, "FAIL", "this torch has no gloo", mend, values)
     if torch.cuda.is_available() and not usable["nccl"]:
-        mend = missing_requirement("nccl")
+        mend = "install a torch that is built with NCCL, see pytorch.org"
         return Finding(name, "warn", "GPUs, but no nccl: they talk over gloo", mend, values)
-    return Finding(name, "ok", ", ".join(found), "", values)
+    return Finding(name, "ok", ", ".join(backends), "", values)
 
 
 def _world(name: str) -> Finding:
@@ -194,8 +194,7 @@ def _world(name: str) -> Finding:
 
 
 def _cores(name: str) -> Finding:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota, threads = _cpu_quota(), torch.get_num_threads()
+    cores, quota, threads = usable_cores(), _cpu_quota(), torch.get_num_threads()
     values = {"cores": cores, "quota": quota, "threads": threads}
     text = f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)} in torch"
     if quota is not None and quota < cores and threads > max(1, quota):
@@ -229,7 +228,7 @@ def _memory(name: str) -> Finding:
 
 
 def _shared_memory(name: str) -> Finding:
-    """Report the size of /dev/shm, where loaders of data and NCCL pass tensors on."""
+    """Report the size of /dev/shm, through which data loaders and NCCL pass tensors."""
     if not _SHARED.is_dir():
         return Finding(name, "ok", "this system has no /dev/shm")
     sizes = os.statvfs(_SHARED)
@@ -242,18 +241,18 @@ def _shared_memory(name: str) -> Finding:
     if not free:
         mend = "delete files that ended programs have left there, or enlarge it"
         return Finding(name, "FAIL", f"{what}: full", mend, values)
-    return Finding(name, "warn" if free < _LEAST_SHARED else "ok", what,
-                   mend if free < _LEAST_SHARED else "", values)  # fmt: skip
+    small = free < _MIN_SHARED
+    return Finding(name, "warn" if small else "ok", what, mend if small else "", values)
 
 
 def _limits(name: str) -> Finding:
-    """Report the limits of locked memory and of open files."""
+    """Report the limits of locked memory and of open files, and how to raise low ones."""
     try:
         import resource
     except ImportError:
         return Finding(name, "ok", "this system has no such limits")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, max_locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    files, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     locked_text = "unlimited" if locked == unlimited else show_bytes(locked)
     files_text = "unlimited" if files == unlimited else str(files)
@@ -264,31 +263,51 @@ def _limits(name: str) -> Finding:
     what = f"memlock {locked_text}, nofile {files_text}"
     mends = []
     if locked != unlimited and rdma_devices():
-        mends.append("RDMA locks its buffers: ulimit -l unlimited")
-    if files != unlimited and files < _LEAST_FILES:
-        most = 65536 if most_files == unlimited else min(65536, most_files)
-        mends.append(f"many ranks and loaders open many files: ulimit -n {most}")
+        raised = "ulimit -l unlimited"
+        if max_locked != unlimited:
+            raised = _raise_hard_limit("memlock", max_locked, "unlimited", "-1")
+        mends.append(f"RDMA locks its buffers: {raised}")
+    if files != unlimited and files < _MIN_FILES:
+        raised = f"ulimit -n {_FILES if max_files == unlimited else min(_FILES, max_files)}"
+        if max_files != unlimited and max_files < _MIN_FILES:
+            raised = _raise_hard_limit("nofile", max_files, f"{_FILES}", f"{_FILES}")
+        mends.append(f"many ranks and loaders open many files: {raised}")
     return Finding(name, "warn" if mends else "ok", what, "; ".join(mends), values)
 
 
+def _raise_hard_limit(name: str, limit: int, value: str, docker_value: str) -> str:
+    """Return how an administrator raises a hard limit, which ``ulimit`` cannot pass."""
+    return (
+        f"the hard limit is {limit}, so an administrator raises it, by a line "
+        f"'* - {name} {value}' in /etc/security/limits.conf, Limit{name.upper()}= of the service, "
+        f"or docker run --ulimit {name}={docker_value}"
+    )
+
+
 def _network(name: str) -> Finding:
-    """Report the network interfaces, and which one gloo publishes."""
+    """Report the network interfaces, and the one whose address gloo publishes."""
     addresses = addresses_of()
     chosen = os.environ.get(GLOO_INTERFACE, "")
-    here, far = gloo_address(1), gloo_address(2)
-    values = {"interfaces": addresses, "gloo": here[0], "gloo_between_hosts": far[0]}
+    on_one_host, between_hosts = gloo_address(1), gloo_address(2)
+    values = {
+        "interfaces": addresses,
+        "gloo": on_one_host[0],
+        "gloo_between_hosts": between_hosts[0],
+    }
     shown = ", ".join(f"{n} {a[0]}" for n, a in addresses.items() if a) or "no interface"
     missing = [n for n in chosen.split(",") if n and n not in dict(_interfaces())]
     if missing:
         mend = f"set it to one of {', '.join(n for n, _ in _interfaces())}, or unset it"
         what = f"{GLOO_INTERFACE} names {', '.join(missing)}, which this host does not have"
         return Finding(name, "FAIL", what, mend, values)
-    what = f"{shown}; gloo uses {here[0] or here[1]}" + (
-        f", and {far[0] or far[1]} between hosts" if far != here else ""
+    what = f"{shown}; gloo uses {on_one_host[0] or on_one_host[1]}" + (
+        f", and {between_hosts[0] or between_hosts[1]} between hosts"
+        if between_hosts != on_one_host
+        else ""
     )
-    if addresses and not here[0]:
+    if addresses and not on_one_host[0]:
         mend = f"correct /etc/hosts, or set {GLOO_INTERFACE}"
-        what += f": no interface has {here[1]}, to which {socket.gethostname()} resolves"
+        what += f": no interface has {on_one_host[1]}, to which {socket.gethostname()} resolves"
         return Finding(name, "warn", what, mend, values)
     return Finding(name, "ok", what, "", values)
 
@@ -298,7 +317,7 @@ def _interfaces() -> list[tuple[str, int]]:
 
 
 def _gpus(name: str) -> Finding:
-    """Report the GPUs that torch sees, each of which computes a sum."""
+    """Report the GPUs that torch sees, and check a sum that each computes."""
     count = torch.cuda.device_count()
     nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
     values: dict[str, Any] = {"gpus": [], "device_files": len(nodes)}
@@ -321,7 +340,7 @@ def _gpus(name: str) -> Finding:
 
 
 def _clocks(name: str) -> Finding:
-    """Report the clock that times are measured by, and whether a server sets the time of day."""
+    """Report the clock of measurements, and whether a time server sets the time of day."""
     resolution, source = time.get_clock_info("perf_counter").resolution, ""
     with contextlib.suppress(OSError):
         path = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -356,7 +375,7 @@ def _synchronized() -> bool | None:
 
 
 def _two_ranks(name: str) -> Finding:
-    """Start two ranks over gloo, which exchange a number, and end them."""
+    """Start two ranks, check that they exchange a number over gloo, and end them."""
     from .run.spawn import run
 
     place = None
@@ -369,16 +388,18 @@ def _two_ranks(name: str) -> Finding:
     limit = RANKS_SECONDS - _ENDING_SECONDS
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            found = run(exchange, nprocs=2, backend="gloo", timeout=limit, start_timeout=limit)
+            answers = run(exchange, nprocs=2, backend="gloo", timeout=limit, start_timeout=limit)
     except Exception as error:
         mend = "globaltensor launch -n 2 SCRIPT shows the ranks' own output"
         if own_address("localhost"):
             mend = "localhost does not lead to the loopback interface: correct /etc/hosts"
-        return Finding(name, "FAIL", f"two processes over gloo: {_one_line(error)}", mend)
+        return Finding(name, "FAIL", f"two processes over gloo: {in_one_line(error)}", mend)
     took = time.monotonic() - began
-    values = {"seconds": took, "exchange_seconds": max(seconds for _, seconds in found)}
-    if [numbers for numbers, _ in found] != [[1, 2], [1, 2]]:
-        return Finding(name, "FAIL", f"sent 1 and 2, received {[n for n, _ in found]}", "", values)
+    values = {"seconds": took, "exchange_seconds": max(seconds for _, seconds in answers)}
+    if [numbers for numbers, _ in answers] != [[1, 2], [1, 2]]:
+        return Finding(
+            name, "FAIL", f"sent 1 and 2, received {[n for n, _ in answers]}", "", values
+        )
     what = (
         f"two processes started in {took:.1f} s and exchanged a number over gloo in "
         f"{values['exchange_seconds'] * 1e3:.2g} ms"
@@ -387,14 +408,14 @@ def _two_ranks(name: str) -> Finding:
 
 
 def exchange() -> tuple[list[int], float]:
-    """Exchange a number with the other ranks. Return the numbers, and seconds of the exchange."""
+    """Exchange a number with the other ranks, and return (all numbers, seconds it took)."""
     from .world import world
 
-    here = world()
-    everyone = here.comm(tuple(range(here.size)))
-    everyone.all_gather_object(0)  # the first one connects
+    this_world = world()
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    everyone.all_gather_object(0, "doctor")  # the first one connects
     began = time.perf_counter()
-    numbers: list[int] = everyone.all_gather_object(here.rank + 1)
+    numbers: list[int] = everyone.all_gather_object(this_world.rank + 1, "doctor")
     return numbers, time.perf_counter() - began
 
 

@@ -29,15 +29,17 @@ _LOOK_SECONDS = 0.01
 # when they look at it.
 _TAKE_SECONDS = 5.0
 
-# How often this process has met under each name. Each time uses a separate file.
+# Name of a job -> number of this process's last rendezvous under it, from 0. Each rendezvous uses a
+# file of its own.
 _met: dict[str, int] = {}
 
 
 def rendezvous(place: Detected, timeout: timedelta) -> Store:
-    """Return a store for this job's ranks once all of them are connected.
+    """Return a store for this job's ranks, which rank 0 serves.
 
-    Raise WorldError if a rank has not come within ``timeout``, or if another job of that name is
-    starting.
+    Rank 0 returns once all ranks are connected, and another rank once it is connected to rank 0.
+    Raise WorldError if a rank has not come within ``timeout``. On rank 0, raise it too if another
+    job of that name is starting.
     """
     number = _met[place.job] = _met.get(place.job, -1) + 1
     path = _path(place.job, number)
@@ -55,12 +57,12 @@ def _store(place: Detected, port: int, timeout: timedelta) -> TCPStore:
     try:
         return TCPStore(place.addr, port, place.world_size, place.rank == 0, timeout, False)
     except (DistStoreError, DistNetworkError) as error:
-        told = (
+        problem = (
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not "
             f"join the other ranks at {place.addr}:{port}: {error}"
         )
         raise WorldError(
-            f"{told}; are all ranks on this machine and in one network namespace? Else set "
+            f"{problem}; are all ranks on this machine and in one network namespace? Else set "
             f"MASTER_ADDR and MASTER_PORT on all ranks"
         ) from error
 
@@ -86,11 +88,13 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
         deadline = time.monotonic() + _TAKE_SECONDS
         while not _put(name, path):
             if time.monotonic() > deadline:
-                told = (
+                problem = (
                     f"another {place.source} job of the same name, {place.job!r}, is starting on "
                     f"this machine ({path} is locked)"
                 )
-                raise WorldError(f"{told}: set MASTER_PORT to a free port on all ranks of this job")
+                raise WorldError(
+                    f"{problem}: set MASTER_PORT to a free port on all ranks of this job"
+                )
             time.sleep(_LOOK_SECONDS)
         try:
             yield
@@ -147,11 +151,11 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
             finally:
                 os.close(file)
         time.sleep(_LOOK_SECONDS)
-    told = (
+    problem = (
         f"rank {place.rank} of {place.world_size}: rank 0 has not written its port to {path} "
         f"within {timeout.total_seconds():g} s"
     )
-    raise WorldError(f"{told}; {_mend(path)}")
+    raise WorldError(f"{problem}; {_mend(path)}")
 
 
 def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedelta) -> None:
@@ -162,11 +166,11 @@ def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedel
                 [f"rank {rank} is here"], timedelta(seconds=max(0.001, deadline - time.monotonic()))
             )
         except (DistStoreError, DistNetworkError) as error:
-            told = (
+            problem = (
                 f"rank {rank} of {place.world_size} has not connected within "
                 f"{timeout.total_seconds():g} s to the port in {path}"
             )
-            raise WorldError(f"{told}; {_mend(path)}") from error
+            raise WorldError(f"{problem}; {_mend(path)}") from error
 
 
 def _opened(path: Path) -> int:

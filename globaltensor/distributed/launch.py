@@ -27,9 +27,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
 )
 
+from .._base.error_line import in_one_line
 from ..errors import WorldError
 from .launcher.elastic_agent import NodeAgent, Signals
-from .launcher.job import Job, in_one_line
+from .launcher.job import Job
 from .launcher.log_streams import Pump, say
 from .launcher.node_rendezvous import bound
 from .launcher.options import job_of, parser

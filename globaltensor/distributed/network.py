@@ -111,8 +111,10 @@ def choose_gloo_interface(host: str, nodes: int) -> None:
 def gloo_address(nodes: int) -> tuple[str, str]:
     """Return (interface, address) that Gloo publishes on this host in a job of ``nodes`` nodes.
 
-    Both are empty if no interface of this host has the address, or if there is none. A job of
-    several nodes is assumed to have rank 0 on another host, on the default route.
+    If GLOO_SOCKET_IFNAME is set, the interface is the first one named there, and the address is
+    empty if this host has no such interface. Otherwise the interface is empty if no interface of
+    this host has the address, and the address is 127.0.0.1 if there is no other. In a job of
+    several nodes, rank 0 is assumed to be on another host, on the default route.
     """
     chosen = os.environ.get(VARIABLE, "").split(",")[0]
     if chosen:
@@ -131,23 +133,26 @@ def gloo_hint(error: Exception, host: str) -> str:
     text = str(error)
     if "connectFullMesh" not in text and "Unable to find address" not in text:
         return ""
-    name, here = os.environ.get(VARIABLE), socket.gethostname()
-    there = {name for _, name in socket.if_nameindex()}
+    name, hostname = os.environ.get(VARIABLE), socket.gethostname()
+    interfaces = {name for _, name in socket.if_nameindex()}
     if name:
-        told = f"{VARIABLE} is {name!r}" + (
-            "" if set(name.split(",")) <= there else ", which this host does not have"
+        problem = f"{VARIABLE} is {name!r}" + (
+            "" if set(name.split(",")) <= interfaces else ", which this host does not have"
         )
     else:
-        told = (
+        problem = (
             f"{VARIABLE} is not set, so the other ranks were sent "
-            f"{_meaning(here) or 'no address'}, to which the name of this host, {here}, resolves"
+            f"{_meaning(hostname) or 'no address'}, to which the name of this host, "
+            f"{hostname}, resolves"
         )
     better = interface_of(own_address(host))
     names = (
-        f"here {better} leads to {host}" if better else f"here there are {', '.join(sorted(there))}"
+        f"here {better} leads to {host}"
+        if better
+        else f"here there are {', '.join(sorted(interfaces))}"
     )
     return (
-        f"{told}: set it on every node to the network interface by which the nodes reach each "
+        f"{problem}: set it on every node to the network interface by which the nodes reach each "
         f"other ({names})"
     )
 
@@ -168,7 +173,7 @@ def _addresses(interface: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Addr
 
     On systems other than Linux the set is empty.
     """
-    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
+    addresses: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
     with contextlib.suppress(OSError, ImportError):
         import fcntl
 
@@ -176,10 +181,10 @@ def _addresses(interface: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Addr
             answer = fcntl.ioctl(
                 any_socket.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15])
             )
-            found.add(ipaddress.IPv4Address(answer[20:24]))
+            addresses.add(ipaddress.IPv4Address(answer[20:24]))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             address, *_, name = line.split()
             if name == interface:
-                found.add(ipaddress.IPv6Address(bytes.fromhex(address)))
-    return found
+                addresses.add(ipaddress.IPv6Address(bytes.fromhex(address)))
+    return addresses

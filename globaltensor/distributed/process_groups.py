@@ -40,20 +40,20 @@ def start() -> ProcessWorld:
 
     So a script does not need ``init_process_group``. Raise WorldError on simulated ranks.
     """
-    here = world()
-    if not isinstance(here, ProcessWorld):
+    this_world = world()
+    if not isinstance(this_world, ProcessWorld):
         raise WorldError(
             "simulated ranks have no process group: call flow.distributed from processes (the "
             "launcher, flow.run), or use global tensors here"
         )
-    if not dist.is_initialized() or (here.size == 1 < dist.get_world_size()):
+    if not dist.is_initialized() or (this_world.size == 1 < dist.get_world_size()):
         reset_world()  # the group was created or destroyed without the world
-        here = world()
-        assert isinstance(here, ProcessWorld)
+        this_world = world()
+        assert isinstance(this_world, ProcessWorld)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=_HashStore(), rank=0, world_size=1)
-            here.owned, here.backend = True, "gloo"
-    return here
+            this_world.owned, this_world.backend = True, "gloo"
+    return this_world
 
 
 def init_process_group(
@@ -79,15 +79,15 @@ def init_process_group(
     If the world has already started automatically, the call must agree with it. Raise WorldError if
     the call does not, or if the other ranks cannot be joined.
     """
-    here = running()
+    this_world = running()
     if (
-        isinstance(here, ProcessWorld)
-        and here.owned
+        isinstance(this_world, ProcessWorld)
+        and this_world.owned
         and dist.is_initialized()
-        and (here.size > 1 or max(world_size, rank + 1) <= 1)
+        and (this_world.size > 1 or max(world_size, rank + 1) <= 1)
     ):
-        return _agree(here, backend, world_size, rank, timeout)
-    if not dist.is_initialized() or (here is not None and here.size == 1):
+        return _agree(this_world, backend, world_size, rank, timeout)
+    if not dist.is_initialized() or (this_world is not None and this_world.size == 1):
         reset_world()
     place = detect(os.environ)
     chosen = select_backend(backend, place)
@@ -110,14 +110,16 @@ def init_process_group(
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and not missing_requirement(chosen):
             raise  # torch's own error about its arguments
-        told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
+        where_text = ", ".join(
+            f"{name} {value}" for name, value in where.items() if name != "store"
+        )
         mend = (
             missing_requirement(chosen)
             or gloo_hint(error, master)
             or "are all ranks started, and can they reach each other?"
         )
         raise WorldError(
-            f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}"
+            f"init_process_group({chosen!r}) with {where_text} failed: {error}; {mend}"
         ) from error
     started = world()
     if isinstance(started, ProcessWorld):
@@ -149,10 +151,15 @@ def _serving(url: str | None) -> Iterator[None]:
         os.environ[variable] = before
 
 
-def _find_nodes(here: ProcessWorld) -> None:
+def _find_nodes(this_world: ProcessWorld) -> None:
     """Exchange host names to find which ranks share a machine. No launcher has provided that."""
-    hosts = here.comm(tuple(range(here.size))).all_gather_object(_host())
-    here.local_rank, here.node_size = hosts[: here.rank].count(hosts[here.rank]), len(set(hosts))
+    hosts = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        _host(), "init_process_group"
+    )
+    this_world.local_rank, this_world.node_size = (
+        hosts[: this_world.rank].count(hosts[this_world.rank]),
+        len(set(hosts)),
+    )
 
 
 def _host() -> str:
@@ -191,25 +198,28 @@ def _meeting(
 
 
 def _agree(
-    here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None
+    this_world: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None
 ) -> None:
     asked = [
         f"{what} {value}"
-        for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank))
+        for what, value, have in (
+            ("world_size", size, this_world.size),
+            ("rank", rank, this_world.rank),
+        )
         if value not in (-1, have)
     ]
     if backend not in (None, "auto") and not backend_names(
         select_backend(backend)
-    ) <= backend_names(here.backend):
+    ) <= backend_names(this_world.backend):
         asked.append(f"backend {backend!r}")
     if asked:
         raise WorldError(
             f"init_process_group asks for {', '.join(asked)}, but this process already is rank "
-            f"{here.rank} of {here.size} with backend {here.backend!r}, "
+            f"{this_world.rank} of {this_world.size} with backend {this_world.backend!r}, "
             "since the first call that needed its rank or a placement: call init_process_group "
             "before such a call, or call destroy_process_group() first"
         )
-    if timeout is not None and "mpi" not in backend_names(here.backend):
+    if timeout is not None and "mpi" not in backend_names(this_world.backend):
         torch_private.set_timeout(dist.group.WORLD, timeout)
 
 

@@ -28,12 +28,12 @@ _STARTED: weakref.WeakSet[World] = weakref.WeakSet()
 
 def devices(folder: Path = _DEVICES) -> list[str]:
     """Return the InfiniBand and RoCE devices with an active port, as ``mlx5_0:1 (InfiniBand)``."""
-    found = []
+    active_ports = []
     for port in sorted(folder.glob("*/ports/*")):
         if "ACTIVE" in _text(port / "state"):
             kind = "RoCE" if _text(port / "link_layer") == "Ethernet" else "InfiniBand"
-            found.append(f"{port.parent.parent.name}:{port.name} ({kind})")
-    return found
+            active_ports.append(f"{port.parent.parent.name}:{port.name} ({kind})")
+    return active_ports
 
 
 def _text(path: Path) -> str:
@@ -68,21 +68,23 @@ def init_rdma(folder: Path = _DEVICES) -> None:
     The call is collective: all ranks must make it before they first communicate on devices. Raise
     WorldError on every rank if something is missing; the error says what is missing on which rank.
     """
-    here = start()
-    told = here.comm(tuple(range(here.size))).all_gather_object(_missing(here.backend, folder))
-    lacking = {f"rank {rank} lacks {what}" for rank, what in enumerate(told) if what}
+    this_world = start()
+    missing_by_rank = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        _missing(this_world.backend, folder), "init_rdma"
+    )
+    lacking = {f"rank {rank} lacks {what}" for rank, what in enumerate(missing_by_rank) if what}
     if lacking:
         raise WorldError(
             f"init_rdma: {'; '.join(sorted(lacking))}. Without RDMA data goes over TCP, and "
             f"nothing else changes"
         )
-    _STARTED.add(here)
+    _STARTED.add(this_world)
 
 
 def rdma_is_initialized() -> bool:
     """Return True if ``init_rdma`` has succeeded in this world."""
-    here = running()
-    return here is not None and here in _STARTED
+    this_world = running()
+    return this_world is not None and this_world in _STARTED
 
 
 def destroy_rdma() -> None:
@@ -90,7 +92,7 @@ def destroy_rdma() -> None:
 
     This works for NCCL. With MPI, UCX_TLS selects the transport before MPI starts.
     """
-    here = running()
-    if here is not None and here in _STARTED:
-        _STARTED.discard(here)
+    this_world = running()
+    if this_world is not None and this_world in _STARTED:
+        _STARTED.discard(this_world)
         os.environ[_OFF] = "1"

@@ -35,7 +35,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.slots: list[list[Any]] = [[None] * size, [None] * size]
-        self._size, self._here, self._turn, self._broken = size, 0, 0, False
+        self._size, self._arrived, self._turn, self._broken = size, 0, 0, False
         self._changed = threading.Condition()
 
     def wait(self, timeout: float) -> bool:
@@ -45,9 +45,9 @@ class _Meeting:
         """
         with self._changed:
             turn = self._turn
-            self._here += 1
-            if self._here == self._size:
-                self._here, self._turn = 0, turn + 1
+            self._arrived += 1
+            if self._arrived == self._size:
+                self._arrived, self._turn = 0, turn + 1
                 self._changed.notify_all()
             elif not self._broken:
                 self._changed.wait_for(lambda: self._turn != turn or self._broken, timeout)
@@ -105,21 +105,21 @@ class _Hall:
 
     def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
         with self.lock:
-            found = self.meetings.get(ranks)
-            if found is None:
-                found = self.meetings[ranks] = _Meeting(len(ranks))
+            meeting = self.meetings.get(ranks)
+            if meeting is None:
+                meeting = self.meetings[ranks] = _Meeting(len(ranks))
                 if any(r in self.gone for r in ranks):
-                    found.abandon()
-            return found
+                    meeting.abandon()
+            return meeting
 
     def mailbox(self, source: int, target: int) -> _Mailbox:
         with self.lock:
-            found = self.mailboxes.get((source, target))
-            if found is None:
-                found = self.mailboxes[source, target] = _Mailbox()
+            mailbox = self.mailboxes.get((source, target))
+            if mailbox is None:
+                mailbox = self.mailboxes[source, target] = _Mailbox()
                 if source in self.gone:
-                    found.close()
-            return found
+                    mailbox.close()
+            return mailbox
 
     def leave(self, rank: int, how: str) -> None:
         """Record that a rank has ended, and wake the ranks that wait for it."""
@@ -151,10 +151,10 @@ class _SimulatedComm(Communicator):
         The first meeting of a collective also compares its digest.
         """
         announced, self._announced = self._announced, False
-        found = self._exchange((self._digest if announced else b"", value))
-        if any(digest != found[0][0] for digest, _ in found):
+        messages = self._exchange((self._digest if announced else b"", value))
+        if any(digest != messages[0][0] for digest, _ in messages):
             raise self._diverged(self._exchange)
-        return [value for _, value in found]
+        return [value for _, value in messages]
 
     def _exchange(self, value: object) -> list[Any]:
         meeting, self._turn = self._meeting, 1 - self._turn
@@ -176,12 +176,12 @@ class _SimulatedComm(Communicator):
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
     ) -> None:
         copies: dict[int, Tensor] = {}
-        given = {i: copies.setdefault(id(s), s.clone()) for i, s in sends.items()}
-        everyone = self._meet(given)
+        sent_copies = {i: copies.setdefault(id(s), s.clone()) for i, s in sends.items()}
+        everyone = self._meet(sent_copies)
         for i, r in recvs.items():
             r.copy_(everyone[i][self.index])
 
-    def all_gather_unchecked(self, value: object) -> list[Any]:
+    def all_gather_unchecked(self, value: object, digest: bytes = b"") -> list[Any]:
         return self._meet(value)
 
 

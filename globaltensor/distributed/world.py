@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .._base import torch_private
+from .._base.user_code import user_line
 from ..errors import DivergenceError, WorldError
 from ..sharding.spec import Spec
 from .backends.select import missing_requirement, register_backend, select_backend
@@ -72,6 +73,7 @@ class ProcessWorld(World):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.store: Any = None  # the store of the rendezvous
         self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
+        self.forked = False  # True in a child that os.fork has made of this rank
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
             self.carrier = _carrier()
@@ -93,7 +95,21 @@ class ProcessWorld(World):
             else torch_private.timeout_of(self.carrier).total_seconds()
         )
 
+    def leave_to_parent(self) -> None:
+        """Give up all connections, in a child that os.fork has made: the parent is the rank."""
+        self.forked = True
+        self._comms.clear()
+        # Not closed: the connections belong to the parent.
+        self.store = self.neighbours = self.carrier = None
+        self.owned = False
+
     def _connect(self, ranks: tuple[int, ...]) -> Communicator:
+        if self.forked:
+            raise WorldError(
+                f"{user_line()}\nthis process is a child that os.fork made of rank {self.rank}. "
+                f"Only the rank itself can exchange data with other ranks. Give the child values "
+                f"(x.numpy() before the fork), or run this line in the rank"
+            )
         from .backends.shared_memory_comm import SharedMemoryCommunicator
 
         return SharedMemoryCommunicator(self, ranks)
@@ -126,29 +142,37 @@ class ProcessWorld(World):
         Only its members create the group, at first use. Raise WorldError if there is no process
         group any more.
         """
-        found = self._groups.get(ranks)
-        if found is None:
+        process_group = self._groups.get(ranks)
+        if process_group is None:
             if self.carrier is None:
                 raise WorldError(
                     f"rank {self.rank} of {self.size} has no process group (any more): it was "
                     f"destroyed, or the world was closed"
                 )
             name = "globaltensor_" + "_".join(map(str, ranks))
-            found = (
+            process_group = (
                 self.carrier
                 if len(ranks) == self.size
                 else torch_private.new_group(ranks, self.rank, name, self.backend, timeout())
             )
-            self._groups[ranks] = found
-        return found
+            self._groups[ranks] = process_group
+        return process_group
 
     def check_end(self, failed: bool = False) -> None:
         """Compare what this rank has run with the ranks that have ended before it.
 
         The call is for the end of this rank's program, so the last rank to end compares all of
         them. A rank does not wait for others, with one exception. The rank that serves the store
-        waits for a moment for their records. Raise DivergenceError if ranks differ.
+        waits for a moment for their records. Raise DivergenceError if ranks differ, or if they have
+        diverged before and the program went on.
         """
+        if self.diverged and self.neighbours is not None:
+            self.neighbours.last_words(end_record({}, failed=True))
+        if self.diverged and not failed:
+            raise DivergenceError(
+                "the ranks diverged while the program ran. It caught the error and went on, so "
+                f"numbers after that may be wrong. The error was:\n{self.diverged}"
+            )
         if not self.compares or self.store is None or not self.histories:
             return
         record = end_record(self.histories, failed)
@@ -160,6 +184,25 @@ class ProcessWorld(World):
                 records |= self._records(record)
         if text := differs_at_end(self.rank, records):
             raise DivergenceError(text)
+        if self.neighbours is not None and not failed:
+            self._check_left(self.neighbours.left_silently() - set(records))
+
+    def _check_left(self, silent: set[int]) -> None:
+        """Raise DivergenceError if this rank ran operations after ranks left without a record.
+
+        A collective has compared everything before it.
+        """
+        compared = [(c._own, c._digest) for c in self._comms.values()]
+        for ranks, history in self.histories.items():
+            gone = sorted(silent & set(ranks))
+            if gone and (history, history.digest()) not in compared:
+                raise DivergenceError(
+                    f"rank {gone[0]} has died, with no end of its program: it was killed by a "
+                    f"signal, crashed, or called os._exit. Rank {self.rank} has run operations on "
+                    f"global tensors after its last exchange with rank {gone[0]}, so it is unknown "
+                    f"whether rank {gone[0]} has run the same. This was found when the program "
+                    f"ended. End every rank by its last line or by sys.exit"
+                )
 
     def _records(self, record: bytes) -> dict[int, bytes]:
         """Write this rank's record to the store; return the records that the store has."""
@@ -168,11 +211,11 @@ class ProcessWorld(World):
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         until = time.monotonic() + (_LINGER_SECONDS if serves else 0.0)
         while True:
-            there = [
+            ended_ranks = [
                 r for r in range(self.size) if r == self.rank or self.store.check([f"{_ENDED}/{r}"])
             ]
-            if len(there) == self.size or time.monotonic() > until:
-                return {r: self.store.get(f"{_ENDED}/{r}") for r in there}
+            if len(ended_ranks) == self.size or time.monotonic() > until:
+                return {r: self.store.get(f"{_ENDED}/{r}") for r in ended_ranks}
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -205,6 +248,15 @@ def _carrier() -> dist.ProcessGroup:
     return group
 
 
+def _leave_to_parent() -> None:
+    if isinstance(_Current.world, ProcessWorld) and _Current.world.size > 1:
+        _Current.world.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class _Current(threading.local):
     # The class attribute is the world of the process, so that threads started by autograd see it
     # too. A simulated rank sets the attribute of its own thread.
@@ -221,20 +273,20 @@ def world() -> World:
 
     Raise WorldError if the environment variables are incomplete.
     """
-    found = _current.world
-    if found is None:
+    this_world = _current.world
+    if this_world is None:
         with _starting:
-            found = _Current.world
-            if found is None:
-                found = _Current.world = _start()
+            this_world = _Current.world
+            if this_world is None:
+                this_world = _Current.world = _start()
                 atexit.register(_leave)
-    return found
+    return this_world
 
 
 def sent(value: torch.Tensor, source: int) -> torch.Tensor:
     """Return the value of rank ``source`` on all ranks. Collective."""
-    here = world()
-    return here.comm(tuple(range(here.size))).broadcast(value, source)
+    this_world = world()
+    return this_world.comm(tuple(range(this_world.size))).broadcast(value, source)
 
 
 def placeholder(spec: Spec) -> torch.Tensor:
@@ -263,10 +315,10 @@ def reset_world() -> None:
 
     The process group is destroyed if the world had created it.
     """
-    found, _Current.world = _Current.world, None
-    if found is not None:
-        found.close()
-        forget_derived(found)
+    this_world, _Current.world = _Current.world, None
+    if this_world is not None:
+        this_world.close()
+        forget_derived(this_world)
 
 
 def _leave() -> None:
@@ -277,10 +329,10 @@ def _leave() -> None:
     the GIL once the interpreter is ending aborts the process.
     """
     joined = _Current.joined or (dist.is_available() and dist.is_initialized())
-    found, diverged = _Current.world, ""
-    if isinstance(found, ProcessWorld):
+    this_world, diverged = _Current.world, ""
+    if isinstance(this_world, ProcessWorld):
         try:
-            found.check_end(failed=hasattr(sys, "last_value"))
+            this_world.check_end(failed=hasattr(sys, "last_value"))
         except DivergenceError as error:
             diverged = f"{type(error).__name__}: {error}\n"
     reset_world()
@@ -312,24 +364,24 @@ def _start() -> World:
         return ProcessWorld(0, 1, 0, 1, owned=False)
     if place.world_size > 1:
         _join(place)
-    found = ProcessWorld(
+    this_world = ProcessWorld(
         place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1
     )
-    _take_device(found)
-    return found
+    _take_device(this_world)
+    return this_world
 
 
-def _take_device(found: ProcessWorld) -> None:
+def _take_device(this_world: ProcessWorld) -> None:
     """Make the rank's own GPU the current device, unless the program has chosen one.
 
     This is for several GPUs that NCCL serves. ``.cuda()`` then uses that GPU.
     """
     if (
-        "nccl" in found.backends.values()
-        and 0 < found.local_rank < torch.cuda.device_count()
+        "nccl" in this_world.backends.values()
+        and 0 < this_world.local_rank < torch.cuda.device_count()
         and torch.cuda.current_device() == 0
     ):
-        torch.cuda.set_device(found.local_rank)
+        torch.cuda.set_device(this_world.local_rank)
 
 
 def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:

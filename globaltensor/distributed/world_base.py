@@ -7,7 +7,7 @@ Worlds of processes (`world`), of threads (`simulate`), and of a capture that se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,9 @@ T = TypeVar("T")
 class World(ABC):
     """The ranks of a job, seen by one of them.
 
-    ``node_size`` is the number of machines. ``trace`` is the list to which collectives are
-    recorded, or None. ``observer`` is called with each collective before it is sent, or None.
+    ``node_size`` is the number of machines. ``trace`` is a list to which collectives are appended,
+    or None. ``observer`` is a function that is called with each collective before it is sent, or
+    None.
     """
 
     # True if nothing is sent and only the shapes of results are needed. Algorithms of many rounds
@@ -42,9 +43,12 @@ class World(ABC):
     purpose: Purpose = ""  # the purpose of that collective, for errors
     # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
     odd: TensorKind | None = None
-    # The object that compares this rank's ops with those of other ranks
+    # The object of `check_ranks` that compares this rank's ops with those of other ranks
     # (globaltensor._ops.rank_guard), or None.
     pace: Any = None
+    # The text of the last error about operations that differ between ranks. The program may have
+    # caught the error.
+    diverged = ""
 
     def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
@@ -58,10 +62,10 @@ class World(ABC):
         self._states: dict[Hashable, Any] = {}
 
     def state(self, key: Callable[[], T]) -> T:
-        """Return this rank's state of the kind ``key``, which ``key()`` makes at first use.
+        """Return this rank's state of the kind ``key``. At the first use ``key()`` creates it.
 
-        ``key`` is a class, or a function that returns an empty state. All that a module of this
-        library saves for one rank stands here, so that it ends with its world.
+        ``key`` is a class, or a function that returns an empty state. Modules of this library keep
+        all state of one rank here, so that it ends with the world.
         """
         found = self._states.get(key)
         if found is None:
@@ -69,11 +73,15 @@ class World(ABC):
         return found
 
     def existing_state(self, key: Callable[[], T]) -> T | None:
-        """Return the state of the kind ``key``, or None if nothing has needed it yet."""
+        """Return this rank's state of the kind ``key``, or None if it does not exist yet."""
         return self._states.get(key)
 
+    def note_replicated(self, tensor: torch.Tensor, ranks: Sequence[int], purpose: str) -> None:
+        """Note a plain tensor that must be the same on ``ranks``, in a world that only captures."""
+        return None
+
     def observe(self, traffic: Traffic) -> None:
-        """Report a collective of this rank to the list and the observer that wait for it."""
+        """Append a collective of this rank to ``trace``, and call ``observer`` with it."""
         if self.trace is not None:
             self.trace.append(traffic)
         if self.observer is not None:
@@ -81,15 +89,15 @@ class World(ABC):
 
     def history(self, placements: tuple[Placement, ...]) -> History:
         """Return the history of what this rank has run on tensors of these placements together."""
-        found = self._histories_of.get(placements)
-        if found is None:
+        history = self._histories_of.get(placements)
+        if history is None:
             ranks = tuple(sorted({r for p in placements for r in p.flat}))
             if not self.compares:
                 return _IGNORED
-            found = self._histories_of[placements] = self.histories.setdefault(
+            history = self._histories_of[placements] = self.histories.setdefault(
                 ranks, History(ranks)
             )
-        return found
+        return history
 
     def history_of_all(self) -> History:
         """Return the history of what this rank has run among the operations that all ranks run."""
@@ -116,16 +124,16 @@ class World(ABC):
 
         Raise WorldError unless the ranks are ranks of this job and include this one.
         """
-        found = self._comms.get(ranks)
-        if found is None:
+        comm = self._comms.get(ranks)
+        if comm is None:
             if self.rank not in ranks or min(ranks) < 0 or max(ranks) >= self.size:
                 asked = (
                     f"rank {self.rank} of {self.size} asked for a communicator of ranks "
                     f"{list(ranks)}"
                 )
                 raise WorldError(f"{asked}: they must be ranks of this job, this one included")
-            found = self._comms[ranks] = self._connect(ranks)
-        return found
+            comm = self._comms[ranks] = self._connect(ranks)
+        return comm
 
     @abstractmethod
     def _connect(self, ranks: tuple[int, ...]) -> Communicator: ...
@@ -136,8 +144,8 @@ class World(ABC):
         Raise WorldError unless they are two ranks of this job and one of them is this rank.
         """
         key = (source, target, device.type)
-        found = self._channels.get(key)
-        if found is None:
+        channel = self._channels.get(key)
+        if channel is None:
             if (
                 self.rank not in (source, target)
                 or source == target
@@ -150,8 +158,8 @@ class World(ABC):
                 raise WorldError(
                     f"{asked}: they must be two ranks of this job, this one among them"
                 )
-            found = self._channels[key] = self._open(source, target, device)
-        return found
+            channel = self._channels[key] = self._open(source, target, device)
+        return channel
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:
         raise WorldError(
@@ -184,10 +192,10 @@ class World(ABC):
         one placement are on one device type on every rank. Code that sorts tensors by device, such
         as fused optimizers, needs that.
         """
-        found = self._outside.get(type)
-        if found is None:
+        device = self._outside.get(type)
+        if device is None:
             try:
-                found = torch.empty(0, device=self.device(type)).device
+                device = torch.empty(0, device=self.device(type)).device
             # WorldError is ours. torch raises the others for a device type that its build does not
             # support.
             except (
@@ -195,9 +203,9 @@ class World(ABC):
                 RuntimeError,
                 AssertionError,
             ):
-                found = torch.device("cpu")
-            self._outside[type] = found
-        return found
+                device = torch.device("cpu")
+            self._outside[type] = device
+        return device
 
     def index(self, type: str) -> int:
         """Return the index of this rank's device of this type, even if no such device exists."""

@@ -1,4 +1,7 @@
-"""Balanced splits: how a dim of n is split into parts, as even as possible. Pure arithmetic."""
+"""Balanced splits: the division of a dim of n elements into parts of nearly equal size.
+
+This module is pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ __all__ = ["balanced_split", "nested_balanced_split"]
 
 @lru_cache(maxsize=1 << 14)
 def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
-    """Split ``n`` elements over ``parts``, in full groups of ``unit`` -> (offset, length) of each.
+    """Split ``n`` elements into ``parts``, and return the (offset, length) of each part.
 
-    The split is balanced: of g groups the first g mod parts parts hold one more. The last group may
-    be short.
+    A part consists of groups of ``unit`` elements; the last group may be shorter. The number of
+    groups in two parts differs by at most one, and the first parts have the additional groups.
 
     >>> balanced_split(5, 3)
     ((0, 2), (2, 2), (4, 1))
@@ -29,9 +32,10 @@ def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], 
 def nested_balanced_split(
     n: int, chain: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Split ``n`` elements along several axes, each of which splits the pieces of the one before.
+    """Split ``n`` elements along several axes, and return the (offset, length) of each piece.
 
-    ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order.
+    Each axis splits the pieces of the axis before it. ``chain`` holds the (parts, unit) of each
+    axis, from the outermost to the innermost. The pieces are in row-major order.
     """
     boxes: tuple[tuple[int, int], ...] = ((0, n),)
     for parts, unit in chain:

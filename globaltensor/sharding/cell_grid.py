@@ -1,6 +1,7 @@
 """A grid of cells in an SVG drawing: slices of a tensor, or ranks of a placement.
 
-Drawings of layouts and placements use it. Too many rows or columns are folded.
+Drawings of layouts and placements use it. If there are too many rows or columns, the drawing folds
+some of them into one.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ __all__ = [
     "left_side",
 ]
 
-COLUMNS, ROWS, FEWER_ROWS = 8, 16, 8  # drawn cells in a row and in a column
-PANELS = 4  # drawn grids, of a tensor or placement with more than two dims
-FOLDED_ROW, FOLDED_COLUMN = 22.0, 54.0
-_TICK = 10.5  # px, the font size
-_CHIP_HEIGHT, _LINE_HEIGHT = 16, 20
-_SHARED_COLUMN = 60.0  # room for "64 ranks", or "63 +"
+COLUMNS, ROWS, FEWER_ROWS = 8, 16, 8  # the maximum number of cells that are drawn
+PANELS = 4  # the maximum number of grids, for a tensor or placement with more than two dims
+FOLDED_ROW, FOLDED_COLUMN = 22.0, 54.0  # height and width in px
+_TICK = 10.5  # the font size of ranges, in px
+_CHIP_HEIGHT, _LINE_HEIGHT = 16, 20  # in px
+_SHARED_COLUMN = 60.0  # the width in px that "64 ranks" or "63 +" needs
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPiece:
-    """A piece of a dim as it is drawn. ``index`` -1: ``count`` pieces, folded into one."""
+    """A piece of a dim in a drawing. With ``index`` -1 it is ``count`` pieces, folded into one."""
 
     index: int
     offset: int
@@ -59,9 +60,10 @@ def draw_grid(
     size: tuple[float, float],
     ticks: tuple[bool, bool],
 ) -> tuple[bool, float]:
-    """Draw a rectangle of cells; return (True if both sides are to scale, height / width).
+    """Draw a rectangle of cells. Return (True if both sides are to scale, height / width).
 
-    ``size``: its width and height. ``ticks``: True where rows, and columns, are labelled.
+    ``size`` is (width, height) of the rectangle. ``ticks`` is (True if rows have labels, True if
+    columns have labels).
     """
     left = left_side(rows, ticks[0])
     cells = {(r, c): holders(r, c) for r in rows for c in columns if not (r.folded or c.folded)}
@@ -93,19 +95,19 @@ def draw_grid(
 
 
 def left_side(rows: Sequence[DrawnPiece], ticks: bool) -> float:
-    """Return the left side of the rectangle in px: right of the ranges of the rows."""
+    """Return the x coordinate of the left side of the rectangle, right of the row labels."""
     if not ticks or len(rows) == 1:
         return PADDING
     return PADDING + max(text_width(row.range, _TICK) for row in rows) + 8
 
 
 def _least_width(rank: int, shared: bool) -> float:
-    """Return the width of a cell with this rank. ``shared``: other ranks hold it too."""
+    """Return the minimum width of a cell of a rank. ``shared``: other ranks have the cell too."""
     return max(text_width(str(rank), LABEL_SIZE) + 17, _SHARED_COLUMN if shared else 0)
 
 
 def columns_with_room(placement: Placement, left: float, shared: bool) -> int:
-    """Return the number of columns that can be drawn right of ``left``, a folded one included."""
+    """Return the number of columns that fit right of ``left``, including a folded column."""
     room = WIDTH - PADDING - left - FOLDED_COLUMN
     return max(3, min(COLUMNS, 1 + int(room / _least_width(max(placement.flat), shared))))
 
@@ -113,9 +115,10 @@ def columns_with_room(placement: Placement, left: float, shared: bool) -> int:
 def _lengths(
     pieces: Sequence[DrawnPiece], total: float, least: Sequence[float], folded: float
 ) -> tuple[list[float], bool]:
-    """Return the length of each piece in px, and True if they are to scale.
+    """Return the length of each piece in px, and True if the lengths are to scale.
 
-    Pieces share ``total`` by their sizes, each has at least its ``least``, folded ones ``folded``.
+    A folded piece has the length ``folded``. The others divide the rest of ``total`` in proportion
+    to their sizes. Each has at least its length in ``least``.
     """
     fixed = {i: folded for i, p in enumerate(pieces) if p.folded}
     while True:
@@ -134,7 +137,7 @@ def _lengths(
 def _draw_ticks(
     canvas: SvgCanvas, columns: Sequence[DrawnPiece], widths: Sequence[float], left: float
 ) -> None:
-    """Draw the range of each column above it, or its size where ranges do not fit."""
+    """Draw the range of each column above the column, or its size if the ranges do not fit."""
     ranges = [p.range for p in columns]
     sizes = [str(p.length) for p in columns]
     for texts in (ranges, sizes):
@@ -175,7 +178,7 @@ def _draw_cell(
 def _draw_tokens(
     canvas: SvgCanvas, row: Sequence[Token], centre: float, middle: float, backed: bool
 ) -> None:
-    """Draw a line of ranks and signs. ``backed``: it needs a ground of its own on a hatch."""
+    """Draw a line of ranks and signs. ``backed``: draw a background behind it, on a hatch."""
     widths = [token_width(token) for token in row]
     x = centre - sum(widths) / 2
     if backed:

@@ -104,24 +104,24 @@ class Placement:
     @classmethod
     def _intern(cls, kind: str, flat: tuple[int, ...], shape: tuple[int, ...]) -> Placement:
         key = (kind, flat, tuple(shape))
-        found = cls._interned.get(key)
-        if found is None:
-            found = object.__new__(cls)
+        instance = cls._interned.get(key)
+        if instance is None:
+            instance = object.__new__(cls)
             array = np.array(flat, dtype=np.int64).reshape(shape)
             array.setflags(write=False)
             set_ = object.__setattr__
-            set_(found, "type", kind)
-            set_(found, "flat", flat)
-            set_(found, "shape", tuple(int(n) for n in shape))
-            set_(found, "_ranks_array", array)
+            set_(instance, "type", kind)
+            set_(instance, "flat", flat)
+            set_(instance, "shape", tuple(int(n) for n in shape))
+            set_(instance, "_ranks_array", array)
             set_(
-                found,
+                instance,
                 "_coordinates",
                 {int(r): tuple(int(c) for c in index) for index, r in np.ndenumerate(array)},
             )
-            set_(found, "_fibers", {})
-            found = cls._interned.setdefault(key, found)
-        return found
+            set_(instance, "_fibers", {})
+            instance = cls._interned.setdefault(key, instance)
+        return instance
 
     @staticmethod
     def all(type: str) -> Placement:
@@ -172,16 +172,16 @@ class Placement:
         The first axis is the slowest.
         """
         key = rank, *axes
-        found = self._fibers.get(key)
-        if found is None:
+        ranks = self._fibers.get(key)
+        if ranks is None:
             where = self._coordinates[rank]
             index = tuple(slice(None) if a in axes else where[a] for a in range(len(self.shape)))
             block = self._ranks_array[index]
             order = sorted(axes)
-            found = self._fibers[key] = tuple(
+            ranks = self._fibers[key] = tuple(
                 int(r) for r in np.transpose(block, [order.index(a) for a in axes]).ravel()
             )
-        return found
+        return ranks
 
     def with_type(self, type: str) -> Placement:
         """Return the placement of the same ranks on another device type."""

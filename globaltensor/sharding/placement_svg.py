@@ -22,7 +22,7 @@ from .cell_grid import (
 )
 from .cell_holders import Holders
 from .placement import Placement
-from .rank_rows import MOST_RANKS
+from .rank_rows import MAX_RANKS
 from .svg_canvas import PADDING, SvgCanvas
 
 __all__ = ["draw_placement", "short_placement"]
@@ -56,7 +56,7 @@ def draw_placement(canvas: SvgCanvas, placement: Placement) -> None:
     )
     canvas.y += 2
     blocks = list(np.ndindex(*placement.shape[:-2]))
-    few = placement.size > MOST_RANKS or len(blocks) > 1
+    few = placement.size > MAX_RANKS or len(blocks) > 1
     rows = _folded(placement.shape[down], FEWER_ROWS if few else ROWS)
     columns = _folded(placement.shape[across], columns_with_room(placement, PADDING, False))
     for number, block in enumerate(blocks):
@@ -84,8 +84,8 @@ def _draw_line_of_ranks(canvas: SvgCanvas, placement: Placement) -> None:
     )
     canvas.y += 2
     flat = placement.flat
-    folded = len(flat) > MOST_RANKS
-    shown = len(flat) if not folded else MOST_RANKS - COLUMNS
+    folded = len(flat) > MAX_RANKS
+    shown = len(flat) if not folded else MAX_RANKS - COLUMNS
     starts = [*range(0, shown, COLUMNS)]
     for start in starts:
         columns = [DrawnPiece(i, i, 1) for i in range(start, min(start + COLUMNS, shown))]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .spec import Spec
 
-__all__ = ["MOST_RANKS", "rank_rows", "slices_text"]
+__all__ = ["MAX_RANKS", "rank_rows", "slices_text"]
 
-#: Drawings list this many ranks of a placement at most.
-MOST_RANKS = 64
+#: The maximum number of ranks that a drawing or a table lists.
+MAX_RANKS = 64
 
 
 def rank_rows(spec: Spec) -> list[tuple[str, str, str, str]]:
@@ -27,7 +27,7 @@ def rank_rows(spec: Spec) -> list[tuple[str, str, str, str]]:
             str(list(spec.local_shape(rank))),
             slices_text(spec, rank),
         )
-        for rank in where.flat[:MOST_RANKS]
+        for rank in where.flat[:MAX_RANKS]
     ]
 
 

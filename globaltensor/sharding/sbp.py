@@ -40,13 +40,13 @@ class Sbp:
 
     def __new__(cls, kind: str, dim: int = -1, unit: int = 1, reduce: str = "") -> Sbp:
         key = (kind, dim, unit, reduce)
-        found = cls._interned.get(key)
-        if found is None:
-            found = object.__new__(cls)
+        instance = cls._interned.get(key)
+        if instance is None:
+            instance = object.__new__(cls)
             for name, value in zip(("kind", "dim", "unit", "reduce"), key, strict=True):
-                object.__setattr__(found, name, value)
-            found = cls._interned.setdefault(key, found)
-        return found
+                object.__setattr__(instance, name, value)
+            instance = cls._interned.setdefault(key, instance)
+        return instance
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("sbp entries are immutable")

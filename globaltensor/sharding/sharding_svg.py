@@ -28,27 +28,29 @@ from .cell_grid import (
 from .cell_holders import Holders, listed
 from .placement import Placement
 from .placement_svg import draw_placement, short_placement
-from .rank_rows import MOST_RANKS, rank_rows
+from .rank_rows import MAX_RANKS, rank_rows
 from .sbp import Sbp
 from .spec import Spec
 from .svg_canvas import PADDING, WIDTH, SvgCanvas
 
-__all__ = ["draw_spec", "layout_html", "layout_svg"]
+__all__ = ["draw_spec", "drawn_dims", "layout_html", "layout_svg"]
 
 _LOW, _HIGH, _NARROW = 48.0, 240.0, 150.0  # heights and least width of the rectangle
 
 
-def layout_svg(x: Spec | Placement) -> str:
+def layout_svg(x: Spec | Placement, title: str = "", where: str = "") -> str:
     """Return a drawing of a tensor's layout, or of a placement, as SVG text.
 
-    It is 396 px wide and has colours for light and for dark pages.
+    It is 396 px wide and has colours for light and for dark pages. ``title`` and ``where`` replace
+    the first two lines of a tensor's drawing, which are its spec and its placement.
     """
     if isinstance(x, Placement):
         canvas = SvgCanvas(f"placement on {short_placement(x)}")
         draw_placement(canvas, x)
     else:
-        canvas = SvgCanvas(f"layout of {x!r} on {short_placement(x.placement)}")
-        draw_spec(canvas, x)
+        label = f"layout of {title or repr(x)} {where or f'on {short_placement(x.placement)}'}"
+        canvas = SvgCanvas(label)
+        draw_spec(canvas, x, title=title, where=where)
     return canvas.finish()
 
 
@@ -66,7 +68,7 @@ def layout_html(x: Spec | Placement, more: str = "") -> str:
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
             for row in rank_rows(x)
         )
-        rest = x.placement.size - MOST_RANKS
+        rest = x.placement.size - MAX_RANKS
         below = (
             f"<details><summary>What each rank holds</summary><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{rows}</tbody></table>"
@@ -77,10 +79,15 @@ def layout_html(x: Spec | Placement, more: str = "") -> str:
     return f'<div class="gt-layout" style="overflow-x:auto">{layout_svg(x)}{note}{below}</div>'
 
 
-def draw_spec(canvas: SvgCanvas, spec: Spec, *, compact: bool = False) -> None:
-    """Draw a layout below what is on the canvas. ``compact``: smaller, without explanations."""
-    canvas.line(repr(spec), size=14, bold=True)
-    canvas.line(f"on {short_placement(spec.placement)}", "soft")
+def draw_spec(
+    canvas: SvgCanvas, spec: Spec, *, compact: bool = False, title: str = "", where: str = ""
+) -> None:
+    """Draw a layout below what is on the canvas. ``compact``: smaller, without explanations.
+
+    ``title`` and ``where`` replace the first two lines.
+    """
+    canvas.line(title or repr(spec), size=14, bold=True)
+    canvas.line(where or f"on {short_placement(spec.placement)}", "soft")
     spec = spec.plain
     if not compact:
         for axis, entry in enumerate(spec.layout):
@@ -93,7 +100,7 @@ def draw_spec(canvas: SvgCanvas, spec: Spec, *, compact: bool = False) -> None:
     if not spec.numel:
         _draw_nothing(canvas, spec)
         return
-    down, across, others = _drawn_dims(spec)
+    down, across, others = drawn_dims(spec)
     _draw_legend(canvas, spec, down, across)
     exact = _draw_panels(canvas, spec, down, across, others, compact)
     rest = [d for d in range(spec.ndim) if d not in (down, across, *others)]
@@ -134,7 +141,7 @@ def _reductions(spec: Spec) -> list[str]:
     return [name for i, name in enumerate(names) if not i or name != names[i - 1]]
 
 
-def _drawn_dims(spec: Spec) -> tuple[int | None, int | None, list[int]]:
+def drawn_dims(spec: Spec) -> tuple[int | None, int | None, list[int]]:
     """Return the dims drawn downwards and across, and the split dims drawn as more rectangles."""
     split = sorted({e.dim for e in spec.layout if e.is_split})
     if len(split) >= 2:
@@ -186,7 +193,7 @@ def _draw_panels(
 ) -> bool:
     """Draw one rectangle for each combination of pieces of ``others``; True if all is to scale."""
     combinations = list(product(*(_pieces(spec, d, spec.numel) for d in others)))
-    many = compact or spec.placement.size > MOST_RANKS or len(combinations) > 1
+    many = compact or spec.placement.size > MAX_RANKS or len(combinations) > 1
     rows = _pieces(spec, down, FEWER_ROWS if many else ROWS)
     ticks = (
         down is not None and bool(spec.axes_of(down)),

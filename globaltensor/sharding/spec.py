@@ -84,26 +84,26 @@ class Spec:
             else as_layout(sbp, placement.axes)
         )
         key = (tuple(shape), dtype, placement, layout)
-        found = cls._interned.get(key)
-        if found is not None:
-            return found
+        spec = cls._interned.get(key)
+        if spec is not None:
+            return spec
         layout = _canonical(key[0], placement, as_layout(sbp, placement.axes))
         canonical = (key[0], dtype, placement, layout)
-        found = cls._interned.get(canonical)
-        if found is None:
-            found = object.__new__(cls)
+        spec = cls._interned.get(canonical)
+        if spec is None:
+            spec = object.__new__(cls)
             set_ = object.__setattr__
-            set_(found, "shape", torch.Size(shape))
-            set_(found, "dtype", dtype)
-            set_(found, "placement", placement)
-            set_(found, "layout", layout)
-            set_(found, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
-            set_(found, "_boxes", {})
-            set_(found, "_text", b"")
+            set_(spec, "shape", torch.Size(shape))
+            set_(spec, "dtype", dtype)
+            set_(spec, "placement", placement)
+            set_(spec, "layout", layout)
+            set_(spec, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
+            set_(spec, "_boxes", {})
+            set_(spec, "_text", b"")
             with _interning:
-                found = cls._interned.setdefault(canonical, found)
-        cls._interned[key] = found
-        return found
+                spec = cls._interned.setdefault(canonical, spec)
+        cls._interned[key] = spec
+        return spec
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("specs are immutable")
@@ -158,8 +158,8 @@ class Spec:
         >>> Spec.make((5, 4), torch.float32, Placement("cpu", [0, 1]), Sbp("split", 0)).box(1)
         ((3, 0), (2, 4))
         """
-        found = self._boxes.get(rank)
-        if found is None:
+        box = self._boxes.get(rank)
+        if box is None:
             where = self.placement._coordinates[rank]
             offsets, lengths = [0] * len(self.shape), list(self.shape)
             for axis, entry in enumerate(self.layout):
@@ -169,8 +169,8 @@ class Spec:
                     )[where[axis]]
                     offsets[entry.dim] += offset
                     lengths[entry.dim] = length
-            found = self._boxes[rank] = (tuple(offsets), tuple(lengths))
-        return found
+            box = self._boxes[rank] = (tuple(offsets), tuple(lengths))
+        return box
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``: ``(0,)`` outside the placement."""
@@ -242,7 +242,7 @@ class StorageSpec(Spec):
     __slots__ = ("axes", "shown")
     axes: tuple[int, ...]
     shown: Spec
-    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], StorageSpec] = (
+    _interned_storage: weakref.WeakValueDictionary[tuple[Spec, Spec], StorageSpec] = (
         weakref.WeakValueDictionary()
     )
 
@@ -252,18 +252,18 @@ class StorageSpec(Spec):
 
         ``axes``: the axes of ``spec.placement`` that split what ``shown`` does not.
         """
-        found = cls._kept.get((spec, shown))
-        if found is None:
-            found = object.__new__(cls)
+        storage = cls._interned_storage.get((spec, shown))
+        if storage is None:
+            storage = object.__new__(cls)
             set_ = object.__setattr__
             for name in ("shape", "dtype", "placement", "layout", "sbp", "_boxes"):
-                set_(found, name, getattr(spec, name))
-            set_(found, "_text", b"")
-            set_(found, "axes", tuple(axes))
-            set_(found, "shown", shown)
+                set_(storage, name, getattr(spec, name))
+            set_(storage, "_text", b"")
+            set_(storage, "axes", tuple(axes))
+            set_(storage, "shown", shown)
             with _interning:
-                found = cls._kept.setdefault((spec, shown), found)
-        return found
+                storage = cls._interned_storage.setdefault((spec, shown), storage)
+        return storage
 
     @property
     def plain(self) -> Spec:

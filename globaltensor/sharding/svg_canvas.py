@@ -1,8 +1,8 @@
 """A canvas for SVG drawings of layouts: text, boxes and hatches in light and dark colours.
 
-Drawings of specs, placements and boxing routes are made with it. The width is fixed and fits a
-phone, so text keeps its size. Colours are classes with a rule for ``prefers-color-scheme: dark``.
-No element has an id, so several drawings can stand in one page.
+Drawings of specs, placements and boxing routes use it. The width of a drawing is fixed, so text is
+never scaled. A drawing fits the screen of a phone. Each colour is a class with a second value for
+``prefers-color-scheme: dark``. No element has an id, so one page can have several drawings.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import textwrap
 from html import escape
 from typing import Final
 
-__all__ = ["WIDTH", "SvgCanvas", "rank_class", "text_width"]
+__all__ = ["COLOURS", "PADDING", "WIDTH", "SvgCanvas", "rank_class", "text_width"]
 
-WIDTH: Final = 396  # px, of a whole drawing
-PADDING: Final = 12
-_CHARACTER = 0.605  # the width of a character of a monospaced font, per px of its size
+WIDTH: Final = 396  # of a drawing, in px
+PADDING: Final = 12  # between the frame of a drawing and its contents, in px
+_CHARACTER = 0.605  # the width of a monospaced character, as a fraction of the font size
 
-# Fills of ranks by number, modulo their count: neighbours differ in hue, and text on them has a
-# contrast of at least 7:1. From OKLCH (L 0.86, C 0.085) and (L 0.393, C 0.088), hue 250 + 150 i.
+# The fill colours of ranks: rank r has colour r modulo their number. Neighbouring ranks differ in
+# hue. Text on a fill has a contrast of at least 7:1. The colours are OKLCH (L 0.86, C 0.085) and
+# (L 0.393, C 0.088), with hue 250 + 150 i.
 _LIGHT = "a7d6ff ffbfa7 8ce3dd f8bce3 bfdda2 c5ccff f5c894 8fdff8 ffbac4 a0e3be e2c2fb ded392"
 _DARK = "1b4873 6c331e 005450 643155 364f16 3d3f74 633c00 005066 6c2f3b 025435 543769 514600"
 COLOURS: Final = len(_LIGHT.split())
@@ -55,7 +56,7 @@ def _style() -> str:
 
 
 def rank_class(rank: int) -> str:
-    """Return the class of the colour of a rank. The same rank has it in every drawing."""
+    """Return the class of the colour of a rank, which is the same in every drawing."""
     return f"r{rank % COLOURS}"
 
 
@@ -65,7 +66,7 @@ def text_width(text: str, size: float) -> float:
 
 
 class SvgCanvas:
-    """A drawing that grows downwards. ``y`` is where the next line starts; lengths are in px.
+    """A drawing that grows downwards. ``y`` is the top of the next line. All lengths are in px.
 
     >>> canvas = SvgCanvas("an example")
     >>> canvas.line("hello")
@@ -99,7 +100,7 @@ class SvgCanvas:
     def line(
         self, text: str, style: str = "ink", size: float = 12, bold: bool = False, indent: float = 0
     ) -> None:
-        """Draw a text below what is there, in as many lines as it needs (four at most)."""
+        """Draw a text below the earlier elements, wrapped to at most four lines."""
         room = int((WIDTH - 2 * PADDING - indent) / (_CHARACTER * size))
         for row in textwrap.wrap(
             text, room, max_lines=4, placeholder=" ...", subsequent_indent="  "
@@ -118,7 +119,7 @@ class SvgCanvas:
         radius: float = 0,
         dashed: bool = False,
     ) -> None:
-        """Draw a rectangle with a fill, a stroke, or both, by its classes."""
+        """Draw a rectangle. The classes in ``style`` set its fill and its stroke."""
         self._parts.append(
             f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height}" '
             f'class="{style}"'
@@ -142,7 +143,7 @@ class SvgCanvas:
         self.path("".join(lines), "hatch hollow", opacity=0.55)
 
     def path(self, points: str, style: str, width: float = 1, opacity: float = 1) -> None:
-        """Draw a path, in SVG's own notation."""
+        """Draw a path. ``points`` is the value of SVG's attribute ``d``."""
         self._parts.append(
             f'<path d="{points}" class="{style}" stroke-width="{width:g}"'
             + (f' opacity="{opacity:g}"' if opacity != 1 else "")
@@ -158,7 +159,7 @@ class SvgCanvas:
         self._parts.append("</g>")
 
     def finish(self) -> str:
-        """Return the SVG, in ASCII, so that a file of any encoding can hold it."""
+        """Return the SVG as ASCII text, which is valid in a file of any encoding."""
         height = math.ceil(self.y + PADDING)
         frame = (
             f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" '

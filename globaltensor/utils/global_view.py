@@ -48,11 +48,13 @@ def to_global(
     tensors = object_tensors(input, [])
     if placement is not None:
         check_placement(placement)
-        here, first = world(), placement.flat[0]
-        mine = _shape(input) if here.rank == first else input is None
-        told = here.comm(tuple(range(here.size))).all_gather_object(mine)
-        if input is None and told[first] is not True:
-            shell, kinds = told[first]
+        this_world, first = world(), placement.flat[0]
+        own_shell = _shape(input) if this_world.rank == first else input is None
+        shells = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            own_shell, "global_view.to_global"
+        )
+        if input is None and shells[first] is not True:
+            shell, kinds = shells[first]
             tensors = [torch.empty(0, dtype=d, requires_grad=g) for d, g in kinds]
             input = replaced_in_objects(shell, iter(tensors))
     made = [

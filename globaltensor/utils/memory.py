@@ -1,4 +1,4 @@
-"""``flow.memory_summary()``: the memory that a model and its optimizer take on this rank.
+"""``flow.memory_summary()``: the memory that a model and its optimizer use on this rank.
 
 Users call it. Nothing communicates.
 """
@@ -27,9 +27,9 @@ __all__ = ["MemoryRow", "MemorySummary", "memory_summary", "peak_memory", "resid
 class MemoryRow:
     """The tensors of one kind and one layout.
 
-    ``kind``: parameters, gradients, optimizer state or buffers. ``layout``: sbp and placement, or
-    ``plain`` and the device. ``tensors``: their number. ``bytes``: what this rank holds of them.
-    ``full_bytes``: their full sizes, as one device would hold them.
+    ``kind`` is parameters, gradients, optimizer state or buffers. ``layout`` is sbp and placement,
+    or ``plain`` and the device. ``tensors`` is the number of tensors. ``bytes`` is the size of
+    their local tensors on this rank. ``full_bytes`` is the size of the global tensors.
     """
 
     kind: str
@@ -43,9 +43,9 @@ class MemoryRow:
 class MemorySummary:
     """The memory of this rank. Printing it shows a table.
 
-    ``rows``: tensors by kind and layout. ``resident`` is the memory of the process in bytes, and
-    ``device`` and ``device_peak`` are what torch has allocated on the accelerator, now and at most.
-    They are None where they are unknown.
+    ``rows`` are the tensors by kind and layout. ``resident`` is the memory of the process in bytes.
+    ``device`` and ``device_peak`` are the bytes that torch has allocated on the accelerator, now
+    and at the peak. An unknown number is None.
     """
 
     rank: int
@@ -56,12 +56,12 @@ class MemorySummary:
 
     @property
     def bytes(self) -> int:
-        """The bytes that this rank holds of all rows."""
+        """The bytes on this rank, summed over all rows."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def full_bytes(self) -> int:
-        """The full sizes of all rows, in bytes."""
+        """The full size in bytes, summed over all rows."""
         return sum(row.full_bytes for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,10 +99,10 @@ def memory_summary(
 ) -> MemorySummary:
     """Return the memory of parameters, gradients, optimizer state and buffers on this rank.
 
-    Tensors are grouped by layout, with their full sizes next to what this rank holds. A tensor that
-    stands in several places counts once. Without a model, the parameters are those of the
-    optimizer; without both, only the memory of the process is measured. Each rank sees its own
-    numbers, and no rank needs another one. Raises GlobalTensorError for other arguments.
+    Tensors are grouped by layout, with their size on this rank and their full size. A tensor that
+    occurs several times counts once. Without a model, the parameters are those of the optimizer.
+    Without both, only the memory of the process is measured. Each rank gets its own numbers, and
+    nothing communicates. Raises GlobalTensorError for other arguments.
 
     >>> import globaltensor as flow
     >>> model = torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast)
@@ -169,9 +169,9 @@ def _sbp(spec: Spec) -> str:
 
 
 def _gradients(p: torch.Tensor) -> Iterator[tuple[str, int, int]]:
-    """Yield the gradient of a parameter, and what is not yet summed over the ranks.
+    """Yield the gradient of a parameter, and its gradient that is not yet summed over the ranks.
 
-    Reading ``.grad`` of a global tensor would sum it.
+    ``.grad`` of a global tensor is not read, because reading it would sum the gradient.
     """
     if not isinstance(p, GlobalTensor):
         if p.grad is not None:
@@ -181,7 +181,7 @@ def _gradients(p: torch.Tensor) -> Iterator[tuple[str, int, int]]:
     if pending is not None:
         yield _global(p._spec if leaf is None else leaf.dual, pending)
     if leaf is not None and leaf.value is not None:
-        yield _global(leaf.kept, leaf.value)
+        yield _global(leaf.grad_spec, leaf.value)
 
 
 def _grouped(kind: str, held: Iterable[tuple[str, int, int]]) -> list[MemoryRow]:
@@ -195,7 +195,7 @@ def _grouped(kind: str, held: Iterable[tuple[str, int, int]]) -> list[MemoryRow]
 
 
 def resident_memory() -> int | None:
-    """Return the bytes of memory that this process has now, or None where that is unknown."""
+    """Return the bytes of memory that this process uses now, or None if that is unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -204,9 +204,10 @@ def resident_memory() -> int | None:
 
 
 def peak_memory() -> int | None:
-    """Return the most bytes that torch has had on the accelerator, or that this process has had.
+    """Return the peak bytes that torch has allocated on the accelerator.
 
-    The accelerator counts where it is in use. None: unknown.
+    If the accelerator is not in use, return the peak memory of this process, or None if that is
+    unknown.
     """
     peak = _on_device()[1]
     if peak is not None:
@@ -220,7 +221,7 @@ def peak_memory() -> int | None:
 
 
 def _on_device() -> tuple[int | None, int | None]:
-    """Return (bytes allocated on the accelerator, the most so far), where torch uses a GPU."""
+    """Return (allocated bytes, peak of allocated bytes) of the GPU, or (None, None)."""
     if not torch.cuda.is_initialized():
         return None, None
     return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()

@@ -1,6 +1,6 @@
 """``flow.utils.trace(path)``: a trace of all ranks in one file, for Perfetto and chrome://tracing.
 
-Users call it. torch.profiler records each rank, and rank 0 writes what all have recorded.
+Users call it. torch.profiler records each rank, and rank 0 writes the events of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import WorldError
 __all__ = ["merged", "trace"]
 
 Path = str | os.PathLike[str]
-_FLOWS: Final = frozenset("stf")  # the phases of events that are arrows from one place to another
+_FLOWS: Final = frozenset("stf")  # the phases of flow events, which viewers draw as arrows
 
 
 def trace(
@@ -57,49 +57,49 @@ def trace(
 
 @contextlib.contextmanager
 def _traced(path: Path, record_shapes: bool, with_stack: bool) -> Iterator[profile]:
-    here = world()
-    if isinstance(here, SimulatedWorld) and here.size > 1:
+    this_world = world()
+    if isinstance(this_world, SimulatedWorld) and this_world.size > 1:
         raise WorldError(
             "flow.utils.trace: simulated ranks are threads of one process, and torch's profiler "
             "records a process. Start real ranks: python -m globaltensor.distributed.launch "
-            f"--nproc_per_node {here.size} SCRIPT"
+            f"--nproc_per_node {this_world.size} SCRIPT"
         )
-    offset = _start_together(here, path)
+    offset = _start_together(this_world, path)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     recorder = profile(activities=activities, record_shapes=record_shapes, with_stack=with_stack)
     with recorder:
         yield recorder
-    traces = _collected(here, _compact(_exported(recorder), here.rank, offset))
-    if here.rank == 0:
+    traces = _collected(this_world, _compact(_exported(recorder), this_world.rank, offset))
+    if this_world.rank == 0:
         write_text(path, json.dumps(merged(traces), separators=(",", ":")))
 
 
-def _start_together(here: World, path: Path) -> float:
+def _start_together(this_world: World, path: Path) -> float:
     """Check the path on rank 0; return the microseconds that this rank's clock is ahead of rank 0.
 
     Ranks on one machine share a clock. On several, the offset is as exact as a barrier.
     """
     error = ""
-    if here.rank == 0:
+    if this_world.rank == 0:
         try:
             check_writable(path)
         except OSError as found:
             error = f"{type(found).__name__}: {found}"
-    if here.size == 1:
+    if this_world.size == 1:
         said, clocks = error, [0]
     else:
-        everyone = here.comm(tuple(range(here.size)))
-        said = everyone.all_gather_object(error)[0]
+        everyone = this_world.comm(tuple(range(this_world.size)))
+        said = everyone.all_gather_object(error, "flow.utils.trace")[0]
         everyone.barrier()
-        clocks = everyone.all_gather_object(time.time_ns())
+        clocks = everyone.all_gather_object(time.time_ns(), "flow.utils.trace")
     if said:
         raise WorldError(
             f"flow.utils.trace: rank 0 cannot write {os.fspath(path)!r} ({said}). Pass a path in "
             f"an existing folder that may be written to"
         )
-    return (clocks[here.rank] - clocks[0]) / 1e3 if here.node_size > 1 else 0.0
+    return (clocks[this_world.rank] - clocks[0]) / 1e3 if this_world.node_size > 1 else 0.0
 
 
 def _exported(recorder: profile) -> dict[str, Any]:
@@ -111,15 +111,15 @@ def _exported(recorder: profile) -> dict[str, Any]:
             return json.load(opened)  # type: ignore[no-any-return]
 
 
-def _compact(found: dict[str, Any], rank: int, offset: float) -> dict[str, Any]:
-    """Return the events of one rank with the rank as their process, by the clock of rank 0.
+def _compact(rank_trace: dict[str, Any], rank: int, offset: float) -> dict[str, Any]:
+    """Return the events of one rank, with the rank as their process and rank 0's clock as time.
 
-    Threads and streams of GPUs get small numbers. Their names tell which they are.
+    Threads and GPU streams are numbered from 0. ``names`` in the result has their names.
     """
     threads: dict[tuple[Any, Any], int] = {}
     names: dict[int, str] = {}
     events = []
-    for event in found.get("traceEvents", ()):
+    for event in rank_trace.get("traceEvents", ()):
         process = event.get("pid")
         if not isinstance(process, int) or isinstance(process, bool):
             continue  # the profiler's own spans
@@ -138,27 +138,29 @@ def _compact(found: dict[str, Any], rank: int, offset: float) -> dict[str, Any]:
     used = {event["tid"] for event in events}
     return {
         "rank": rank,
-        "base": found.get("baseTimeNanoseconds", 0),
+        "base": rank_trace.get("baseTimeNanoseconds", 0),
         "names": {thread: names.get(thread, f"thread {thread}") for thread in sorted(used)},
         "events": events,
     }
 
 
-def _collected(here: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _collected(this_world: World, own_trace: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the traces of all ranks on rank 0, and none elsewhere. Collective."""
-    if here.size == 1:
-        return [mine]
-    packed = gzip.compress(json.dumps(mine).encode(), 1)
-    everyone = here.comm(tuple(range(here.size)))
-    sizes = everyone.all_gather_object(len(packed))
+    if this_world.size == 1:
+        return [own_trace]
+    packed = gzip.compress(json.dumps(own_trace).encode(), 1)
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    sizes = everyone.all_gather_object(len(packed), "flow.utils.trace")
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    sends = {} if here.rank == 0 else {0: data}
-    expected = {r: sizes[r] for r in range(1, here.size)} if here.rank == 0 else {}
+    sends = {} if this_world.rank == 0 else {0: data}
+    expected = {r: sizes[r] for r in range(1, this_world.size)} if this_world.rank == 0 else {}
     came = everyone.exchange(sends, expected, data)
-    if here.rank:
+    if this_world.rank:
         return []
-    others = [json.loads(gzip.decompress(came[r].numpy().tobytes())) for r in range(1, here.size)]
-    return [mine, *others]
+    others = [
+        json.loads(gzip.decompress(came[r].numpy().tobytes())) for r in range(1, this_world.size)
+    ]
+    return [own_trace, *others]
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -168,17 +170,17 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     base = traces[0]["base"]
-    for found in traces:
-        rank, later = found["rank"], (found["base"] - base) / 1e3
+    for rank_trace in traces:
+        rank, later = rank_trace["rank"], (rank_trace["base"] - base) / 1e3
         about = {"ph": "M", "pid": rank, "tid": 0, "ts": 0}
         events.append({**about, "name": "process_name", "args": {"name": f"rank {rank}"}})
         events.append({**about, "name": "process_sort_index", "args": {"sort_index": rank}})
         events += [
             {**about, "tid": int(thread), "name": "thread_name", "args": {"name": name}}
-            for thread, name in found["names"].items()
+            for thread, name in rank_trace["names"].items()
         ]
         events += [
             {**event, "ts": event["ts"] + later} if "ts" in event else event
-            for event in found["events"]
+            for event in rank_trace["events"]
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}

@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol, TextIO, runtime_checkable
 
 import torch
 
-from ..boxing.moves import show_bytes
+from .._base.byte_size import show_bytes
+from .._base.terminal import is_terminal
 from ..distributed.communication_clock import CommunicationClock
 from ..distributed.world import world
 from ..errors import GlobalTensorError
@@ -146,7 +147,7 @@ class TrainingProgress:
         self.writers = _writers(log_to)
         self.file = sys.stdout if file is None else file
         self.shown = world().rank == 0 and not quiet
-        self.in_place = live and self.shown and self.file.isatty()
+        self.in_place = live and self.shown and is_terminal(self.file)
         self._losses: list[Any] = []
         self._figures: dict[str, float] = {}
         self._clock = CommunicationClock()
@@ -238,15 +239,15 @@ class TrainingProgress:
 
 
 def _writers(log_to: Any) -> tuple[ScalarWriter | RunWriter, ...]:
-    found = tuple(log_to) if isinstance(log_to, Sequence) else (log_to,)
-    for writer in found:
+    writers = tuple(log_to) if isinstance(log_to, Sequence) else (log_to,)
+    for writer in writers:
         if not isinstance(writer, ScalarWriter | RunWriter):
             raise GlobalTensorError(
                 f"Progress: log_to is a {type(writer).__name__}, which has neither add_scalar (as "
                 f"TensorBoard's SummaryWriter) nor log (as a run of wandb). Pass such a writer, or "
                 f"use the report that step() returns"
             )
-    return found
+    return writers
 
 
 def _log(writer: ScalarWriter | RunWriter, report: ProgressReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +153,83 @@ assert x.shape == (3,)
     )
     assert done.returncode == 0, done.stderr
     assert hasattr(torch.Tensor, "to_global")
+
+
+def run_alone(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_search_for_a_module_before_its_import_keeps_its_changes() -> None:
+    run_alone("""
+import importlib.util, sys
+from globaltensor._base.import_hooks import when_imported
+when_imported("colorsys", lambda module: setattr(module, "changed", True))
+assert importlib.util.find_spec("colorsys") is not None
+assert "colorsys" not in sys.modules
+import colorsys
+assert colorsys.changed
+""")
+
+
+def test_a_module_whose_first_import_fails_is_changed_at_the_second(tmp_path: Path) -> None:
+    (tmp_path / "fails_once.py").write_text(
+        "import builtins\n"
+        "builtins.tries = getattr(builtins, 'tries', 0) + 1\n"
+        "if builtins.tries == 1:\n"
+        "    raise OSError('not yet')\n"
+    )
+    run_alone(f"""
+import sys
+from globaltensor._base.import_hooks import when_imported
+sys.path.insert(0, {str(tmp_path)!r})
+changed = []
+when_imported("fails_once", changed.append)
+try:
+    import fails_once
+except OSError:
+    pass
+else:
+    raise AssertionError("the first import must fail")
+assert not changed
+finders = len(sys.meta_path)
+import fails_once
+assert changed == [fails_once]
+assert len(sys.meta_path) == finders - 1
+""")
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("torch.distributed", "torch.distributed.distributed_c10d"),
+        ("torch.distributed.distributed_c10d", "torch.distributed"),
+    ],
+)
+def test_a_collective_that_another_library_replaced_before_is_kept(ours: str, other: str) -> None:
+    """One of the two names of a collective is another library's: it must still be called, once."""
+    run_alone(f"""
+import importlib, torch, torch.distributed
+replaced, plain = importlib.import_module({other!r}), importlib.import_module({ours!r})
+torchs, calls = plain.all_reduce, []
+
+def all_reduce(tensor, *args, **kwargs):
+    calls.append(tensor)
+    return plain.all_reduce(tensor, *args, **kwargs)
+
+replaced.all_reduce = all_reduce
+import globaltensor
+from globaltensor._base import patches
+
+# A process group of one rank.
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+t = torch.ones(2)
+replaced.all_reduce(t)
+assert len(calls) == 1 and calls[0] is t, calls
+assert t.tolist() == [1, 1]
+patches.undo()
+assert replaced.all_reduce is all_reduce and plain.all_reduce is torchs
+""")

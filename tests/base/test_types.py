@@ -256,6 +256,27 @@ def test_each_name_of_dir_works(package: str) -> None:
     assert [name for name in dir(module) if getattr(module, name, "absent") == "absent"] == []
 
 
+def test_a_star_import_gives_the_names_that_dir_shows() -> None:
+    names: dict[str, object] = {}
+    exec("from globaltensor import *", names)
+    del names["__builtins__"]
+    assert names.keys() == {name for name in dir(flow) if not name.startswith("_")}
+    assert {"placement", "to_global", "auto", "float32"} <= names.keys()
+    assert names["zeros_like"] is flow.zeros_like
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("nn", "Linear"), ("utils", "Progress"), ("nn.parallel", "DataParallel")],
+)
+def test_a_star_import_of_a_package_gives_torchs_names_too(package: str, name: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from globaltensor.{package} import *", names)
+    module = importlib.import_module(f"globaltensor.{package}")
+    assert names[name] is getattr(module, name)
+    assert {n for n in names if n[0] != "_"} == {n for n in dir(module) if n[0] != "_"}
+
+
 def test_functional_is_torchs_own() -> None:
     import globaltensor.nn.functional as functional
 

@@ -262,7 +262,8 @@ def test_the_backward_of_ring_attention_is_logged(length: int) -> None:
     name = "scaled_dot_product_attention: keys and values round the ring"
     for rank in run_on(2, logged_ring, length):
         assert [op for op, _ in rank] == [name, f"backward of {name}"]
-        assert rank[1][1] >= rank[0][1] or length == 8
+        (_, forward), (_, backward) = rank
+        assert backward > forward  # gradients go round with the keys and values
 
 
 def backward_alone() -> list[str]:
@@ -385,10 +386,9 @@ def of_stages() -> tuple[list[str], int]:
 
 
 def test_what_pipeline_stages_send_is_logged() -> None:
-    first, second = run_on(2, of_stages)
-    for (entries, sent), ranks in ((first, "0-1"), (second, "0-1")):
+    for entries, sent in run_on(2, of_stages):
         assert len(entries) == sent >= 1
-        assert entries[0] == f"pipeline: from one stage to another  send  512 B  ranks {ranks}"
+        assert entries[0] == "pipeline: from one stage to another  send  512 B  ranks 0-1"
 
 
 def overlapping_logs() -> list[int]:

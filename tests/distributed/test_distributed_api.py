@@ -23,7 +23,7 @@ import globaltensor as flow
 import globaltensor.distributed as dist
 from globaltensor.distributed import rdma
 from globaltensor.distributed.launch import reserved_port
-from globaltensor.errors import GlobalTensorError, ShapeError, WorldError
+from globaltensor.errors import KernelError, ShapeError, WorldError
 
 # ------------------------------------------------------------------------------------------- values
 
@@ -343,9 +343,11 @@ def global_tensors_are_refused() -> None:
         lambda: flow.comm.all_reduce(x),
     ):
         with pytest.raises(
-            GlobalTensorError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"
+            KernelError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"
         ):
             call()
+    with pytest.raises(KernelError, match=r"collective of torch\.distributed.*to_global.*to_local"):
+        torch.distributed.all_reduce(x)
 
 
 def test_global_tensors_are_refused() -> None:

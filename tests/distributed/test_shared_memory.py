@@ -94,15 +94,15 @@ def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]
     a, b = two
     for number in range(0, 40, 2):
         a.leave(1, number, [(some(10_000), (7,))])
-        assert number % 4 or b.there(3, 1, number)
+        assert number % 4 or b.has_arrived(3, 1, number)
         b.forget(3, 1, number)  # the block is already known, or not yet
         b.forget(3, 1, number + 1)
         a.leave(1, number + 1, [(some(10_000), (7,))])
         b.leave(2, number, [(some(1), (3,))])
-        assert not b.there(3, 9, 9)
+        assert not b.has_arrived(3, 9, 9)
         a.find(7, 2, number, 1, soon).done()
     assert a._arena.unread() == 0
-    assert not b._here
+    assert not b._arrived
     assert not b._unwanted
 
 
@@ -163,7 +163,7 @@ def test_errors(two: list[SharedMemoryPeers]) -> None:
     assert torch.equal(
         b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000)
     )  # the block arrived before the peer closed
-    assert b.there(3, 1, 4)  # waiting for this block ends immediately
+    assert b.has_arrived(3, 1, 4)  # waiting for this block ends immediately
     with pytest.raises(PeerLost, match="rank 3 has gone"):
         b.find(3, 1, 4, 5, soon)
     with pytest.raises(PeerLost, match="rank 3 has gone"):

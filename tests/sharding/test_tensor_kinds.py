@@ -432,6 +432,44 @@ def test_sparse_operands_that_all_ranks_hold_alike_work() -> None:
     assert run_on(2, sparse_operands) == [[True] * 6] * 2
 
 
+def elementwise_sparse() -> list[Any]:
+    dense = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0], [0.0, 0.0, 5.0], [1.0, 1.0, 0.0]])
+    value = torch.arange(12.0).view(4, 3)
+    calls: dict[str, Any] = {
+        "x * s": lambda x, s: x * s,
+        "s * x": lambda x, s: s * x,
+        "x + s": lambda x, s: x + s,
+        "s + x": lambda x, s: s + x,
+        "x - 2s": lambda x, s: torch.add(x, s, alpha=-2),
+        "x += s": lambda x, s: x.clone().add_(s),
+        "x *= s": lambda x, s: x.clone().mul_(s),
+    }
+
+    def outcome(call: Any, x: torch.Tensor, other: torch.Tensor) -> Any:
+        x = x.detach().clone().requires_grad_()
+        y = call(x, other)
+        assert y.layout is torch.strided
+        (y * y).sum().backward()
+        assert x.grad is not None
+        return y.tolist(), x.grad.tolist()
+
+    wrong = []
+    # A plan for a dense operand serves a sparse one too.
+    operands = (dense.to_sparse(), dense, quietly(dense.to_sparse_csr)(), dense.to_sparse())
+    for other in operands:
+        for name, call in calls.items():
+            want = outcome(call, value, dense)
+            for sbp in (B, S(0), S(1), P):
+                x: Any = value.to_global(everywhere(), B).to_global(sbp=sbp)
+                if (got := outcome(call, x, other)) != want:
+                    wrong.append((other.layout, name, sbp, got, want))
+    return wrong
+
+
+def test_elementwise_functions_take_the_dense_values_of_sparse_operands() -> None:
+    assert run_on(2, elementwise_sparse) == [[], []]
+
+
 def results() -> list[str]:
     g = torch.ones(2, 3).to_global(everywhere(), B)
     return [

@@ -195,6 +195,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_is_redrawn(monkeypatch: Any) -> None:
     out = Terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("globaltensor.utils.training_progress._REDRAW_SECONDS", 0.0)
     with flow.utils.Progress(3, every=2, file=out) as progress:
         for _ in range(3):
@@ -205,3 +206,14 @@ def test_a_terminal_is_redrawn(monkeypatch: Any) -> None:
     assert drawn[2].startswith("step     2/3  loss 1.0000")
     assert drawn[2].endswith("\n")
     assert drawn[-1] == ""
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: Any) -> None:
+    out = Terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("globaltensor.utils.training_progress._REDRAW_SECONDS", 0.0)
+    with flow.utils.Progress(2, every=1, file=out) as progress:
+        for _ in range(2):
+            progress.step(1.0)
+    assert [line[:13] for line in out.getvalue().splitlines()] == ["step     1/2 ", "step     2/2 "]
+    assert "\x1b" not in out.getvalue()

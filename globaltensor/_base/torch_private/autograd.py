@@ -47,8 +47,8 @@ def computed_by(t: torch.Tensor) -> torch.autograd.graph.Node | None:
 def profiling() -> bool:
     """Return True while a profiler of torch runs in this process.
 
-    The variable takes 15 ns to read, the public way (``torch._C``'s function) 70 ns. torch's own
-    code reads it for the same reason (2.1).
+    Reading this variable takes 15 ns. The public function takes 70 ns. torch's own code reads the
+    variable for the same reason (2.1).
     """
     return _profiler._is_profiler_enabled
 
@@ -73,34 +73,34 @@ def wrap_module_identity(around: Any) -> None:
     )
 
 
-def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
-    """Call ``taken`` and ``given`` where a checkpoint saves and returns its inputs.
+def wrap_checkpoint_inputs(pack: Any, unpack: Any) -> None:
+    """Call ``pack`` and ``unpack`` where a checkpoint saves and returns its inputs.
 
-    ``taken(inputs) -> (what is saved, note)``, ``given(what was saved, note) -> inputs``. A
+    ``pack(inputs) -> (what is saved, note)``, ``unpack(what was saved, note) -> inputs``. A
     checkpoint saves its inputs as autograd saves tensors, so that an outer checkpoint may drop them
     and compute them again. In a tensor without storage autograd sees no graph.
     """
 
     def saving(save: Any) -> Any:
         def save_inputs(frame: Any, *inputs: Any) -> None:
-            parts, frame.note = taken(inputs)
+            parts, frame.note = pack(inputs)
             save(frame, *parts)
 
         return save_inputs
 
     frame = torch.utils.checkpoint._CheckpointFrame
     if not (hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs")):
-        _wrap_older_checkpoint_inputs(taken, given)
+        _wrap_older_checkpoint_inputs(pack, unpack)
         return
     home = "torch.utils.checkpoint"
     patch(f"{home}:_CheckpointFrame.save_inputs", saving)
     patch(
         f"{home}:_CheckpointFrame.get_inputs",
-        lambda get: lambda frame: given(get(frame), frame.note),
+        lambda get: lambda frame: unpack(get(frame), frame.note),
     )
 
 
-def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
+def _wrap_older_checkpoint_inputs(pack: Any, unpack: Any) -> None:
     """Do the same for torch 2.11, which saves the inputs through a custom Function.
 
     The node of that Function returns them.
@@ -108,13 +108,13 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
 
     def saving(save: Any) -> Any:
         def apply(*inputs: Any) -> Any:
-            parts, note = taken(inputs)
+            parts, note = pack(inputs)
             saved = save(*parts)
             if (node := saved.grad_fn) is not None:
                 # The first entry is there so that one of them is a tensor. It does not come back.
                 get, dummy = node.get_args, note[0]
                 assert dummy is None
-                node.get_args = lambda tensors: given(get(tensors), note[1:])
+                node.get_args = lambda tensors: unpack(get(tensors), note[1:])
             return saved
 
         return staticmethod(apply)

@@ -31,6 +31,7 @@ __all__ = [
     "list_functions",
     "lu_with_info",
     "meshgrid_of_list",
+    "nested_constructors",
     "pack_padded",
     "pad_packed",
     "softmax_backward",
@@ -308,6 +309,15 @@ def vmap_functions() -> list[Any]:
     return [torch._add_batch_dim, torch._remove_batch_dim]
 
 
+def nested_constructors() -> list[Any]:
+    """Return the functions by which torch.nested makes nested tensors of others."""
+    return [
+        torch._nested_tensor_from_tensor_list,
+        torch._nested_view_from_buffer,
+        torch._nested_view_from_jagged,
+    ]
+
+
 #: Copies the weights of a recurrent layer into one piece of memory, as cuDNN needs them.
 #: `nn.RNNBase.flatten_parameters` calls it on a GPU.
 flatten_recurrent_weights = torch._cudnn_rnn_flatten_weight
@@ -324,7 +334,7 @@ def list_functions() -> dict[Any, dict[str, bool]]:
 
     Each kernel maps to its lists by name: True where it writes into them.
     """
-    found = {}
+    kernels = {}
     for name in dir(torch):
         if name.startswith(("_foreach_", "_fused_")):
             kernel = getattr(torch.ops.aten, name)
@@ -335,8 +345,8 @@ def list_functions() -> dict[Any, dict[str, bool]]:
                 if str(a.type) == "List[Tensor]"
             }
             if lists:
-                found[getattr(torch, name)] = lists
-    return found
+                kernels[getattr(torch, name)] = lists
+    return kernels
 
 
 def wrap_associative_scan(around: Any) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "StorageWeakRef",
     "copy_all",
     "guard_data",
+    "guard_swap",
     "is_functional",
     "is_zero_tensor",
     "make_wrapper",
@@ -120,6 +121,23 @@ def guard_data(check: Any) -> None:
     checked = _Data(in_c, set_data, descriptor.__delete__, doc=descriptor.__doc__)
     patch("torch:Tensor._data_in_c", lambda before: descriptor, missing=True)
     patch("torch:Tensor.data", lambda before: checked)
+
+
+def guard_swap(around: Any) -> None:
+    """Run ``around(swap, t1, t2)`` in place of ``swap(t1, t2)``, torch.utils.swap_tensors.
+
+    That function checks no override. It refuses tensors whose classes have different slots, and
+    tensors with weak references.
+    """
+
+    def checking(swap: Any) -> Any:
+        @functools.wraps(swap)
+        def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+            around(swap, t1, t2)
+
+        return swap_tensors
+
+    patch("torch.utils:swap_tensors", checking)
 
 
 def wrap_dlpack(held: Any) -> None:

@@ -25,8 +25,8 @@ _TAG = 7003
 class _Message(Message):
     """A work of torch, waited for at most once, with the memory that it needs until it is over."""
 
-    def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
-        self._channel, self._kept = channel, kept
+    def __init__(self, channel: Channel, work: dist.Work, buffer: Tensor) -> None:
+        self._channel, self._buffer = channel, buffer
         # None once it has been waited for: a second wait of gloo would wait for another message.
         self._work: dist.Work | None = work
 
@@ -78,10 +78,10 @@ class _Landing(Message):
 
 
 def _broken(channel: Channel, error: Exception) -> WorldError:
-    here = channel.world.rank
-    way = f"to rank {channel.target}" if here == channel.source else f"from rank {channel.source}"
+    rank = channel.world.rank
+    way = f"to rank {channel.target}" if rank == channel.source else f"from rank {channel.source}"
     return WorldError(
-        f"rank {here}: a message {way} failed: {error}; a rank has died, hangs, or did something "
+        f"rank {rank}: a message {way} failed: {error}; a rank has died, hangs, or did something "
         f"else"
     )
 
@@ -98,18 +98,20 @@ class MessageChannel(Channel):
 
     @property
     def _carrier(self) -> dist.ProcessGroup:
-        found = self.world.carrier
-        if found is None:
+        process_group = self.world.carrier
+        if process_group is None:
             raise WorldError(
                 f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
                 f"was destroyed, or the world was closed"
             )
-        return found
+        return process_group
 
     def _send(self, data: Tensor) -> Message:
-        there = data if self._mpi else data.cpu()
+        send_buffer = data if self._mpi else data.cpu()
         try:
-            message = _Message(self, self._carrier.send([there], self.target, _TAG), there)
+            message = _Message(
+                self, self._carrier.send([send_buffer], self.target, _TAG), send_buffer
+            )
         except RuntimeError as error:
             raise _broken(self, error) from error
         if self._mpi:
@@ -120,12 +122,14 @@ class MessageChannel(Channel):
 
     def _receive(self, data: Tensor) -> Message:
         straight = self._mpi or data.device.type == "cpu"
-        there = data if straight else torch.empty(data.shape, dtype=data.dtype)
+        recv_buffer = data if straight else torch.empty(data.shape, dtype=data.dtype)
         try:
-            message = _Message(self, self._carrier.recv([there], self.source, _TAG), there)
+            message = _Message(
+                self, self._carrier.recv([recv_buffer], self.source, _TAG), recv_buffer
+            )
         except RuntimeError as error:
             raise _broken(self, error) from error
-        return message if straight else _Landing(message, there, data)
+        return message if straight else _Landing(message, recv_buffer, data)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -191,7 +195,7 @@ class _Awaited(Message):
         self._part: SharedBlock | None = None  # a block that has arrived and is not yet copied
 
     def over(self) -> bool:
-        return not self._waits or self._near.there(*self._name)
+        return not self._waits or self._near.has_arrived(*self._name)
 
     def arrive(self) -> None:
         if self._waits:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..._base.user_code import user_line
 from ...errors import WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
-from ..divergence import READING, READING_ADVICE, due, spelled
+from ..divergence import READING, READING_ADVICE, collective_of, due, spelled
 from ..world import ProcessWorld
 
 __all__ = ["P2PCommunicator", "ProcessGroupCommunicator"]
@@ -45,6 +45,8 @@ _SWAPPED: Final = 3 << 20
 _TO_ALL: Final = 4
 # The line of gloo's source where an error came up.
 _GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
+# The text of gloo where the other end of a connection is gone.
+_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 _MAX_GLOO_BYTES: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {
@@ -98,13 +100,13 @@ class P2PCommunicator(Communicator):
     @property
     def carrier(self) -> dist.ProcessGroup:
         """The group of all ranks."""
-        found = self.world.carrier
-        if found is None:
+        process_group = self.world.carrier
+        if process_group is None:
             raise WorldError(
                 f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
                 f"was destroyed, or the world was closed"
             )
-        return found
+        return process_group
 
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
         # The device has no backend of its own.
@@ -113,21 +115,42 @@ class P2PCommunicator(Communicator):
         for i, r in recvs.items():
             r.copy_(host[i])
 
-    def broken(self, what: str, error: Exception) -> WorldError:
-        """Return the error for a failed collective."""
-        purpose = spelled(self.world.purpose)
+    def broken(
+        self, what: str, error: Exception, gone: str = "", early: bool = False
+    ) -> WorldError:
+        """Return the error for a failed collective.
+
+        ``gone`` says which rank has ended, and how, if that is known. ``early`` is True if it has
+        not reached the end of its program, so that this rank is not to blame.
+        """
+        rank, purpose = self.world.rank, spelled(self.world.purpose)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
-        told = (
-            f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {why}; a "
-            f"rank has died, hangs, or did something else"
-        )
+        failed = f"rank {rank}: {what} among ranks {list(self.ranks)} failed: {why}"
+        place = collective_of(self.world.kind, purpose)
+        if not gone and _CLOSED.search(why):
+            others = [r for r in self.ranks if r != rank]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+            gone = (
+                f"{who} has ended, or the connection to it is lost: its own output shows the cause"
+            )
+        if gone:
+            advice = f" {READING_ADVICE}" if purpose.startswith(READING) and not early else ""
+            return WorldError(
+                f"{user_line()}\n{gone}. Rank {rank} waits for it in {place}.{advice}\n({failed})"
+            )
+        problem = f"{failed}; a rank has died, hangs, or did something else"
         if purpose.startswith(READING):
             reads = (
                 f"rank {self.world.rank} reads the value of a global tensor here, and other "
                 f"ranks do not"
             )
-            return WorldError(f"{user_line()}\n{reads}. {READING_ADVICE}\n({told})")
-        return WorldError(f"{told} (flow.check_ranks() says which)")
+            return WorldError(f"{user_line()}\n{reads}. {READING_ADVICE}\n({problem})")
+        return WorldError(
+            f"{user_line()}\nrank {rank} is in {place}, and the other ranks have not come there: "
+            f"they hang, compute, or wait in another function, such as a collective of "
+            f"torch.distributed. The last line of each rank's own output, or py-spy dump, shows "
+            f"where\n({problem})"
+        )
 
 
 class _Messages:
@@ -175,13 +198,13 @@ class ProcessGroupCommunicator(P2PCommunicator):
 
     def _compare(self, device: torch.device) -> None:
         if due(self._collectives):
-            mine = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
-            found = torch.empty(self.size, dtype=torch.int64)
+            own_digest = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
+            peer_digests = torch.empty(self.size, dtype=torch.int64)
             try:
-                dist.all_to_all_single(found, mine.repeat(self.size), group=self.group)
+                dist.all_to_all_single(peer_digests, own_digest.repeat(self.size), group=self.group)
             except RuntimeError as error:
                 raise self.broken("a comparison of what the ranks do", error) from error
-            if bool((found != mine).any()):
+            if bool((peer_digests != own_digest).any()):
                 raise self._diverged(self.all_gather_unchecked)
 
     def _native(self, device: torch.device) -> bool:
@@ -261,9 +284,9 @@ class ProcessGroupCommunicator(P2PCommunicator):
     def _pair(self, send: Tensor, recv: Tensor) -> None:
         """Swap flat tensors between two ranks."""
         group = self.group
-        mine = group.rank()
+        own_index = group.rank()
         sent, received = [0, 0], [0, 0]
-        sent[1 - mine], received[1 - mine] = send.nbytes, recv.nbytes
+        sent[1 - own_index], received[1 - own_index] = send.nbytes, recv.nbytes
         self._all_to_all_bytes(as_bytes(recv), as_bytes(send), received, sent)
 
     def _dense(self, some: Tensor, longest: int | None) -> bool:
@@ -368,10 +391,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
     # Reductions
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
-        mine = sends[self.index]
-        if not self._reduces(mine):
+        own_chunk = sends[self.index]
+        if not self._reduces(own_chunk):
             return super()._reduce_scatter(sends, op)
-        group, order, out = self.group, self._order, torch.empty_like(mine)
+        group, order, out = self.group, self._order, torch.empty_like(own_chunk)
         if not self._mpi and len({s.numel() for s in sends}) == 1:
             _scatter_evenly(out, _joined([sends[i] for i in order]), _OPS[op], group=group)
         else:
@@ -379,23 +402,23 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return out
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
-        mine, order = sends[self.index], self._order
+        own_chunk, order = sends[self.index], self._order
         numels = [s.numel() for s in sends]
-        if self._reduces(mine):
-            out = torch.empty_like(mine)
+        if self._reduces(own_chunk):
+            out = torch.empty_like(own_chunk)
             work = dist.reduce_scatter(
                 out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True
             )
             return ReduceScatterHandle(_Work(self, work), lambda: out)
-        if not self._dense(mine, max(self.size * max(numels), sum(numels))):
+        if not self._dense(own_chunk, max(self.size * max(numels), sum(numels))):
             return super()._reduce_scatter_async(sends, op)
         # All other ranks' chunks for this rank. The own chunk stays where it is. The chunks are
         # added once they have arrived.
-        size, n = mine.itemsize, mine.numel()
+        size, n = own_chunk.itemsize, own_chunk.numel()
         others = [i for i in order if i != self.index]
         source, target = (
             _joined([sends[i] for i in others]),
-            torch.empty(n * (self.size - 1), dtype=mine.dtype),
+            torch.empty(n * (self.size - 1), dtype=own_chunk.dtype),
         )
         received, sent = (
             [0 if i == self.index else v * size for i, v in zip(order, vs, strict=True)]
@@ -406,11 +429,11 @@ class ProcessGroupCommunicator(P2PCommunicator):
         )
 
         def add() -> Tensor:
-            found = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {
-                self.index: mine
+            chunks = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {
+                self.index: own_chunk
             }
             return combine(
-                [found[i] for i in range(self.size)],
+                [chunks[i] for i in range(self.size)],
                 op,
                 spare=1 - self.index if self.size == 2 else None,
             )

@@ -49,12 +49,20 @@ _REPORTS, _LAST_WORDS = (
 )
 _HELLO: Final = struct.Struct("<II")  # rank, and the purpose of the connection
 _NOTES, _FILES = 0, 1
+_LAST_NOTES: Final = 8  # times that the notes of a peer that has gone are read
 _SLICE: Final = 0.05  # seconds between checks for notes that another thread has received
 _LOOKS: Final = 40  # checks of a socket before sleeping
 
 
 class PeerLost(RuntimeError):
-    """An error: a peer died, or published a block of unexpected size."""
+    """An error: a peer died, or published a block of unexpected size.
+
+    ``gone`` is the rank of a peer that has closed its connection, or None.
+    """
+
+    def __init__(self, message: str, gone: int | None = None) -> None:
+        super().__init__(message)
+        self.gone = gone
 
 
 def host() -> str:
@@ -193,7 +201,7 @@ class _Peer:
         self.notes: socket.socket | None = None
         self.descriptors: socket.socket | None = None
         self.files: list[_File] = []
-        self.told = 0  # how many of this rank's files the peer has
+        self.files_sent = 0  # how many of this rank's files the peer has
         self.rest = b""
         self.left = False
         self.reports = 0  # the peer's reports that were read
@@ -215,7 +223,7 @@ class SharedMemoryPeers:
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
-        self._here: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
+        self._arrived: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
         self._reports = 0  # this rank's reports that were sent
         self._unwanted: set[tuple[int, int, int]] = set()
         self._lock = threading.RLock()
@@ -309,30 +317,30 @@ class SharedMemoryPeers:
                 self._let_read()
             block = self._arena.take(total)
             block.lend(sum(len(ranks) for _, ranks in parts))
-            at, mark, told = block.start + _HEAD, block.start, []
+            at, mark, notes = block.start + _HEAD, block.start, []
             for data, ranks in parts:
                 n = data.numel()
                 block.file.part(at, n).copy_(data)
                 for rank in ranks:
-                    told.append(
+                    notes.append(
                         (rank, _NOTE.pack(topic, number, digest, block.number, mark, at, n))
                     )
                     mark += 1
                 at += -(-n // _HEAD) * _HEAD
             with _BARRIER:
                 pass
-            for rank, note in told:
+            for rank, note in notes:
                 self._tell(rank, note)
 
     def _tell(self, rank: int, note: bytes) -> None:
         peer = self._peers[rank]
         if peer.left or peer.notes is None or peer.descriptors is None:
-            raise PeerLost(f"rank {rank} has gone")
+            raise PeerLost(f"rank {rank} has gone", rank)
         try:
-            while peer.told < len(self._arena.files):
-                descriptor, size, _ = self._arena.files[peer.told]
+            while peer.files_sent < len(self._arena.files):
+                descriptor, size, _ = self._arena.files[peer.files_sent]
                 socket.send_fds(peer.descriptors, [size.to_bytes(8, "little")], [descriptor])
-                peer.told += 1
+                peer.files_sent += 1
             while note:
                 try:
                     note = note[peer.notes.send(note) :]
@@ -343,24 +351,24 @@ class SharedMemoryPeers:
                     select.select([], [peer.notes], [], 0.001)
         except OSError as error:
             self._lost(rank, peer)
-            raise PeerLost(f"rank {rank} has gone: {error}") from error
+            raise PeerLost(f"rank {rank} has gone: {error}", rank) from error
 
     def _let_read(self) -> None:
         while self._arena.unread() > _UNREAD // 2:
             self._hear_all()
             if gone := [rank for rank, peer in self._peers.items() if peer.left]:
-                raise PeerLost(f"rank {gone[0]} has gone")
+                raise PeerLost(f"rank {gone[0]} has gone", gone[0])
             time.sleep(0.0005)
 
     # Reading
 
-    def there(self, rank: int, topic: int, number: int) -> bool:
+    def has_arrived(self, rank: int, topic: int, number: int) -> bool:
         """Return True if that block has arrived or can no longer arrive, without waiting."""
         wanted, peer = (rank, topic, number), self._peers[rank]
-        if wanted not in self._here and not peer.left:
+        if wanted not in self._arrived and not peer.left:
             with self._lock:
                 self._hear(rank, peer)
-        return wanted in self._here or peer.left
+        return wanted in self._arrived or peer.left
 
     def find(
         self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]
@@ -370,10 +378,10 @@ class SharedMemoryPeers:
         Raise PeerLost if it does not come in time, or if ``nbytes`` is given and its size differs.
         """
         wanted = rank, topic, number
-        found = self._here.pop(wanted, None)
-        if found is None:
-            found = self._await(wanted, seconds)
-        digest, file, mark, start, size = found
+        arrival = self._arrived.pop(wanted, None)
+        if arrival is None:
+            arrival = self._await(wanted, seconds)
+        digest, file, mark, start, size = arrival
         if nbytes is not None and size != nbytes:
             raise PeerLost(
                 f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks run "
@@ -394,8 +402,36 @@ class SharedMemoryPeers:
         return {
             rank: self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
             for rank in self._peers
-            if (rank, _LAST_WORDS, 0) in self._here
+            if (rank, _LAST_WORDS, 0) in self._arrived
         }
+
+    def last_words_of(self, rank: int) -> bytes:
+        """Return the record that a rank has left at its end, or empty bytes.
+
+        Notes that a peer sent before it closed its connection are read first.
+        """
+        self._hear_last(rank)
+        if (rank, _LAST_WORDS, 0) not in self._arrived:
+            return b""
+        return self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
+
+    def left_silently(self) -> set[int]:
+        """Return the ranks that have closed their connection and have left no record."""
+        for rank in list(self._peers):
+            self._hear_last(rank)
+        return {
+            rank
+            for rank, peer in self._peers.items()
+            if peer.left and (rank, _LAST_WORDS, 0) not in self._arrived
+        }
+
+    def _hear_last(self, rank: int) -> None:
+        """Read the notes that a peer sent before it closed its connection."""
+        peer = self._peers[rank]
+        with self._lock, contextlib.suppress(OSError):
+            for _ in range(_LAST_NOTES):
+                if peer.notes is not None:
+                    self._hear(rank, peer)
 
     def _leave_for_all(self, topic: int, number: int, data: bytes) -> None:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -412,7 +448,7 @@ class SharedMemoryPeers:
     def has_report(self, rank: int) -> bool:
         """Return True if a report of that rank can be read now."""
         peer = self._peers.get(rank)
-        return peer is not None and (rank, _REPORTS, peer.reports) in self._here
+        return peer is not None and (rank, _REPORTS, peer.reports) in self._arrived
 
     def read_report(self, rank: int, seconds: float) -> bytes:
         """Return the next report of a rank, or empty bytes if it does not come in ``seconds``."""
@@ -432,11 +468,11 @@ class SharedMemoryPeers:
         """Discard a block that no code will read, now or when it arrives."""
         wanted = rank, topic, number
         with self._lock:
-            found = self._here.pop(wanted, None)
-            if found is None:
+            arrival = self._arrived.pop(wanted, None)
+            if arrival is None:
                 self._unwanted.add(wanted)
             elif not self._peers[rank].left:
-                self._file(rank, found[1]).read(found[2])
+                self._file(rank, arrival[1]).read(arrival[2])
 
     def _await(
         self, wanted: tuple[int, int, int], seconds: Callable[[], float]
@@ -451,11 +487,11 @@ class SharedMemoryPeers:
                     # A peer whose notes are not read cannot go on, and this rank may be waiting for
                     # a result of that peer.
                     self._hear_all()
-                found = self._here.pop(wanted, None)
-            if found is not None:
-                return found
+                arrival = self._arrived.pop(wanted, None)
+            if arrival is not None:
+                return arrival
             if peer.left:
-                raise PeerLost(f"rank {rank} has gone")
+                raise PeerLost(f"rank {rank} has gone", rank)
             looks += 1
             if looks <= _LOOKS:
                 os.sched_yield()
@@ -493,7 +529,7 @@ class SharedMemoryPeers:
                 self._unwanted.discard(name)
                 self._file(rank, file).read(mark)
             else:
-                self._here[name] = digest, file, mark, start, size
+                self._arrived[name] = digest, file, mark, start, size
 
     def _file(self, rank: int, number: int) -> _File:
         peer = self._peers[rank]

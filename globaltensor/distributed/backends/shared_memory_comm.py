@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...errors import GlobalTensorError
 from ..communicator import Handle, ReduceScatterHandle, as_bytes, combine
+from ..divergence import how_it_ended
 from ..world import ProcessWorld
 from .process_group_comm import P2PCommunicator, ProcessGroupCommunicator
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
@@ -67,20 +68,24 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         return self._near[device]
 
     def _meet(self) -> SharedMemoryPeers | None:
-        mine = neighbours(self.world)
-        told = pickle.dumps((host(), mine.name) if mine else ("", ""))
-        there = torch.frombuffer(bytearray(told.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8)
-        places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(
-            there, [_HOST_BYTES] * self.size
+        peers = neighbours(self.world)
+        own_address = pickle.dumps((host(), peers.name) if peers else ("", ""))
+        own_bytes = torch.frombuffer(
+            bytearray(own_address.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8
         )
-        found = [pickle.loads(place.numpy().tobytes()) for place in places]
-        if mine is None or {where for where, _ in found} != {host()}:
+        places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(
+            own_bytes, [_HOST_BYTES] * self.size
+        )
+        addresses = [pickle.loads(place.numpy().tobytes()) for place in places]
+        if peers is None or {where for where, _ in addresses} != {host()}:
             return None
         try:
-            mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self.world.patience)
+            peers.connect(
+                {self.ranks[i]: addresses[i][1] for i in self._others}, self.world.patience
+            )
         except PeerLost as error:
             raise self.broken("the first collective", error) from error
-        return mine
+        return peers
 
     # Primitives
 
@@ -109,9 +114,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             raise self._diverged(lambda data: self._reports(near, data))
         if part.nbytes != nbytes:
             sent = f"rank {self.ranks[i]} has sent {part.nbytes} bytes where {nbytes} were expected"
-            raise self.broken(
-                "a collective", PeerLost(f"{sent}: the ranks run different operations")
-            )
+            raise self._diverged(lambda data: self._reports(near, data), sent)
         return part
 
     def _reports(self, near: SharedMemoryPeers, data: bytes) -> list[bytes]:
@@ -126,11 +129,15 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
         That rank may have reported the reason.
         """
+        record = b"" if error.gone is None else near.last_words_of(error.gone)
         if self.world.compares and any(
             near.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
             return self._diverged(lambda data: self._reports(near, data))
-        return self.broken("a collective", error)
+        if error.gone is None:
+            return self.broken("a collective", error)
+        how, early = how_it_ended(record)
+        return self.broken("a collective", error, f"rank {error.gone} {how}", early)
 
     def _compare(self, device: torch.device) -> None:
         if self.near(device) is None:
@@ -162,19 +169,19 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self,
         near: SharedMemoryPeers,
         sends: Mapping[int, Tensor],
-        mine: Tensor,
+        own_flat: Tensor,
         op: str,
         out: Tensor,
     ) -> None:
-        """Send flat tensors, and combine ``mine`` with the received ones into ``out``.
+        """Send flat tensors, and combine ``own_flat`` with the received ones into ``out``.
 
-        ``out`` may be ``mine``. If all ranks get the same tensor, it is written once.
+        ``out`` may be ``own_flat``. If all ranks get the same tensor, it is written once.
         """
-        number, size, flats = self._next(), mine.itemsize, list(sends.values())
+        number, size, flats = self._next(), own_flat.itemsize, list(sends.values())
         same = len({id(flat) for flat in flats}) == 1
         step = _PIECE // size
         for k, at in enumerate(
-            range(0, max(mine.numel(), *(flat.numel() for flat in flats)), step)
+            range(0, max(own_flat.numel(), *(flat.numel() for flat in flats)), step)
         ):
             if same:
                 parts: list[_Left] = (
@@ -190,18 +197,21 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
                 ]
             if parts:
                 self._leave(near, number + k, parts, patient=True)
-            if mine.numel() > at:
-                self._add(near, number + k, _piece(mine, at, step), op, _piece(out, at, step))
+            if own_flat.numel() > at:
+                self._add(near, number + k, _piece(own_flat, at, step), op, _piece(out, at, step))
 
     def _add(
-        self, near: SharedMemoryPeers, number: int, mine: Tensor, op: str, out: Tensor
+        self, near: SharedMemoryPeers, number: int, own_piece: Tensor, op: str, out: Tensor
     ) -> None:
-        found = {i: self._find(near, number, i, mine.nbytes, self._digest) for i in self._others}
+        received = {
+            i: self._find(near, number, i, own_piece.nbytes, self._digest) for i in self._others
+        }
         parts = [
-            mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)
+            own_piece if i == self.index else received[i].data.view(own_piece.dtype)
+            for i in range(self.size)
         ]
         _combine_into(parts, op, out)
-        for part in found.values():
+        for part in received.values():
             part.done()
 
     # Collectives
@@ -293,13 +303,13 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         if flat.numel():
             self._leave(near, number, [(as_bytes(flat), self._others)])
         slots[self.index].copy_(flat)
-        there = [i for i in self._others if numels[i]]
+        senders = [i for i in self._others if numels[i]]
 
         def read(parts: Sequence[SharedBlock]) -> None:
-            for i, part in zip(there, parts, strict=True):
+            for i, part in zip(senders, parts, strict=True):
                 as_bytes(slots[i]).copy_(part.data)
 
-        return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in there], read)
+        return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in senders], read)
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         near = self.near(flat.device)
@@ -311,28 +321,34 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             self._move(near, [], {src: as_bytes(flat)})
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
-        mine = sends[self.index]
-        near = self.near(mine.device)
+        own_chunk = sends[self.index]
+        near = self.near(own_chunk.device)
         if near is None:
             return super()._reduce_scatter(sends, op)
-        out = torch.empty_like(mine)
-        self._fold(near, {i: sends[i] for i in self._others}, mine, op, out)
+        out = torch.empty_like(own_chunk)
+        self._fold(near, {i: sends[i] for i in self._others}, own_chunk, op, out)
         return out
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
-        mine = sends[self.index]
+        own_chunk = sends[self.index]
         near = (
-            self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+            self.near(own_chunk.device)
+            if max(s.nbytes for s in sends) * self.size <= _AHEAD
+            else None
         )
         if near is None:
             return super()._reduce_scatter_async(sends, op)
-        number, out = self._next(), torch.empty_like(mine)
+        number, out = self._next(), torch.empty_like(own_chunk)
         if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
             self._leave(near, number, parts)
-        there = self._others if mine.numel() else []
+        senders = self._others if own_chunk.numel() else []
         return ReduceScatterHandle(
             _Ahead(
-                self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)
+                self,
+                near,
+                number,
+                [(i, own_chunk.nbytes) for i in senders],
+                self._folding(own_chunk, op, out),
             ),
             lambda: out,
         )
@@ -352,24 +368,24 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         near = self.near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
         if near is None:
             return super()._all_reduce_async(flat, op)
-        number, mine = self._next(), flat.detach().view(-1)
-        self._leave(near, number, [(as_bytes(mine), self._others)])
+        number, own_flat = self._next(), flat.detach().view(-1)
+        self._leave(near, number, [(as_bytes(own_flat), self._others)])
         return _Ahead(
             self,
             near,
             number,
-            [(i, mine.nbytes) for i in self._others],
-            self._folding(mine, op, mine),
+            [(i, own_flat.nbytes) for i in self._others],
+            self._folding(own_flat, op, own_flat),
         )
 
     def _folding(
-        self, mine: Tensor, op: str, out: Tensor
+        self, own_flat: Tensor, op: str, out: Tensor
     ) -> Callable[[Sequence[SharedBlock]], None]:
-        def read(found: Sequence[SharedBlock]) -> None:
-            if not found:
+        def read(blocks: Sequence[SharedBlock]) -> None:
+            if not blocks:
                 return
-            parts = [part.data.view(mine.dtype) for part in found]
-            parts.insert(self.index, mine)
+            parts = [part.data.view(own_flat.dtype) for part in blocks]
+            parts.insert(self.index, own_flat)
             _combine_into(parts, op, out)
 
         return read
@@ -391,30 +407,32 @@ class _Ahead:
         comm: SharedMemoryCommunicator,
         near: SharedMemoryPeers,
         number: int,
-        there: Sequence[tuple[int, int]],
+        pending: Sequence[tuple[int, int]],
         read: Callable[[Sequence[SharedBlock]], None],
     ) -> None:
-        self._comm, self._near, self._number, self._there, self._read = (
+        self._comm, self._near, self._number, self._pending, self._read = (
             comm,
             near,
             number,
-            list(there),
+            list(pending),
             read,
         )
         self._digest = comm._digest
 
     def wait(self) -> None:
-        found = []
-        while self._there:
-            found.append(self._comm._find(self._near, self._number, *self._there[0], self._digest))
-            del self._there[0]
-        if found:
-            self._read(found)
-        for part in found:
+        blocks = []
+        while self._pending:
+            blocks.append(
+                self._comm._find(self._near, self._number, *self._pending[0], self._digest)
+            )
+            del self._pending[0]
+        if blocks:
+            self._read(blocks)
+        for part in blocks:
             part.done()
 
     def __del__(self) -> None:
-        for i, _ in self._there:
+        for i, _ in self._pending:
             self._near.forget(self._comm.ranks[i], self._comm._topic, self._number)
 
 

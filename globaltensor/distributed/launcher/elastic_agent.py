@@ -234,12 +234,12 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _lost_mpirun(self, team: LocalWorkers, mpirun: Mpirun) -> RunResult:
-        self.code, told = mpirun.epitaph()
+        self.code, epitaph = mpirun.epitaph()
         if self._watch is not None:
-            self._watch.tell(told, self.code, self._remaining_restarts == 0)
+            self._watch.tell(epitaph, self.code, self._remaining_restarts == 0)
         self._end(team)
         say(
-            f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
+            f"{epitaph}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
             f"connected had to be stopped too"
         )
         self._announce_restart()
@@ -345,7 +345,7 @@ def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
     The path "" is the console. Any other path is a file, and also the console if the stream is
     teed.
     """
-    kept = number == STDERR
+    save_tail = number == STDERR
     if path in ("", os.devnull):
-        return Stream(number if not path else None, kept=kept)
+        return Stream(number if not path else None, save_tail=save_tail)
     return Stream(number if teed else None, Path(path), prefix.encode() if teed else b"")

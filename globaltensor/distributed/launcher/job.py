@@ -25,13 +25,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..._base.error_line import in_one_line
 from ..._base.writable_path import check_writable
 from ...errors import WorldError
 from ..network import is_here, own_address
 from .elastic_agent import Signals
 from .node_rendezvous import CONNECT_SECONDS, Interruptible, StaticRendezvous
 
-__all__ = ["ROLE", "Job", "Output", "in_one_line"]
+__all__ = ["ROLE", "Job", "Output"]
 
 ROLE: Final = "default"
 
@@ -134,14 +135,15 @@ class Job:
 
     def __post_init__(self) -> None:
         least, most = self.nnodes
-        told = str(most) if least == most else f"{least}:{most}"
+        node_range = str(most) if least == most else f"{least}:{most}"
         if self.nproc_per_node < 1:
             raise WorldError(
                 f"--nproc_per_node {self.nproc_per_node}: at least 1 process must be started"
             )
         if not 1 <= least <= most:
             raise WorldError(
-                f"--nnodes {told}: must be a number of nodes (machines), at least 1, or MIN:MAX"
+                f"--nnodes {node_range}: must be a number of nodes (machines), at least 1, or "
+                f"MIN:MAX"
             )
         if not 0 <= self.port < 1 << 16:
             raise WorldError(f"--master_port {self.port}: a port is from 1 to 65535")
@@ -153,8 +155,8 @@ class Job:
         if self.rdzv_backend == "static":
             if least != most:
                 raise WorldError(
-                    f"--nnodes {told} needs --rdzv_backend c10d and --rdzv_endpoint HOST:PORT: a "
-                    f"static rendezvous has a fixed number of nodes"
+                    f"--nnodes {node_range} needs --rdzv_backend c10d and --rdzv_endpoint "
+                    f"HOST:PORT: a static rendezvous has a fixed number of nodes"
                 )
             if not 0 <= self.node_rank < most:
                 raise WorldError(
@@ -173,8 +175,8 @@ class Job:
                 "or by srun"
             )
             raise WorldError(
-                f"--backend mpi with --nnodes {told}: the launcher makes an MPI world on one node "
-                f"only; {mend}"
+                f"--backend mpi with --nnodes {node_range}: the launcher makes an MPI world on one "
+                f"node only; {mend}"
             )
 
     def rendezvous(self, signals: Signals) -> RendezvousHandler:
@@ -212,7 +214,7 @@ class Job:
                 local or host.strip("[]"),
             )
         local = local or own_address(host.strip("[]") or endpoint)
-        given = RendezvousParameters(
+        parameters = RendezvousParameters(
             self.rdzv_backend,
             endpoint,
             self.rdzv_id or "none",
@@ -222,7 +224,7 @@ class Job:
         )
         try:
             with signals.at_once():
-                return Interruptible(get_rendezvous_handler(given), signals.at_once)
+                return Interruptible(get_rendezvous_handler(parameters), signals.at_once)
         except (RendezvousError, ValueError, ImportError) as error:
             raise WorldError(
                 f"--rdzv_backend {self.rdzv_backend} at {self.rdzv_endpoint}: {in_one_line(error)}"
@@ -272,12 +274,3 @@ def _timeout() -> float:
             f"the environment variable GLOBALTENSOR_TIMEOUT is {text!r}: a number of seconds is "
             f"needed"
         ) from None
-
-
-def in_one_line(error: BaseException | None) -> str:
-    """Return an error and its causes in one line."""
-    words = []
-    while error is not None:
-        words.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        error = error.__cause__
-    return "; ".join(words)

@@ -55,14 +55,14 @@ def say(text: str) -> None:
 class Stream:
     """The stdout or stderr of a rank.
 
-    ``console`` is the descriptor where it is shown (1 or 2), or None. If ``kept`` is True, its end
-    is saved for a report.
+    ``console`` is the descriptor where it is shown (1 or 2), or None. If ``save_tail`` is True, its
+    end is saved for a report.
     """
 
     console: int | None
     path: Path | None = None
     prefix: bytes = b""
-    kept: bool = False
+    save_tail: bool = False
     ours: int = -1  # our end of the channel, or -1
     theirs: int | None = None  # the rank's end, or None for the launcher's own descriptor
     said: bytes = b""
@@ -79,9 +79,9 @@ class Stream:
             self.file = open(self.path, "ab" if again else "wb", buffering=0)  # noqa: SIM115 - closed in close()
         if self.console is None and self.file is not None:
             self.theirs = os.dup(self.file.fileno())
-        elif self.console is None and not self.kept:
+        elif self.console is None and not self.save_tail:
             self.theirs = os.open(os.devnull, os.O_WRONLY)
-        elif self.file is not None or self.kept or self.prefix:
+        elif self.file is not None or self.save_tail or self.prefix:
             self.ours, self.theirs = _channel(self.console)
 
     def started(self) -> None:

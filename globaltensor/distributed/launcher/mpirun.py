@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ..._base.extras import install_extra
 from ...errors import WorldError
 from .log_streams import Pump, Stream
 from .workers import Process, Rank, signal_name, stdin, tethered
@@ -39,17 +40,18 @@ def find_mpirun() -> str:
     Raise WorldError if there is none.
     """
     beside = [Path(sys.executable).parent / name for name in ("mpirun", "mpiexec")]
-    found = (
+    mpirun = (
         next((str(path) for path in beside if os.access(path, os.X_OK)), None)
         or shutil.which("mpirun")
         or shutil.which("mpiexec")
     )
-    if found is None:
+    if mpirun is None:
         raise WorldError(
             "--backend mpi needs mpirun, but it is neither in the folder of this Python nor on the "
-            "PATH: pip install 'globaltensor[mpi]', or load an MPI module"
+            "PATH: load an MPI module, or install the extra 'mpi', which has one: "
+            f"{install_extra('mpi')}"
         )
-    return found
+    return mpirun
 
 
 def options(program: str) -> list[str]:
@@ -100,11 +102,11 @@ class Shimmed:
         if self._code is None:
             with contextlib.suppress(BlockingIOError):
                 try:
-                    told = self._connection.recv(64)
+                    exit_code = self._connection.recv(64)
                 except ConnectionError:
-                    told = b""
+                    exit_code = b""
                 # A killed shim takes its rank with it.
-                self._code = int(told) if told else -9
+                self._code = int(exit_code) if exit_code else -9
         return self._code
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ class Mpirun:
         self._process: subprocess.Popen[bytes] | None = None
         self._room: tempfile.TemporaryDirectory[str] | None = None
         self._shims: list[Shimmed] = []
-        self._said = Stream(None, kept=True)
+        self._said = Stream(None, save_tail=True)
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Start these ranks, which must be all ranks of the world.
@@ -151,7 +153,7 @@ class Mpirun:
                     rank.process = self._hand_over(connection, rank)
 
     def _begin(self, n: int, folder: str) -> None:
-        self._said = Stream(None, kept=True)
+        self._said = Stream(None, save_tail=True)
         self._said.open()
         self._pump.add(self._said)
         shim = [sys.executable, "-I", "-S", str(_SHIM), f"{folder}/door"]

@@ -81,10 +81,14 @@ def watch(pid: int, launcher: socket.socket) -> None:
         if launcher in ready and not launcher.recv(1 << 12):
             break
         # The process is not reaped, so that its pid is not reused until its group is killed.
-        told = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if alive else None
-        if told is not None:
+        exit_info = (
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if alive else None
+        )
+        if exit_info is not None:
             alive = False
-            code = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+            code = (
+                exit_info.si_status if exit_info.si_code == os.CLD_EXITED else -exit_info.si_status
+            )
             launcher.sendall(f"{code}\n".encode())
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if alive or code:

@@ -157,7 +157,7 @@ class StaticRendezvous(RendezvousHandler):
         return self.server
 
     def _reached(self) -> Store:
-        where, began, told = f"{self.addr}:{self.port}", time.monotonic(), 0.0
+        where, began, last_notice = f"{self.addr}:{self.port}", time.monotonic(), 0.0
         while True:
             self._check()
             try:
@@ -166,7 +166,7 @@ class StaticRendezvous(RendezvousHandler):
             except OSError as error:
                 waited, why = time.monotonic() - began, _reason(error)
             if waited > self._connect:
-                told_why = (
+                problem = (
                     f"node {self.rank} cannot reach node 0 at {where}: {why}, for "
                     f"{self._connect:g} s"
                 )
@@ -175,10 +175,10 @@ class StaticRendezvous(RendezvousHandler):
                     "of node 0, and does a firewall block the connection?"
                 )
                 raise WorldError(
-                    f"{told_why}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)"
+                    f"{problem}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)"
                 )
-            if waited - told > _TELL_SECONDS:
-                told = waited
+            if waited - last_notice > _TELL_SECONDS:
+                last_notice = waited
                 say(f"node {self.rank} waits for node 0 at {where} ({why})")
             time.sleep(5 * _TICK_SECONDS)
         try:
@@ -197,7 +197,7 @@ class StaticRendezvous(RendezvousHandler):
         Each node publishes its card and compares it: node 0 with every node's, the others with node
         0's.
         """
-        mine = {
+        own_card = {
             "nnodes": self.nodes,
             "nproc_per_node": self.nproc,
             "host": socket.gethostname(),
@@ -210,8 +210,8 @@ class StaticRendezvous(RendezvousHandler):
                 f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid "
                 f"{first['pid']}) has it; each node needs a different number"
             )
-        store.set(f"card/{self.rank}", json.dumps(mine))
-        until, told = time.monotonic() + self._timeout, time.monotonic()
+        store.set(f"card/{self.rank}", json.dumps(own_card))
+        until, last_notice = time.monotonic() + self._timeout, time.monotonic()
         for other in range(1, self.nodes) if self.rank == 0 else [0]:
             while not store.check([f"card/{other}"]):
                 self._heed(store)
@@ -221,14 +221,14 @@ class StaticRendezvous(RendezvousHandler):
                         f"node {other} of {self.nodes} has not connected to "
                         f"{self.addr}:{self.port} within {self._timeout:g} s",
                     )
-                if time.monotonic() - told > _TELL_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - last_notice > _TELL_SECONDS:
+                    last_notice = time.monotonic()
                     say(
                         f"node {self.rank} waits at {self.addr}:{self.port} for node {other} of "
                         f"{self.nodes}"
                     )
                 time.sleep(_TICK_SECONDS)
-            self._compare(store, other, json.loads(store.get(f"card/{other}")), mine)
+            self._compare(store, other, json.loads(store.get(f"card/{other}")), own_card)
         if self.rank == 0:
             store.set("go", "")
         while not store.check(["go"]):
@@ -251,17 +251,18 @@ class StaticRendezvous(RendezvousHandler):
             if time.monotonic() > until:
                 return {"host": "?", "pid": "?"}
             time.sleep(_TICK_SECONDS)
-        found: dict[str, object] = json.loads(store.get(f"card/{self.rank}"))
-        return found
+        card: dict[str, object] = json.loads(store.get(f"card/{self.rank}"))
+        return card
 
     def _compare(
-        self, store: Store, node: int, theirs: dict[str, object], mine: dict[str, object]
+        self, store: Store, node: int, other_card: dict[str, object], own_card: dict[str, object]
     ) -> None:
         for option in ("nnodes", "nproc_per_node"):
-            if theirs[option] != mine[option]:
+            if other_card[option] != own_card[option]:
                 what = (
-                    f"node {node} ({theirs['host']}) was started with --{option} "
-                    f"{theirs[option]}, node {self.rank} ({mine['host']}) with {mine[option]}"
+                    f"node {node} ({other_card['host']}) was started with --{option} "
+                    f"{other_card[option]}, node {self.rank} ({own_card['host']}) with "
+                    f"{own_card[option]}"
                 )
                 self._give_up(
                     store,
@@ -392,14 +393,14 @@ class NodeMonitor:
 
         def post() -> int:
             if self._store.add("failures", 1) == 1:
-                told = {
+                failure = {
                     "node": self._rank,
                     "host": socket.gethostname(),
                     "what": what,
                     "code": code,
                     "final": final,
                 }
-                self._store.set("failure", json.dumps(told))
+                self._store.set("failure", json.dumps(failure))
                 return self._store.add("heard", int(self._rank > 0))
             if self._store.check(["failure"]):
                 self._hear(json.loads(self._store.get("failure")))
@@ -510,11 +511,11 @@ class NodeMonitor:
                         f"{self.where}, is gone"
                     )
 
-    def _hear(self, told: dict[str, object]) -> None:
-        if told["node"] != self._rank and not self._news:
+    def _hear(self, failure: dict[str, object]) -> None:
+        if failure["node"] != self._rank and not self._news:
             self._store.add("heard", 1)
-            self.code, self.final = int(str(told["code"])), bool(told["final"])
-            self._news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
+            self.code, self.final = int(str(failure["code"])), bool(failure["final"])
+            self._news = f"node {failure['node']} ({failure['host']}) has failed: {failure['what']}"
 
     def _beat(self) -> None:
         """Show that this launcher lives, and check others.

@@ -1,6 +1,6 @@
 """The launcher's command line: OneFlow's options and torchrun's. ``distributed.launch`` calls it.
 
-Each option may also be spelled with dashes, or given by torchrun's variable ``PET_<OPTION>``.
+An option may also be spelled with dashes. torchrun's variable ``PET_<OPTION>`` sets it too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _EXAMPLES: Final = (
     "%(prog)s --nnodes 1:4 --max_restarts 3 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29400 --rdzv_id job7 train.py     (the same on each)",  # noqa: E501
 )
 _EPILOG: Final = """\
-Every option can be given as a variable too, PET_NPROC_PER_NODE for --nproc_per_node, as Kubernetes'
-PyTorch jobs do. More: docs/environment.md"""
+A variable can set each option: PET_NPROC_PER_NODE sets --nproc_per_node. Kubernetes' PyTorch jobs
+set such variables. docs/environment.md describes the launcher."""
 
 
 def parser(prog: str = "python -m globaltensor.distributed.launch") -> CommandParser:

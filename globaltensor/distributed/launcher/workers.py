@@ -67,7 +67,7 @@ class Rank:
     command: Sequence[str]
     variables: Mapping[str, str]
     out: Stream = field(default_factory=lambda: Stream(STDOUT))
-    err: Stream = field(default_factory=lambda: Stream(STDERR, kept=True))
+    err: Stream = field(default_factory=lambda: Stream(STDERR, save_tail=True))
     process: Process | None = None
     told_to_end: bool = False
 

@@ -76,7 +76,7 @@ def pack(value: object) -> SerializedValue:
     AttributeError ...
     """
     # Keyed by id, so the tensors must live until the end.
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
 
     def index(tensor: object) -> int | None:
         if (
@@ -85,10 +85,10 @@ def pack(value: object) -> SerializedValue:
             or tensor.is_meta
         ):
             return None
-        return kept.setdefault(id(tensor), (len(kept), tensor))[0]
+        return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
 
     body = _pickled(value, index)
-    return SerializedValue(body, tuple(_sent(tensor) for _, tensor in kept.values()))
+    return SerializedValue(body, tuple(_sent(tensor) for _, tensor in tensors.values()))
 
 
 def _pickled(value: object, index: Any) -> bytes:
@@ -139,8 +139,10 @@ def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None
     which in a world of one are the full values.
     """
     parts = [t.part for t in parcel.global_tensors] if wholes is None else list(wholes)
-    these = iter(parts)
-    tensors = [_received(t, t.part if t.spec is None else next(these)) for t in parcel.tensors]
+    replacements = iter(parts)
+    tensors = [
+        _received(t, t.part if t.spec is None else next(replacements)) for t in parcel.tensors
+    ]
 
     class Unpacker(pickle.Unpickler):
         def persistent_load(self, index: int) -> torch.Tensor:
@@ -184,22 +186,22 @@ def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tenso
     for rank in spec.placement.flat:
         theirs = sent[rank][k].spec if k < len(sent[rank]) else None
         if theirs is not spec:
-            told = (
+            returned = (
                 f"{theirs} as number {k} of its global tensors"
                 if theirs
                 else f"only {len(sent[rank])} global tensor(s)"
             )
             raise WorldError(
                 f"one rank returned {spec} as number {k} of its global tensors, but rank {rank}, "
-                f"which holds a shard of it, returned {told}: return the same global tensors on "
-                "all ranks, or return x.to_local() for a rank's local tensor"
+                f"which holds a shard of it, returned {returned}: return the same global tensors "
+                "on all ranks, or return x.to_local() for a rank's local tensor"
             )
-    here = spec.replace(placement=Placement("cpu", spec.placement.ranks))
+    cpu_spec = spec.replace(placement=Placement("cpu", spec.placement.ranks))
     parts = {rank: sent[rank][k].part for rank in spec.placement.flat}
 
     def boxed() -> torch.Tensor:
-        x: Any = _wrap[0](parts.get(world().rank, placeholder(here)), here)
-        value: torch.Tensor = x.to_global(sbp=here.replicated().layout).to_local()
+        x: Any = _wrap[0](parts.get(world().rank, placeholder(cpu_spec)), cpu_spec)
+        value: torch.Tensor = x.to_global(sbp=cpu_spec.replicated().layout).to_local()
         return value
 
     found: torch.Tensor = simulate(len(sent), boxed)[spec.placement.flat[0]]

@@ -126,26 +126,26 @@ def _check(nprocs: int, timeout: float | None, start_timeout: float) -> None:
         place = detect(os.environ)
         rank, size = (place.rank, place.world_size) if place else (0, 1)
     if size > 1:
-        told = (
+        problem = (
             f"globaltensor.run was called on rank {rank} of {size}, but it starts a world of "
             f"its own"
         )
         raise WorldError(
-            f"{told}: call the function itself, as every rank does, or call run from a process "
+            f"{problem}: call the function itself, as every rank does, or call run from a process "
             f"that is no rank"
         )
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
     sources = {
-        name: found[2]
-        for name, found in list(linecache.cache.items())
-        if len(found) == 4 and not os.path.exists(name)
+        name: entry[2]
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
     }
     try:
         return RemoteCall(pack((fn, args)), list(sys.argv), sources)
     except Exception as error:
-        told = (
+        problem = (
             f"globaltensor.run cannot send {getattr(fn, '__name__', fn)} and its arguments to "
             f"the ranks: {type(error).__name__}: {error}"
         )
@@ -158,7 +158,7 @@ def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
                 "functions of a notebook, lambdas and closures need cloudpickle (pip install "
                 "cloudpickle)"
             )
-        raise WorldError(f"{told}; {mend}") from error
+        raise WorldError(f"{problem}; {mend}") from error
 
 
 @dataclass
@@ -187,7 +187,7 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
         _PROGRAM.format(rank=rank, parent=parent),
         str(folder),
     ]
-    told = {
+    rank_variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": n,
@@ -209,15 +209,15 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
     variables |= {
         "MASTER_ADDR": "127.0.0.1",
         VARIABLE: backend,
-        **{name: str(value) for name, value in told.items()},
+        **{name: str(value) for name, value in rank_variables.items()},
     }
     return Rank(
         rank,
         rank,
         command,
         variables,
-        _ConsoleStream(None, kept=True, where=sys.stdout),
-        _ConsoleStream(None, kept=True, where=sys.stderr),
+        _ConsoleStream(None, save_tail=True, where=sys.stdout),
+        _ConsoleStream(None, save_tail=True, where=sys.stderr),
     )
 
 
@@ -299,22 +299,24 @@ class RunningCall:
         if failure is None:
             words = "".join(f"\n| {line}" for line in rank.last_words())
             raise WorldError(f"{rank.epitaph()}; the function had not returned{words}")
-        told = WorldError(f"rank {rank.rank} of {self.n} failed:\n{failure.traceback.rstrip()}")
+        rank_error = WorldError(
+            f"rank {rank.rank} of {self.n} failed:\n{failure.traceback.rstrip()}"
+        )
         if failure.error is None:
-            raise told
+            raise rank_error
         try:
             error: Exception = unpack(failure.error)
         except Exception:  # unpickling may need objects that only the ranks have
-            raise told from None
+            raise rank_error from None
         noted(error, f"(on rank {rank.rank} of {self.n}, in globaltensor.run)")
-        raise error from told
+        raise error from rank_error
 
     def _failure(self, rank: Rank) -> Failure | None:
         """Return the failure that a rank has written, or None if it died without writing one."""
         if not self._has("failure", rank):
             return None
-        found: Failure = pickle.loads((self.folder / f"failure.{rank.rank}").read_bytes())
-        return found
+        failure: Failure = pickle.loads((self.folder / f"failure.{rank.rank}").read_bytes())
+        return failure
 
     def _late(self, ranks: Sequence[Rank], how: str) -> None:
         for rank in ranks:

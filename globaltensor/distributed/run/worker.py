@@ -68,9 +68,9 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
     _tell_where_when_asked(folder / f"stack.{rank}")
     try:
         result = _answer(folder, rank)
-        here = running()
-        if isinstance(here, ProcessWorld):
-            here.check_end()
+        this_world = running()
+        if isinstance(this_world, ProcessWorld):
+            this_world.check_end()
     except BaseException as error:  # any error is reported to the caller of run
         _write(
             Failure(time.time(), _traceback(error), _sendable(error)), folder / f"failure.{rank}"
@@ -97,12 +97,12 @@ def _answer(folder: Path, rank: int) -> SerializedValue:
     try:
         return pack(result)
     except Exception as error:
-        told = (
+        problem = (
             f"rank {rank} cannot send back what {getattr(fn, '__name__', fn)} returned, a "
             f"{type(result).__name__}: {error}"
         )
         raise WorldError(
-            f"{told}; return numbers, text, tensors, or lists and dicts of them"
+            f"{problem}; return numbers, text, tensors, or lists and dicts of them"
         ) from error
 
 

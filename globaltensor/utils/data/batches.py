@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..._base.pytree import replaced, tensors_in
+from ..._base.pytree import replaced, structure, tensors_in
 from ..._tensor.convert import check_placement, spec_of
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.promote import check_replicated
 from ...distributed.world import placeholder, world
-from ...errors import GlobalTensorError, SbpError
+from ...errors import DivergenceError, GlobalTensorError, SbpError
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.tensor_kinds import Described, described, refuse
@@ -22,9 +22,9 @@ from ...sharding.tensor_kinds import Described, described, refuse
 __all__ = ["GlobalBatches"]
 
 _END = object()
-#: The message of a rank about its batch: its structure, and shape and dtype (`described`) of each
-#: tensor. It is None if the rank's loader has ended.
-_Told = tuple[Any, list[Described]]
+#: The message of a rank about its batch: its number, its structure, and shape and dtype
+#: (`described`) of each tensor. It is None if the rank's loader has ended.
+_BatchHeader = tuple[int, Any, list[Described]]
 
 
 class GlobalBatches:
@@ -81,42 +81,45 @@ class GlobalBatches:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        here = world()
-        inside = self.placement.coordinate(here.rank) is not None
+        this_world = world()
+        inside = self.placement.coordinate(this_world.rank) is not None
         batches = iter(self.loader) if inside else iter(())
         number = 0
         while True:
             batch = next(batches, _END)
             tensors = tensors_in(batch, []) if batch is not _END else []
-            mine = (
+            own_header = (
                 None
                 if batch is _END
                 else (
+                    number,
                     replaced(batch, iter([torch.empty(0)] * len(tensors))),
                     [described(t) for t in tensors],
                 )
             )
-            told: Sequence[_Told | None] = (
-                here.comm(tuple(range(here.size))).all_gather_object(mine)
-                if here.size > 1
-                else [mine]
+            headers: Sequence[_BatchHeader | None] = (
+                this_world.comm(tuple(range(this_world.size))).all_gather_object(
+                    own_header, "GlobalBatches"
+                )
+                if this_world.size > 1
+                else [own_header]
             )
-            if not self._go_on(told, number):
+            if not self._go_on(headers, number):
                 return
-            shell, metas = told[here.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
+            _, shell, metas = headers[this_world.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
             parts = [
-                self._joined(i, tensors[i] if inside else None, told) for i in range(len(metas))
+                self._joined(i, tensors[i] if inside else None, headers) for i in range(len(metas))
             ]
             number += 1
             yield replaced(shell, iter(parts))
 
-    def _go_on(self, told: Sequence[_Told | None], number: int) -> bool:
+    def _go_on(self, headers: Sequence[_BatchHeader | None], number: int) -> bool:
         """Return True if every rank has another batch, and False if the iteration ends.
 
         Raises GlobalTensorError if some ranks have no other batch, or batches of another
-        structure."""
+        structure, and DivergenceError if a rank has begun the iteration again."""
         ranks = self.placement.flat
-        ended = [r for r in ranks if told[r] is None]
+        ended = [r for r in ranks if headers[r] is None]
         if ended:
             if len(ended) < len(ranks) and self.uneven == "error":
                 going = min(set(ranks) - set(ended))
@@ -127,19 +130,30 @@ class GlobalBatches:
                     "leave the rest unread"
                 )
             return False
-        counts = {r: len(told[r][1]) for r in ranks}  # type: ignore[index]
-        if len(set(counts.values())) > 1:
-            raise GlobalTensorError(
-                "GlobalBatches: batches have different structures on different ranks; numbers of "
-                f"tensors by rank: {counts}"
-            )
+        first, numbers = ranks[0], {r: headers[r][0] for r in ranks}  # type: ignore[index]
+        structures = {r: structure(headers[r][1]) for r in ranks}  # type: ignore[index]
+        for r in ranks:
+            if numbers[r] != numbers[first]:
+                raise DivergenceError(
+                    f"GlobalBatches: rank {first} reads batch {numbers[first]}, rank {r} batch "
+                    f"{numbers[r]}: a rank has begun the iteration again, or has left out a batch. "
+                    "All ranks must iterate together"
+                )
+            if structures[r] != structures[first]:
+                counts = {r: len(headers[r][2]) for r in ranks}  # type: ignore[index]
+                raise GlobalTensorError(
+                    "GlobalBatches: batches have different structures on different ranks; numbers "
+                    f"of tensors by rank: {counts}\n  rank {first} has  {structures[first]}\n"
+                    f"  rank {r} has  {structures[r]}\n"
+                    "Each rank's loader must yield the same keys and containers, in the same order"
+                )
         return True
 
     def _joined(
-        self, i: int, local: torch.Tensor | None, told: Sequence[_Told | None]
+        self, i: int, local: torch.Tensor | None, headers: Sequence[_BatchHeader | None]
     ) -> GlobalTensor:
-        here, where = world(), self.placement
-        held = {r: told[r][1][i] for r in where.flat}  # type: ignore[index]
+        this_world, where = world(), self.placement
+        held = {r: headers[r][2][i] for r in where.flat}  # type: ignore[index]
         refuse(f"GlobalBatches: tensor {i} of a batch", held)
         dims = len(held[where.flat[0]][0])
         layout: list[Sbp] = [e if e.is_split and e.dim < dims else broadcast for e in self.layout]
@@ -147,7 +161,7 @@ class GlobalBatches:
         if local is None:
             return GlobalTensor.wrap(placeholder(spec), spec)
         alike = [a for a, e in enumerate(layout) if e.is_broadcast]
-        same = where.fiber(here.rank, alike) if alike else ()
+        same = where.fiber(this_world.rank, alike) if alike else ()
         if len(same) > 1:
             check_replicated(
                 local,
@@ -155,4 +169,4 @@ class GlobalBatches:
                 f"tensor {i} of a batch, on ranks that are to read the same rows",
                 place=("GlobalBatches", i),
             )
-        return GlobalTensor.wrap(local.to(here.device(where.type)), spec)
+        return GlobalTensor.wrap(local.to(this_world.device(where.type)), spec)

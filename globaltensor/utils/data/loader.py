@@ -8,18 +8,20 @@ all ranks.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.utils import data
 
-from ..._base.pytree import replaced, tensors_in
+from ..._base.pytree import replaced, structure, tensors_in
 from ..._tensor.convert import check_placement
 from ..._tensor.global_tensor import GlobalTensor
 from ...boxing import log
 from ...distributed.world import placeholder, world
-from ...errors import GlobalTensorError, SbpError, ShapeError
+from ...errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.spec import Spec
@@ -27,6 +29,15 @@ from .prefetch import on_device
 from .sampler import DistributedSampler
 
 __all__ = ["GlobalDataLoader"]
+
+#: Options of torch's DataLoader that this loader sets itself, and what to pass instead.
+_SET_HERE = {
+    "batch_sampler": "pass sampler, batch_size and drop_last: each rank reads its share of a batch",
+    "generator": "pass seed, or a sampler with a generator of its own",
+}
+_SHOWN_ROWS = 6  # number of rows that an error shows
+#: First element of the message that ranks exchange when an iteration begins.
+_BEGIN = "begin"
 
 
 class GlobalDataLoader:
@@ -51,7 +62,9 @@ class GlobalDataLoader:
     All ranks of the world must iterate together, with those outside the placement.
     ``check_meta=False`` omits the exchange of shapes with each batch, unless something else needs
     it. This is right only if every rank's share has the same trailing shape and dtypes. Raises
-    SbpError, PlacementError, and ShapeError if the ranks' shares do not form one batch.
+    SbpError, PlacementError, and ShapeError if the ranks' shares do not form one batch. Raises
+    DivergenceError, when an iteration begins, if ranks have other epochs, seeds, positions,
+    datasets or orders of the samples.
     """
 
     def __init__(
@@ -80,6 +93,8 @@ class GlobalDataLoader:
                 f"GlobalDataLoader: batch_size is the number of samples in a global batch, at "
                 f"least 1, not {batch_size}"
             )
+        for name in _SET_HERE.keys() & options.keys():
+            raise GlobalTensorError(f"GlobalDataLoader: {name} cannot be passed: {_SET_HERE[name]}")
         if sampler is not None and shuffle:
             raise GlobalTensorError(
                 "GlobalDataLoader: sampler and shuffle both set the order of the samples: pass "
@@ -148,17 +163,17 @@ class GlobalDataLoader:
         """Continue from the position of a ``state_dict``.
 
         Raises GlobalTensorError if the state belongs to other batches than this loader's."""
-        mine = self.state_dict()
-        if missing := [name for name in mine if name not in state]:
+        own_state = self.state_dict()
+        if missing := [name for name in own_state if name not in state]:
             has = ", ".join(map(str, state)) or "nothing"
             raise GlobalTensorError(
                 f"GlobalDataLoader: this is no state of a loader: it has no {', '.join(missing)} "
                 f"(but {has})"
             )
         other = [
-            f"{name} {state[name]} (here {mine[name]})"
-            for name in mine
-            if name not in ("epoch", "batches") and state[name] != mine[name]
+            f"{name} {state[name]} (here {own_state[name]})"
+            for name in own_state
+            if name not in ("epoch", "batches") and state[name] != own_state[name]
         ]
         if other:
             raise GlobalTensorError(
@@ -172,6 +187,7 @@ class GlobalDataLoader:
         batches = list(data.BatchSampler(self.sampler, self.batch_size, self.drop_last))[
             self._begin :
         ]
+        self._check_order(batches)
         self._done, self._begin = self._begin, 0
         read: Iterator[Any] = iter(())
         if self._loader is not None:
@@ -179,10 +195,79 @@ class GlobalDataLoader:
             self._rows.batches = [rows for rows in map(self._share.rows, batches) if rows]
             read = on_device(map(_plain, self._loader), world().device(self.placement.type))
         for batch in batches:
-            mine = next(read) if self._share.reads and self._share.rows(batch) else None
-            out = self._share.assemble(mine, len(batch), self.check_meta)
+            own_share = next(read) if self._share.reads and self._share.rows(batch) else None
+            position = self.epoch, self._done
+            out = self._share.assemble(own_share, len(batch), self.check_meta, position)
             self._done += 1
             yield out
+
+    def _check_order(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Raise DivergenceError, on every rank, if the ranks would not read the same batches.
+
+        The ranks of the placement compare everything that decides the order. The others compare
+        the sizes of the batches only."""
+        this_world = world()
+        if this_world.size == 1:
+            return
+        rows = [row for batch in batches for row in batch]
+        own = {
+            "batches": f"{len(batches)} ({len(rows)} samples)",
+            "epoch": self.epoch,
+            "the position in the epoch": self._begin,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "the length of the dataset": len(self.dataset),
+            "the order of the samples": _order(rows),
+        }
+        messages = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            (_BEGIN, own), "GlobalDataLoader"
+        )
+        _check_stage(messages)
+        ranks = self.placement.flat
+        first = ranks[0]
+        for name in own:
+            for r in range(this_world.size) if name == "batches" else ranks:
+                if messages[r][1][name] != messages[first][1][name]:
+                    raise DivergenceError(
+                        f"GlobalDataLoader: rank {r} would read other batches than rank {first}: "
+                        f"{name} is {messages[r][1][name]} on rank {r}, "
+                        f"{messages[first][1][name]} on rank {first}. Every rank needs the same "
+                        "dataset, the same seed and epoch (set_epoch), the same position "
+                        "(load_state_dict), and a sampler that yields the same indices"
+                    )
+
+
+def _order(rows: Sequence[Any]) -> str:
+    """Return a text of the rows to read: the first ones, and a digest of all."""
+    try:
+        data_bytes = array("q", rows).tobytes()
+    except (TypeError, OverflowError):  # keys that are no numbers
+        data_bytes = repr(rows).encode()
+    first = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
+    return f"[{first}] (digest {hashlib.blake2b(data_bytes, digest_size=8).hexdigest()})"
+
+
+def _check_stage(messages: Sequence[tuple[Any, Any]]) -> None:
+    """Raise DivergenceError if the ranks are at different batches, or some begin an iteration.
+
+    The first element of each rank's message is `_BEGIN`, or the epoch and the batch that it reads.
+    """
+    first = messages[0][0]
+    for r, (stage, _) in enumerate(messages):
+        if stage != first:
+            raise DivergenceError(
+                f"GlobalDataLoader: rank 0 {_spelled_stage(first)}, but rank {r} "
+                f"{_spelled_stage(stage)}: all ranks must begin an iteration together, and read "
+                "the same number of batches from it"
+            )
+
+
+def _spelled_stage(stage: Any) -> str:
+    if stage == _BEGIN:
+        return "begins an iteration"
+    return f"reads batch {stage[1]} of epoch {stage[0]}"
 
 
 def _plain(batch: Any) -> Any:
@@ -217,19 +302,19 @@ class _BatchShare:
     """A rank's share of each batch."""
 
     def __init__(self, placement: Placement, layout: tuple[Sbp, ...]) -> None:
-        here = world()
-        self.placement, self.layout, self.rank = placement, layout, here.rank
+        this_world = world()
+        self.placement, self.layout, self.rank = placement, layout, this_world.rank
         self.over_rows = [e if e == split(0) else broadcast for e in layout]
         # the axes along which one rank reads for all
-        given = [a for a, e in enumerate(self.over_rows) if e.is_broadcast]
-        where = placement.coordinate(here.rank)
+        shared_axes = [a for a, e in enumerate(self.over_rows) if e.is_broadcast]
+        where = placement.coordinate(this_world.rank)
         self.inside = where is not None
-        self.fiber = placement.fiber(here.rank, given) if self.inside else ()
-        self.reads = self.inside and self.fiber[0] == here.rank
+        self.fiber = placement.fiber(this_world.rank, shared_axes) if self.inside else ()
+        self.reads = self.inside and self.fiber[0] == this_world.rank
         #: For each rank, the rank that reads for it.
-        self.reader = {r: placement.fiber(r, given)[0] for r in placement.flat}
+        self.reader = {r: placement.fiber(r, shared_axes)[0] for r in placement.flat}
         self.parts = len(set(self.reader.values()))
-        self.covers = set(placement.flat) == set(range(here.size))
+        self.covers = set(placement.flat) == set(range(this_world.size))
 
     def _span(self, size: int, rank: int) -> tuple[int, int]:
         offsets, lengths = Spec.make((size,), torch.int64, self.placement, self.over_rows).box(rank)
@@ -240,41 +325,57 @@ class _BatchShare:
         begin, length = self._span(len(batch), self.rank)
         return list(batch[begin : begin + length])
 
-    def assemble(self, mine: Any, size: int, check: bool) -> Any:
-        """Return the batch of ``size`` samples, given this rank's share ``mine``.
+    def assemble(self, local_share: Any, size: int, check: bool, position: tuple[int, int]) -> Any:
+        """Return the batch of ``size`` samples, given this rank's share ``local_share``.
 
-        ``mine`` is None on a rank that has read nothing."""
-        tensors = tensors_in(mine, [])
-        shell, metas = mine, [(tuple(t.shape), t.dtype) for t in tensors]
+        ``local_share`` is None on a rank that has read nothing. ``position`` is the epoch and the
+        number of the batch."""
+        tensors = tensors_in(local_share, [])
+        shell, metas = local_share, [(tuple(t.shape), t.dtype) for t in tensors]
         if check or not self.covers or len(self.fiber) > 1 or size < self.parts:
-            shell, metas = self._agreed(mine, metas, size)
+            shell, metas = self._agreed(local_share, metas, size, position)
         else:
             self._check_rows(self.rank, metas, size)
         parts = iter(
             [
-                self._one(tensors[i] if mine is not None else None, shape, dtype, size)
+                self._one(tensors[i] if local_share is not None else None, shape, dtype, size)
                 for i, (shape, dtype) in enumerate(metas)
             ]
         )
         return replaced(shell, parts)
 
-    def _agreed(self, mine: Any, metas: list[Any], size: int) -> tuple[Any, list[Any]]:
+    def _agreed(
+        self, local_share: Any, metas: list[Any], size: int, position: tuple[int, int]
+    ) -> tuple[Any, list[Any]]:
         """Return the structure of the batch, and shape and dtype of its tensors.
 
         All ranks that read must agree on them, except for the number of rows. Raises ShapeError if
-        they do not."""
-        here = world()
-        told = here.comm(tuple(range(here.size))).all_gather_object(
-            None if mine is None else (replaced(mine, iter([torch.empty(0)] * len(metas))), metas)
+        they do not, and DivergenceError if they are at different batches."""
+        this_world = world()
+        own_share = (
+            None
+            if local_share is None
+            else (replaced(local_share, iter([torch.empty(0)] * len(metas))), metas)
         )
-        heard = {r: told[r] for r in sorted(set(self.reader.values())) if told[r] is not None}
+        messages = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            (position, own_share), "GlobalDataLoader"
+        )
+        _check_stage(messages)
+        shares = [share for _, share in messages]
+        heard = {r: shares[r] for r in sorted(set(self.reader.values())) if shares[r] is not None}
         first = min(heard)
-        for r, (_, other) in heard.items():
+        for r, (shell, other) in heard.items():
             self._check_rows(r, other, size)
+            if structure(shell) != structure(heard[first][0]):
+                raise ShapeError(
+                    "GlobalDataLoader: the shares of a batch have different structures: rank "
+                    f"{first} has {structure(heard[first][0])}, rank {r} {structure(shell)}. Let "
+                    "every sample have the same keys and containers, in the same order"
+                )
             if [(s[1:], d) for s, d in other] != [(s[1:], d) for s, d in heard[first][1]]:
                 raise ShapeError(
                     f"GlobalDataLoader: the shares of a batch do not fit together: rank {first} "
-                    f"has {_told(heard[first][1])}, rank {r} {_told(other)}. "
+                    f"has {_format_metas(heard[first][1])}, rank {r} {_format_metas(other)}. "
                     "collate_fn sees one share only: let it pad to a length that does not depend "
                     "on the samples"
                 )
@@ -299,20 +400,20 @@ class _BatchShare:
         if not self.inside:
             return GlobalTensor.wrap(placeholder(spec), spec)
         rows = spec.replace(layout=self.over_rows).local_shape(self.rank)
-        here = world()
+        this_world = world()
         whole = (
-            torch.empty(rows, dtype=dtype, device=here.device(self.placement.type))
+            torch.empty(rows, dtype=dtype, device=this_world.device(self.placement.type))
             if local is None
             else local
         )
         if len(self.fiber) > 1:
             with log.exchanges("a batch of the loader to the ranks that share its rows"):
-                whole = here.comm(self.fiber).broadcast(whole, 0)
+                whole = this_world.comm(self.fiber).broadcast(whole, 0)
         offsets, lengths = spec.box(self.rank)
         for d in range(1, len(shape)):
             whole = whole.narrow(d, offsets[d], lengths[d])
         return GlobalTensor.wrap(whole.contiguous(), spec)
 
 
-def _told(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+def _format_metas(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in metas)

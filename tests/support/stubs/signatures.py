@@ -1,7 +1,7 @@
-"""Signatures as stubs have them: read from source or stub files of torch and of this library.
+"""The signatures of stubs, from the source and stub files of torch and of this library.
 
-`Writer.function` and `Writer.class_` turn a definition's syntax tree into the text of a stub. A
-tensor or module that goes in may be torch's; what comes out is this library's (`OUT`).
+`Writer.function` and `Writer.members` convert a definition's syntax tree to the text of a stub.
+Arguments may be tensors and modules of torch (`IN`). Results are those of this library (`OUT`).
 """
 
 from __future__ import annotations
@@ -191,7 +191,6 @@ class Writer:
 
     package: str
     defines: set[str]
-    lines: list[str] = field(default_factory=list)
     imports: dict[str, str] = field(default_factory=dict)  # alias -> import statement
 
     def own(self, name: str) -> str:

@@ -69,12 +69,12 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
     """Send ``t`` of the rank at index ``root`` into the ``t`` of every rank."""
     size, place = team.size, (team.index - root) % team.size
     if size <= _FEW:
-        here = Round(team, tag)
+        this_round = Round(team, tag)
         if place:
-            here.receive(t, root)
+            this_round.receive(t, root)
         for other in range(1, size) if not place else ():
-            here.send(t, (root + other) % size)
-        yield here
+            this_round.send(t, (root + other) % size)
+        yield this_round
         return
     # A tree: the rank at place 0b1xx receives from 0b0xx, and sends to the ranks that have one more
     # bit.
@@ -93,53 +93,57 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
     yield passed
 
 
-def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
-    """Send every rank's ``mine`` into ``parts`` of every rank.
+def all_gather(team: Team, tag: int, own_part: Tensor, parts: Sequence[Tensor]) -> Steps:
+    """Send every rank's ``own_part`` into ``parts`` of every rank.
 
-    The own entry of ``parts`` may be ``mine`` itself.
+    The own entry of ``parts`` may be ``own_part`` itself.
     """
-    here, others = Round(team, tag), _others(team)
+    this_round, others = Round(team, tag), _others(team)
     for other in others:
-        here.send(mine, other)
+        this_round.send(own_part, other)
     for other in others:
-        here.receive(parts[other], other)
-    _copy(mine, parts[team.index])
-    yield here
+        this_round.receive(parts[other], other)
+    _copy(own_part, parts[team.index])
+    yield this_round
 
 
 def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Send ``sends[i]`` to the rank at index i, and receive ``parts[i]`` from it."""
-    here, others = Round(team, tag), _others(team)
+    this_round, others = Round(team, tag), _others(team)
     for other in others:
-        here.send(sends[other], other)
+        this_round.send(sends[other], other)
     for other in others:
-        here.receive(parts[other], other)
+        this_round.receive(parts[other], other)
     _copy(sends[team.index], parts[team.index])
-    yield here
+    yield this_round
 
 
-def gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
-    """Send every rank's ``mine`` into ``parts`` of the rank at index ``root``."""
-    here = Round(team, tag)
+def gather(
+    team: Team, tag: int, own_part: Tensor, parts: Sequence[Tensor] | None, root: int
+) -> Steps:
+    """Send every rank's ``own_part`` into ``parts`` of the rank at index ``root``."""
+    this_round = Round(team, tag)
     if parts is None:
-        here.send(mine, root)
+        this_round.send(own_part, root)
     else:
         for other in _others(team):
-            here.receive(parts[other], other)
-        _copy(mine, parts[team.index])
-    yield here
+            this_round.receive(parts[other], other)
+        _copy(own_part, parts[team.index])
+    yield this_round
 
 
-def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, root: int) -> Steps:
-    """Send ``parts[i]`` of the rank at index ``root`` into ``mine`` of the rank at index i."""
-    here = Round(team, tag)
+def scatter(
+    team: Team, tag: int, parts: Sequence[Tensor] | None, own_part: Tensor, root: int
+) -> Steps:
+    """Send ``parts[i]`` of the rank at index ``root`` into ``own_part`` of the rank at index i."""
+    this_round = Round(team, tag)
     if parts is None:
-        here.receive(mine, root)
+        this_round.receive(own_part, root)
     else:
         for other in _others(team):
-            here.send(parts[other], other)
-        _copy(parts[team.index], mine)
-    yield here
+            this_round.send(parts[other], other)
+        _copy(parts[team.index], own_part)
+    yield this_round
 
 
 def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
@@ -181,8 +185,8 @@ def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps |
     )
 
 
-def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction) -> Steps:
-    yield here
+def _folded_later(this_round: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction) -> Steps:
+    yield this_round
     fold(parts, t)
 
 
@@ -193,19 +197,23 @@ def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     cache.
     """
     chunks, others = _chunks(t, team.size), _others(team)
-    mine, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
-    memory = Scratch(t, team.size - 1, min(length, mine.numel()))
+    own_chunk, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
+    memory = Scratch(t, team.size - 1, min(length, own_chunk.numel()))
     for at in range(0, chunks[0].numel() + length, length):
-        here, piece, done = Round(team, tag), slice(at, at + length), slice(max(0, at - length), at)
-        own, reduced = mine[piece], mine[done]
+        this_round, piece, done = (
+            Round(team, tag),
+            slice(at, at + length),
+            slice(max(0, at - length), at),
+        )
+        own, reduced = own_chunk[piece], own_chunk[done]
         rows = iter(memory.rows)
         parts = [own if i == team.index else next(rows)[: own.numel()] for i in range(team.size)]
         for other in others:
-            _send(here, chunks[other][piece], other)
-            _send(here, reduced, other)
-            _receive(here, parts[other], other)
-            _receive(here, chunks[other][done], other)
-        yield here
+            _send(this_round, chunks[other][piece], other)
+            _send(this_round, reduced, other)
+            _receive(this_round, parts[other], other)
+            _receive(this_round, chunks[other][done], other)
+        yield this_round
         if own.numel():
             fold(parts, own)
     memory.give_back()
@@ -214,11 +222,11 @@ def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
 def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     if team.size <= _FEW:
         parts = [t if i == team.index else torch.empty_like(t) for i in range(team.size)]
-        here = Round(team, tag)
+        this_round = Round(team, tag)
         for other in _others(team):
-            here.send(t, other)
-            here.receive(parts[other], other)
-        yield here
+            this_round.send(t, other)
+            this_round.receive(parts[other], other)
+        yield this_round
     else:
         # The rows of ranks index, index + 1, ...: each round doubles the number of rows that a rank
         # has.
@@ -226,10 +234,10 @@ def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
         rows[0].copy_(t.view(-1))
         while have < team.size:
             more = min(have, team.size - have)
-            here = Round(team, tag)
-            here.send(rows[:more], (team.index - have) % team.size)
-            here.receive(rows[have : have + more], (team.index + have) % team.size)
-            yield here
+            this_round = Round(team, tag)
+            this_round.send(rows[:more], (team.index - have) % team.size)
+            this_round.receive(rows[have : have + more], (team.index + have) % team.size)
+            yield this_round
             have += more
         parts = [rows[(i - team.index) % team.size].view(t.shape) for i in range(team.size)]
     fold(parts, t)
@@ -242,27 +250,27 @@ def reduce_scatter(
 
     ``out`` may be the own chunk.
     """
-    me, mine = team.index, chunks[team.index].view(-1)
+    me, own_chunk = team.index, chunks[team.index].view(-1)
     if team.size == 1:
-        fold([mine], out.view(-1))
+        fold([own_chunk], out.view(-1))
         return
     flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
     longest = max(chunk.numel() for chunk in flat)
-    length = _piece(mine, team.size, longest)
-    memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
+    length = _piece(own_chunk, team.size, longest)
+    memory = Scratch(own_chunk, team.size - 1, min(length, own_chunk.numel()))
     # Every rank takes part in the rounds of the longest chunk, whose length all ranks know. Without
     # an element there is one round too, which compares sizes.
     for at in range(0, max(1, longest), length):
-        here, rows = Round(team, tag), iter(memory.rows)
+        this_round, rows = Round(team, tag), iter(memory.rows)
         for other in _others(team):
             if at < max(1, flat[other].numel()):
-                here.send(flat[other][at : at + length], other)
-        own = mine[at : at + length]
+                this_round.send(flat[other][at : at + length], other)
+        own = own_chunk[at : at + length]
         parts = [own if i == me else next(rows)[: own.numel()] for i in range(team.size)]
-        if at < max(1, mine.numel()):
+        if at < max(1, own_chunk.numel()):
             for other in _others(team):
-                here.receive(parts[other], other)
-        yield here
+                this_round.receive(parts[other], other)
+        yield this_round
         if own.numel():
             fold(parts, total[at : at + length])
     memory.give_back()
@@ -283,9 +291,9 @@ def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps
             fold(parts, t)
         return
     chunks = _chunks(t, team.size)
-    mine = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
-    yield from reduce_scatter(team, tag, chunks, mine, fold)
-    yield from gather(team, tag, mine, chunks if at_root else None, root)
+    own_chunk = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
+    yield from reduce_scatter(team, tag, chunks, own_chunk, fold)
+    yield from gather(team, tag, own_chunk, chunks if at_root else None, root)
 
 
 class Scratch:
@@ -333,14 +341,14 @@ def _piece(t: Tensor, size: int, chunk: int) -> int:
     return max(1, most - -(-chunk // most))
 
 
-def _send(here: Round, t: Tensor, other: int) -> None:
+def _send(this_round: Round, t: Tensor, other: int) -> None:
     if t.numel():
-        here.send(t, other)
+        this_round.send(t, other)
 
 
-def _receive(here: Round, t: Tensor, other: int) -> None:
+def _receive(this_round: Round, t: Tensor, other: int) -> None:
     if t.numel():
-        here.receive(t, other)
+        this_round.receive(t, other)
 
 
 def _chunks(t: Tensor, n: int) -> list[Tensor]:

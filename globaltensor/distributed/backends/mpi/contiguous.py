@@ -45,11 +45,11 @@ class Memory:
             return t
         if t.is_cuda:
             self._wait_for(t)
-        here = t.is_cpu or self._cuda_aware
-        if here and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
+        accessible = t.is_cpu or self._cuda_aware
+        if accessible and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
             return t.detach()
         return self.replace(
-            t, torch.empty(t.shape, dtype=t.dtype, device=t.device if here else "cpu")
+            t, torch.empty(t.shape, dtype=t.dtype, device=t.device if accessible else "cpu")
         )
 
     def change(self, t: Tensor) -> Tensor:

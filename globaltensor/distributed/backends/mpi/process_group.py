@@ -90,10 +90,10 @@ class MpiGroup(dist.ProcessGroup):
                 f"{self._who()}: after {self._timeout.total_seconds():g} s ranks {missing} have "
                 f"not joined"
             ) from error
-        told = [tuple(map(int, store.get(key).split())) for key in keys]
-        places = [place for place, _ in told]
-        if len(set(places)) < size or any(world != lib.size for _, world in told):
-            worlds = sorted({world for _, world in told})
+        places_and_sizes = [tuple(map(int, store.get(key).split())) for key in keys]
+        places = [place for place, _ in places_and_sizes]
+        if len(set(places)) < size or any(world != lib.size for _, world in places_and_sizes):
+            worlds = sorted({world for _, world in places_and_sizes})
             raise WorldError(
                 f"{self._who()}: MPI was started with {' and '.join(map(str, worlds))} "
                 f"process(es), not with these {size}; {_NO_MPIRUN}"
@@ -214,7 +214,7 @@ class MpiGroup(dist.ProcessGroup):
                 progress().see_to(operation)
         return operation
 
-    def told(self, title: str, outputs: Sequence[Tensor]) -> str:
+    def describe_operation(self, title: str, outputs: Sequence[Tensor]) -> str:
         """Return a description of the operation and its ranks, for an error."""
         shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in outputs[:3])
         return f"{self._who()}: {title}" + (
@@ -245,11 +245,11 @@ class MpiGroup(dist.ProcessGroup):
     # Reductions
 
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        given = _listed(tensors)
-        fold = self._fold(opts, given)
+        operands = _listed(tensors)
+        fold = self._fold(opts, operands)
         # The usual case takes a shorter path.
-        if len(given) == 1 and fold.factor is None and plain(given[0]):
-            team, t, options = self._team, given[0], _options(opts)
+        if len(operands) == 1 and fold.factor is None and plain(operands[0]):
+            team, t, options = self._team, operands[0], _options(opts)
             if (
                 team.size == 2
                 and 0 < t.nbytes <= collectives.EAGER
@@ -261,13 +261,13 @@ class MpiGroup(dist.ProcessGroup):
                 except WorldError as error:
                     steps = _raising(error)
                 if steps is None:
-                    return Finished(given)
+                    return Finished(operands)
             else:
                 steps = collectives.all_reduce(team, self._tag(), t, fold)
-            return self._begin("all_reduce", steps, given, options)
+            return self._begin("all_reduce", steps, operands, options)
         memory = self._memory()
-        rounds = [self._all_reduced(memory, t, fold) for t in given]
-        return self._start("all_reduce", memory, rounds, given, _options(opts))
+        rounds = [self._all_reduced(memory, t, fold) for t in operands]
+        return self._start("all_reduce", memory, rounds, operands, _options(opts))
 
     allreduce_coalesced = allreduce
 
@@ -289,17 +289,17 @@ class MpiGroup(dist.ProcessGroup):
         return memory.replace(t, scaled) if use == memory.change else scaled
 
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        given = _listed(tensors)
+        operands = _listed(tensors)
         root = 0 if opts is None else opts.rootRank
-        fold, memory = self._fold(opts, given), self._memory()
+        fold, memory = self._fold(opts, operands), self._memory()
         use = memory.change if root == self._team.index else memory.read
         rounds = [
             collectives.reduce(
                 self._team, self._tag(), self._entering(memory, t, fold, use), fold, root
             )
-            for t in given
+            for t in operands
         ]
-        return self._start("reduce", memory, rounds, given, opts)
+        return self._start("reduce", memory, rounds, operands, opts)
 
     def reduce_scatter(
         self,
@@ -362,14 +362,14 @@ class MpiGroup(dist.ProcessGroup):
     # Moves
 
     def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        given, root = (
+        buffers, root = (
             _listed(tensors),
             0 if opts is None else opts if isinstance(opts, int) else opts.rootRank,
         )
         memory = self._memory()
         use = memory.read if root == self._team.index else memory.write
-        rounds = [collectives.broadcast(self._team, self._tag(), use(t), root) for t in given]
-        return self._start("broadcast", memory, rounds, given, _options(opts))
+        rounds = [collectives.broadcast(self._team, self._tag(), use(t), root) for t in buffers]
+        return self._start("broadcast", memory, rounds, buffers, _options(opts))
 
     def allgather(
         self,
@@ -384,12 +384,15 @@ class MpiGroup(dist.ProcessGroup):
             else [list(one) for one in output_tensors]
         )
         memory, rounds = self._memory(), []
-        for outs, mine in zip(lists, ins, strict=True):
-            self._check_list("all_gather", "tensor_list", outs, mine)
-            self._check_size("all_gather", "its own output", outs[self._team.index], mine, 1)
+        for outs, own_input in zip(lists, ins, strict=True):
+            self._check_list("all_gather", "tensor_list", outs, own_input)
+            self._check_size("all_gather", "its own output", outs[self._team.index], own_input, 1)
             rounds.append(
                 collectives.all_gather(
-                    self._team, self._tag(), memory.read(mine), [memory.write(out) for out in outs]
+                    self._team,
+                    self._tag(),
+                    memory.read(own_input),
+                    [memory.write(out) for out in outs],
                 )
             )
         return self._start(
@@ -416,15 +419,15 @@ class MpiGroup(dist.ProcessGroup):
         self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None
     ) -> Work:
         memory, rounds, size = self._memory(), [], self._team.size
-        for out, mine in zip(output_lists, input_list, strict=True):
-            self._check_size("all_gather_into_tensor", "output", out, mine, size)
+        for out, own_input in zip(output_lists, input_list, strict=True):
+            self._check_size("all_gather_into_tensor", "output", out, own_input, size)
             flat = memory.write(out).view(-1)
             rounds.append(
                 collectives.all_gather(
                     self._team,
                     self._tag(),
-                    memory.read(mine),
-                    flat.split_with_sizes([mine.numel()] * size),
+                    memory.read(own_input),
+                    flat.split_with_sizes([own_input.numel()] * size),
                 )
             )
         return self._start("all_gather_into_tensor", memory, rounds, output_lists, _options(opts))
@@ -442,7 +445,7 @@ class MpiGroup(dist.ProcessGroup):
         input_tensors: Sequence[Tensor] | Tensor,
         opts: Any = None,
     ) -> Work:
-        (mine,), memory, root = (
+        (own_input,), memory, root = (
             _listed(input_tensors),
             self._memory(),
             0 if opts is None else opts.rootRank,
@@ -450,11 +453,11 @@ class MpiGroup(dist.ProcessGroup):
         outs = list(output_tensors[0]) if root == self._team.index else []
         parts = None
         if root == self._team.index:
-            self._check_list("gather", "gather_list", outs, mine)
-            self._check_size("gather", "its own output", outs[root], mine, 1)
+            self._check_list("gather", "gather_list", outs, own_input)
+            self._check_size("gather", "its own output", outs[root], own_input, 1)
             parts = [memory.write(out) for out in outs]
-        rounds = collectives.gather(self._team, self._tag(), memory.read(mine), parts, root)
-        return self._start("gather", memory, [rounds], outs or [mine], _options(opts))
+        rounds = collectives.gather(self._team, self._tag(), memory.read(own_input), parts, root)
+        return self._start("gather", memory, [rounds], outs or [own_input], _options(opts))
 
     def scatter(
         self,
@@ -651,9 +654,9 @@ def _raising(error: WorldError) -> Steps:
 
 
 def _sent(team: Team, t: Tensor, to: int, tag: int) -> Steps:
-    here = Round(team, tag, shared=False)
-    here.send(t, to)
-    yield here
+    this_round = Round(team, tag, shared=False)
+    this_round.send(t, to)
+    yield this_round
 
 
 def _alone(letter: Letter) -> Steps:

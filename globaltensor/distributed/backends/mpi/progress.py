@@ -79,7 +79,7 @@ class ProgressGroup(Protocol):
 
     library: Library
 
-    def told(self, title: str, outputs: Sequence[Tensor]) -> str:
+    def describe_operation(self, title: str, outputs: Sequence[Tensor]) -> str:
         """Return a description of the operation and its ranks, for an error."""
 
     def seconds(self, options: Any) -> float:
@@ -112,7 +112,7 @@ class Operation(dist.Work):
         self._inference = bool(outputs) and outputs[0].is_inference()
         self._started = time.perf_counter()
         self._future: Future[Any] | None = None
-        self._told = False
+        self._future_completed = False
 
     @classmethod
     def at_once(
@@ -172,7 +172,9 @@ class Operation(dist.Work):
 
     def _fail(self, why: str, cause: BaseException | None = None) -> None:
         """End the operation with an error. The caller must hold the lock."""
-        self.error = WorldError(f"{self._group.told(self._title, self.outputs)}: {why}")
+        self.error = WorldError(
+            f"{self._group.describe_operation(self._title, self.outputs)}: {why}"
+        )
         self.error.__cause__ = None if isinstance(cause, WorldError) else cause
         if self._step is not None:
             self._step.abandon()
@@ -254,9 +256,9 @@ class Operation(dist.Work):
         The future's callbacks run in this call.
         """
         with self._lock:
-            future, told = self._future, self._told
-            self._told = future is not None
-        if future is None or told:
+            future, completed = self._future, self._future_completed
+            self._future_completed = future is not None
+        if future is None or completed:
             return
         if self.error is not None:
             future.set_exception(self.error)

@@ -142,9 +142,9 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
     Raise WorldError if it makes no sense for the dtype.
     """
     key = (int(getattr(op, "op", op)), dtype, size)
-    found = _known.get(key)
-    if found is None:
-        found = Reduction(op, dtype, size)
-        if found.factor is None:  # a factor belongs to the caller's op
-            _known[key] = found
-    return found
+    fold = _known.get(key)
+    if fold is None:
+        fold = Reduction(op, dtype, size)
+        if fold.factor is None:  # a factor belongs to the caller's op
+            _known[key] = fold
+    return fold

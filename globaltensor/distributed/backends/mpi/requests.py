@@ -114,13 +114,13 @@ class Round:
     all ranks of the team take part, each with its own rounds.
     """
 
-    __slots__ = ("_arriving", "_kept", "_requests", "_shared", "_status", "_tag", "_team")
+    __slots__ = ("_arriving", "_buffers", "_requests", "_shared", "_status", "_tag", "_team")
 
     def __init__(self, team: Team, tag: int, shared: bool = True) -> None:
         self._team, self._tag, self._shared = team, tag, shared
         self._requests: list[MPI.Request] = []
         self._arriving: list[tuple[int, int, int]] = []
-        self._kept: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         self._status = team.library.api.Status()
 
     @classmethod
@@ -130,18 +130,22 @@ class Round:
         tag: int,
         requests: Sequence[MPI.Request],
         arriving: Sequence[tuple[int, int, int]],
-        kept: Sequence[Tensor],
+        buffers: Sequence[Tensor],
     ) -> Round:
         """Create a round whose messages have already started."""
-        here = cls(team, tag)
-        here._requests, here._arriving, here._kept = list(requests), list(arriving), list(kept)
-        return here
+        this_round = cls(team, tag)
+        this_round._requests, this_round._arriving, this_round._buffers = (
+            list(requests),
+            list(arriving),
+            list(buffers),
+        )
+        return this_round
 
     def send(self, t: Tensor, to: int) -> None:
         """Start sending to the rank at this index of the team."""
         team = self._team
         _settled(t)
-        self._kept.append(t)
+        self._buffers.append(t)
         for at, nbytes in pieces(t):
             self._requests.append(
                 team.comm.Isend(team.memory(at, nbytes), team.members[to], self._tag)
@@ -150,7 +154,7 @@ class Round:
     def receive(self, t: Tensor, source: int) -> None:
         """Receive the next message from the rank at this index of the team."""
         _settled(t)
-        self._kept.append(t)
+        self._buffers.append(t)
         for at, nbytes in pieces(t):
             self._arriving.append((source, at, nbytes))
 
@@ -219,7 +223,7 @@ class Round:
             for to in range(self._team.size if self._shared else 0):
                 if to != self._team.index:
                     self.send(_NOTHING, to)
-        self._team.library.abandon(self._requests, self._kept)
+        self._team.library.abandon(self._requests, self._buffers)
 
 
 class Inbox:

@@ -27,8 +27,8 @@ def all_reduce_sparse(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
             f"all_reduce({fold.name}) of a tensor of layout {t.layout}: only SUM and AVG of "
             f"torch.sparse_coo are defined; use to_dense()"
         )
-    mine = t.detach().cpu().coalesce()
-    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    own_sparse = t.detach().cpu().coalesce()
+    indices, values = own_sparse.indices().contiguous(), own_sparse.values().contiguous()
     counts = torch.empty(team.size, dtype=torch.int64)
     yield from collectives.all_gather(
         team, tag, torch.tensor([values.shape[0]]), counts.split_with_sizes([1] * team.size)
