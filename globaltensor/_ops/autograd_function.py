@@ -102,12 +102,12 @@ class _FunctionNode(torch.autograd.Function):
         node: Any,
         function: Any,
         context: Context,
-        given: list[Any],
+        inputs: list[Any],
         outs: list[Any],
         *locals_: torch.Tensor,
     ) -> Any:
         node.function, node.context, node.watcher = function, context, Watcher(reducer().watchers)
-        node.given = [_home(x) for x in given]
+        node.input_homes = [_home(x) for x in inputs]
         context._hand_over(node)
         node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
         return tuple(_local(out) for out in outs)
@@ -118,21 +118,24 @@ class _FunctionNode(torch.autograd.Function):
             g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype))
             for g, d in zip(grads, node.duals, strict=True)
         ]
-        found = node.function.backward(node.context, *whole)
-        found = list(found) if isinstance(found, tuple) else [found]
-        n = len(node.given)
-        if len(found) < n or any(extra is not None for extra in found[n:]):
+        input_grads = node.function.backward(node.context, *whole)
+        input_grads = list(input_grads) if isinstance(input_grads, tuple) else [input_grads]
+        n = len(node.input_homes)
+        if len(input_grads) < n or any(extra is not None for extra in input_grads[n:]):
             raise RuntimeError(
                 f"function {node.function.__name__} returned an incorrect number of gradients "
-                f"(expected {n}, got {len(found)})"
+                f"(expected {n}, got {len(input_grads)})"
             )
-        parts = [_grad_to_home(grad, home) for grad, home in zip(found, node.given, strict=False)]
+        parts = [
+            _grad_to_home(grad, home)
+            for grad, home in zip(input_grads, node.input_homes, strict=False)
+        ]
         return (
             None,
             None,
             None,
             None,
-            *[part for part, home in zip(parts, node.given, strict=True) if home is not None],
+            *[part for part, home in zip(parts, node.input_homes, strict=True) if home is not None],
         )
 
 
@@ -240,12 +243,12 @@ class LocalFunction:
     one run each."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = tensors_in(kwargs, tensors_in(args, []))
+        inputs = tensors_in(kwargs, tensors_in(args, []))
         self.function, self.specs = (
             function,
-            [t._spec if isinstance(t, GlobalTensor) else None for t in given],
+            [t._spec if isinstance(t, GlobalTensor) else None for t in inputs],
         )
-        self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(given)))
+        self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(inputs)))
         # The result: a pytree with a placeholder for each tensor. `outs` has for each tensor its
         # spec, or the index of the argument that it is.
         self.result: Any = None
@@ -255,25 +258,27 @@ class LocalFunction:
 
     def __call__(self, *parts: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return (local tensors of the result, local tensors of the written arguments)."""
-        given = [
+        inputs = [
             part if spec is None else GlobalTensor.wrap(part, spec)
             for part, spec in zip(parts, self.specs, strict=True)
         ]
-        args, kwargs = replaced((self.args, self.kwargs), iter(given))
+        args, kwargs = replaced((self.args, self.kwargs), iter(inputs))
         result = self.function.apply(*args, **kwargs)
-        found = tensors_in(result, [])
-        self.result = replaced(result, iter([_EMPTY] * len(found)))
+        result_tensors = tensors_in(result, [])
+        self.result = replaced(result, iter([_EMPTY] * len(result_tensors)))
         self.outs = [
             next(
-                (i for i, g in enumerate(given) if g is t),
+                (i for i, g in enumerate(inputs) if g is t),
                 t._spec if isinstance(t, GlobalTensor) else None,
             )
-            for t in found
+            for t in result_tensors
         ]
         self.written = [
-            i for i, (g, part) in enumerate(zip(given, parts, strict=True)) if _local(g) is not part
+            i
+            for i, (g, part) in enumerate(zip(inputs, parts, strict=True))
+            if _local(g) is not part
         ]
-        return [_local(t) for t in found], [_local(given[i]) for i in self.written]
+        return [_local(t) for t in result_tensors], [_local(inputs[i]) for i in self.written]
 
 
 _EMPTY = torch.empty(0)

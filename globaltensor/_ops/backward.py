@@ -6,6 +6,7 @@ tensors. The sum of leaf gradients over ranks is in _tensor/gradients/reducer.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._base import torch_private
 from .._base.overridable import visible
+from .._base.user_code import user_line
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
@@ -61,10 +63,12 @@ def _settled(output: Any) -> Any:
     if isinstance(output, GlobalTensor) and any(
         e.is_partial and e.reduce != "sum" for e in output._spec.layout
     ):
-        return GlobalTensor.wrap(
+        settled = GlobalTensor.wrap(
             box(output._local, output._spec, output._spec.replicated(), why="backward"),
             output._spec.replicated(),
         )
+        settled._serial = output._serial
+        return settled
     return output
 
 
@@ -79,6 +83,12 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
+    if any(isinstance(o, GradientEdge) for o in outputs):
+        raise KernelError(
+            "a GradientEdge of a global tensor cannot start a backward pass: it belongs to this "
+            "rank's local tensor and has no layout, so the gradient that each rank starts from is "
+            "unknown. Pass the tensor itself: torch.autograd.grad(y, inputs), y.backward()"
+        )
     given = _sequence(grads) or [None] * len(outputs)
     outputs = [_settled(o) for o in outputs]
     seeds = [
@@ -135,19 +145,34 @@ def run(
     create_graph: bool,
     into: list[Any] | None,
 ) -> None:
-    here = reducer.reducer()
+    gradient_reducer = reducer.reducer()
     # If another pass is running, this one is part of it (a recomputed checkpoint), and its
     # gradients are needed now.
-    within = here.queued
+    within = gradient_reducer.queued
     with parameter_gather.immediate(into is not None), in_this_thread():
         try:
             torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
             if within:
-                here.finish()
-        except BaseException:
+                gradient_reducer.finish()
+        except BaseException as error:
             reducer.reducer().abort()
             parameter_gather.abort()
+            if (same_on_all_ranks := _written_into(error)) is not None:
+                raise same_on_all_ranks from None
             raise
+
+
+_LOCAL_SHAPE = re.compile(r"(has been modified by an inplace operation: )\[\S+ \[[\d, ]*\]\]")
+_NO_SHAPE = r"\1a tensor (each rank saved its local tensor)"
+
+
+def _written_into(error: BaseException) -> RuntimeError | None:
+    """Return torch's error for a saved tensor that was written into, without the local shape.
+
+    Returns None for any other error. Writes count on every rank, so all ranks raise the error."""
+    if type(error) is not RuntimeError or not _LOCAL_SHAPE.search(str(error)):
+        return None
+    return RuntimeError(f"{user_line()}\n{_LOCAL_SHAPE.sub(_NO_SHAPE, str(error), count=1)}")
 
 
 def grad(
@@ -179,9 +204,14 @@ def grad(
             for x in wanted
         )
     with parameter_gather.immediate(True), in_this_thread():
-        found = torch.autograd.grad(
-            locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options
-        )
+        try:
+            found = torch.autograd.grad(
+                locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options
+            )
+        except RuntimeError as error:
+            if (same_on_all_ranks := _written_into(error)) is not None:
+                raise same_on_all_ranks from None
+            raise
     with torch.set_grad_enabled(create_graph):
         return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
 
@@ -194,9 +224,9 @@ def _batched(
     create_graph: bool,
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """Run one backward pass for each entry of the first dim of ``grads``.
+    """Run one backward pass for each index of the first dim of ``grads``, and stack the gradients.
 
-    PyTorch would use vmap, which does not see how the local tensors form a global tensor."""
+    PyTorch would run one pass under vmap, which does not support global tensors."""
     sizes = {g.shape[0] for g in grads if g is not None}
     if len(sizes) != 1 or 0 in sizes:
         raise RuntimeError(
@@ -243,6 +273,7 @@ def tensor_backward(
         and not (create_graph or torch_private.function_mode_on())
     ):
         total, count = self.owed()
+        total._serial = self._serial  # a rank that has read the mean starts from the mean itself
         # Where the output's placement has not all ranks, a rank that sums leaves may not know the
         # count.
         if (
@@ -265,22 +296,29 @@ def run_with_pending_scale(
 
     Where no user code observes intermediate gradients, the division by the count is deferred until
     the gradients are summed."""
-    here = reducer.reducer()
-    if not here.may_owe(count.started):
-        found = count()
+    gradient_reducer = reducer.reducer()
+    if not gradient_reducer.may_owe(count.started):
+        total_count = count()
         run(
             [total],
-            [start / (found._local if isinstance(found, GlobalTensor) else found)],
+            [
+                start
+                / (total_count._local if isinstance(total_count, GlobalTensor) else total_count)
+            ],
             retain_graph,
             False,
             None,
         )
         return
-    here.owed, here.scaled_after_sum, here.asked = count, not count.started, False
+    gradient_reducer.owed, gradient_reducer.scaled_after_sum, gradient_reducer.asked = (
+        count,
+        not count.started,
+        False,
+    )
     try:
         run([total], [start / count.bound], retain_graph, False, None)
     finally:
-        here.owed, here.scaled_after_sum = None, False
+        gradient_reducer.owed, gradient_reducer.scaled_after_sum = None, False
         count.drop()
 
 

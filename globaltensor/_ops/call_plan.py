@@ -1,7 +1,7 @@
-"""Plans of calls: their base, and the plans that need no boxing of their own.
+"""Plans of calls: the base class, and the plans that box no operand.
 
-_ops/plan_call.py makes the plans. _ops/dispatch.py caches and runs them. Plans with a rule are in
-`local_plan`, plans on whole tensors in `replicated_plan`.
+_ops/plan_call.py makes the plans. _ops/dispatch.py caches and runs them. Plans of calls with a rule
+are in `local_plan`. Plans that run on full tensors are in `replicated_plan`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .._base import torch_private
 from .._base.python_bodies import recover_dropped_args
 from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import GlobalTensor
+from ..distributed.divergence import History, digest_of
 from ..errors import GlobalTensorError
 from ..sharding.spec import Spec
 from .rules import RULES, Range
@@ -31,9 +32,8 @@ __all__ = [
     "name_of",
 ]  # fmt: skip
 
-_MAX_REPEATED_ELEMENTS = (
-    1 << 24
-)  # repeat a failed call only if its operands have at most so many elements
+# A failed call is repeated on one device only if its operands have at most this many elements.
+_MAX_REPEATED_ELEMENTS = 1 << 24
 
 
 def describe_call(func: Any, tensors: Sequence[torch.Tensor]) -> str:
@@ -89,9 +89,9 @@ def as_on_one_device(
 ) -> Exception | None:
     """Return PyTorch's error for the call on one device, where indices are out of range.
 
-    The error of a local call has the numbers of the local tensor. ``locals_``: operands as they
-    were boxed for the call. Returns None if the call has no indices, or if the cause cannot be
-    found here.
+    The error of a local call states the sizes of the local tensor, so users see this one instead.
+    ``locals_``: the operands, boxed for the call. Returns None if the call has no indices, or if
+    this rank cannot find the cause.
     """
     tensors = tensors_in(kwargs, tensors_in(args, []))
     if (
@@ -136,40 +136,45 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 # -------------------------------------------------------------------------------------------- plans
 
 
-_MAX_CACHED_DIGESTS = 64  # per plan
-
-
-def _not_recorded(digest: bytes) -> None:
-    """Record nothing: the plan is part of another plan, which is recorded."""
+_MAX_CACHED_CODES = 64  # per plan
 
 
 class CallPlan:
-    """The actions for one key of the plan cache.
+    """A plan of a call: the actions for one key of the plan cache.
 
     If ``direct`` is True, operands need no boxing, the result is one tensor and arguments are flat.
-    Then ``call`` runs the plan inline."""
+    `dispatch` runs such a plan inline."""
 
     __slots__ = (
+        "code",
+        "codes",
         "device",
-        "digest",
-        "digests",
         "direct",
         "dtype",
         "function",
+        "history",
+        "leading",
+        "mixed_history",
         "out",
         "picks",
-        "record",
         "shape",
         "usual",
         "view",
     )
 
     def __init__(self) -> None:
-        # digest of the call, as `record` adds it to the history of this rank
-        self.digest = b""
-        # number that the plan does not depend on -> digest of the call with it
-        self.digests: dict[Any, bytes] = {}
-        self.record: Callable[[bytes], None] = _not_recorded
+        # number of the call in the history of this rank, the same on every rank
+        self.code = 0
+        # number that the plan does not depend on -> code of the call with it
+        self.codes: dict[Any, int] = {}
+        # The history of calls, with the serials of their operands. It is None if the plan is part
+        # of another plan, which is recorded, if there is no other rank, or in the next case.
+        self.history: History | None = None
+        # The number of global operands, if they are the first one or two arguments, else 0.
+        self.leading = 0
+        # The history if operands are on several placements: ranks outside one of them may know its
+        # tensors by other serials.
+        self.mixed_history: History | None = None
         self.direct = self.view = False
         # True if the result has the default dtype and is on the cpu. A wrapper has these unless
         # they are passed, and passing them takes a third of making the wrapper.
@@ -183,14 +188,15 @@ class CallPlan:
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
 
-    def digest_with(self, number: Any) -> bytes:
-        """Return the digest of a call with this number, and cache it.
+    def code_with(self, number: Any) -> int:
+        """Return the code of a call with this number, and cache it.
 
-        A training step uses the same numbers again. The digest of 0.0 and -0.0 is the same."""
-        if len(self.digests) >= _MAX_CACHED_DIGESTS:
-            self.digests.clear()
-        found = self.digests[number] = self.digest + repr(number).encode()
-        return found
+        Training steps repeat the same numbers. 0.0 and -0.0 have the same code."""
+        if len(self.codes) >= _MAX_CACHED_CODES:
+            self.codes.clear()
+        code = int.from_bytes(digest_of(f"{self.code} {number!r}"), "little")
+        self.codes[number] = code
+        return code
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a plan that is not direct has its own run")
@@ -199,8 +205,8 @@ class CallPlan:
 class RecoverArgsPlan(CallPlan):
     """A plan for torch functions that drop an argument before ``__torch_function__``.
 
-    If the dropped argument was passed, call ``again`` with it. Otherwise run the plan for the call
-    without this argument."""
+    If the user passed that argument, the plan calls ``again`` with it. Otherwise it runs ``usual``,
+    the plan for the call without this argument."""
 
     __slots__ = ("again", "usual")
 
@@ -216,9 +222,9 @@ class RecoverArgsPlan(CallPlan):
 class DefaultDtypePlan(CallPlan):
     """A plan whose result has torch's default dtype, though no operand has a floating dtype.
 
-    An example is an integer divided by an integer. If the default dtype has changed, ``anew`` plans
-    the call again. The key of the plan cache does not contain the default dtype, because every
-    other call would pay for that."""
+    An example is the quotient of two integers. If the default dtype has changed, ``anew`` plans the
+    call again. The key of the plan cache does not contain the default dtype, because that would
+    slow down all other calls."""
 
     __slots__ = ("anew", "default", "planned")
 
@@ -273,10 +279,11 @@ class DelegatePlan(CallPlan):
 
 
 class ReturnOperandPlan(CallPlan):
-    """A plan that returns operands themselves where the function does.
+    """A plan for functions that return some of their operands unchanged.
 
-    Results are numbered as `tensors_in` numbers them. ``inner`` is the plan of the other results,
-    if any."""
+    ``operands``: for each result, the position of the operand that it is, or None. Results and
+    operands are in the order of `tensors_in`. ``inner``: the plan that computes the other results,
+    or None."""
 
     __slots__ = ("inner", "operands", "structure")
 
@@ -305,9 +312,9 @@ class ReturnOperandPlan(CallPlan):
 
 
 class RangeCheckedPlan(CallPlan):
-    """A plan that checks indices that every rank has in full, before any rank takes its shard.
+    """A plan that checks replicated indices before any rank takes its shard of them.
 
-    So every rank raises for a bad index, not its owner alone."""
+    Therefore every rank raises for an index out of range, not only the index's owner."""
 
     __slots__ = ("inner", "ranges")
 
@@ -326,7 +333,8 @@ class RangeCheckedPlan(CallPlan):
 def check_range(index: torch.Tensor, allowed: Range) -> None:
     """Raise PyTorch's error for an index that is out of range.
 
-    On an accelerator do nothing: its kernels do not wait for the numbers either."""
+    On an accelerator the check is skipped, because reading the indices would synchronize with the
+    device. PyTorch's kernels do not synchronize for it either."""
     if index.device.type != "cpu" or not index.numel() or torch_private.is_fake(index):
         return
     lowest, highest = torch.aminmax(index)

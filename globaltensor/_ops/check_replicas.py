@@ -56,18 +56,20 @@ def check_replicas(
     >>> import globaltensor as flow
     >>> check_replicas(torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
     """  # noqa: E501
-    here = world()
-    if here.size == 1:
+    this_world = world()
+    if this_world.size == 1:
         return
-    mine = {}
+    own_digests = {}
     for name, tensor in _named(targets):
         if isinstance(tensor, GlobalTensor):
-            group = replica_ranks(tensor._spec, here.rank)
+            group = replica_ranks(tensor._spec, this_world.rank)
             if len(group) > 1:
-                mine[name] = group, content_digest(tensor._local.detach()).hex()
+                own_digests[name] = group, content_digest(tensor._local.detach()).hex()
         else:
-            mine[name] = tuple(range(here.size)), content_digest(tensor.detach()).hex()
-    everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
+            own_digests[name] = tuple(range(this_world.size)), content_digest(tensor.detach()).hex()
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        own_digests, "check_replicas"
+    )
     wrong = []
     for name in dict.fromkeys(n for held in everyone for n in held):
         for group in dict.fromkeys(held[name][0] for held in everyone if name in held):

@@ -19,15 +19,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .._base import torch_private
 from .._base.overridable import visible
 from .._base.pytree import replaced, tensors_in
+from .._base.refusals import dense_message
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
 from .._tensor.promote import check_replicated
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
-from ..errors import PlacementError, SbpError
+from ..errors import KernelError, PlacementError, SbpError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
@@ -35,6 +37,7 @@ from . import random as draws
 from .dispatch import Handler, register_handlers
 from .local_plan import unpartial_norm_target
 from .random import RandomFill, draw_global, fill_local, part
+from .rules.gather_scatter import check_number
 
 #: Default (placement, sbp) of tensors that are created without them (utils/global_view.py).
 GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar(
@@ -89,8 +92,11 @@ def _whole(name: str) -> Make:
         if spec.placement.coordinate(world().rank) is None:
             return placeholder(spec)
         whole = getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type))
-        if name in _OF_DATA and world().compares and len(spec.placement.flat) > 1:
-            check_replicated(whole, spec.placement, name)
+        if name in _OF_DATA and len(spec.placement.flat) > 1:
+            if world().compares:
+                check_replicated(whole, spec.placement, name)
+            else:
+                world().note_replicated(whole, spec.placement.flat, name)
         return part(whole, spec)
 
     return make
@@ -469,15 +475,17 @@ def _like(
             spec,
             grad,
         )
-    given = {
+    factory_kwargs = {
         k: v
         for k, v in kwargs.items()
         if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")
     }
     out = _wrapped(
-        MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad
+        MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, factory_kwargs),
+        spec,
+        grad,
     )
-    record(f"{name} {_spelled((args, given))}", out)
+    record(f"{name} {_spelled((args, factory_kwargs))}", out)
     return out
 
 
@@ -514,15 +522,15 @@ def _like_creator(name: str) -> Callable[..., Any]:
     plain = getattr(torch, name)
 
     def create(
-        x: Tensor,
+        input: Tensor,
         *args: Any,
         placement: Placement | None = None,
         sbp: Sbp | Sequence[Sbp] | None = None,
         **kwargs: Any,
     ) -> Any:
         if placement is None and sbp is None:
-            return plain(x, *args, **kwargs)
-        return make(x, *args, placement=placement, sbp=sbp, **kwargs)
+            return plain(input, *args, **kwargs)
+        return make(input, *args, placement=placement, sbp=sbp, **kwargs)
 
     @functools.partial(visible, name=name, alone=plain)
     def make(x: Tensor, *args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
@@ -615,6 +623,8 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(value, Tensor):  # copy_ computes gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
     unpartial_norm_target(func.__name__, x)
+    if any(e.is_partial for e in x._spec.layout):  # most ranks write zeros instead
+        check_number(value, x._spec.dtype)
     x._local.fill_(value if draws.owns_value(x._spec) else 0)
     record(f"{func.__name__} {value!r}", x)
     return finish_inplace(x)
@@ -624,6 +634,27 @@ def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
     return lambda func, args, kwargs: make(name, args[0], args[1:], kwargs)
 
 
+def _refuse_nested(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(dense_message(f"the function {func.__name__}"))
+
+
+register_handlers(dict.fromkeys(torch_private.nested_constructors(), _refuse_nested), "refused")
+
+
+def _refuse_quantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(
+        f"a global tensor reached torch.{func.__name__}, which makes a quantized tensor of it, but "
+        "global tensors hold no quantized numbers. Use x.to_local() for a quantized tensor of this "
+        "rank's values, or x.to_global(sbp=flow.sbp.broadcast).to_local() for one of the full "
+        "value. x.to(torch.float8_e4m3fn) and (x / scale).round().to(torch.int8) are global "
+        "tensors of small numbers"
+    )
+
+
+_QUANTIZING = ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic")
+register_handlers(
+    dict.fromkeys([getattr(torch, name) for name in _QUANTIZING], _refuse_quantized), "refused"
+)
 # ``torch.normal`` of tensors is handled in random.py. ``linspace`` between tensors has a rule.
 register_handlers(
     {

@@ -40,15 +40,15 @@ def written_operands(
     the position of the operand that it is, or None. Raises KernelError for PyTorch's own operators,
     which have functions above them.
     """
-    found = (
+    written_and_returned = (
         torch_private.written_arguments(func, args, kwargs)
         if torch_private.is_custom(func)
         else None
     )
-    if found is None:
+    if written_and_returned is None:
         raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
     position = {id(t): i for i, t in enumerate(tensors_in(kwargs, tensors_in(args, [])))}
-    values, returns = found
+    values, returns = written_and_returned
     return tuple(position[id(t)] for t in tensors_in(values, [])), tuple(
         position.get(id(r)) for r in returns
     )

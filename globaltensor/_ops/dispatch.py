@@ -6,6 +6,7 @@ loop."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +16,17 @@ import torch
 
 from .._base import torch_private
 from .._base.python_bodies import DROPPED_ARGS, apply_plainly
+from .._base.python_numbers import OWN_TYPES, as_python_numbers, key_of_other
 from .._base.refusals import kernel_message
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
 from ..distributed.world_base import World, on_forget
 from ..errors import KernelError
+from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from . import call_plan
-from .call_plan import CallPlan, RecoverArgsPlan, name_of, tensors_in
+from .call_plan import CallPlan, DelegatePlan, RecoverArgsPlan, name_of, tensors_in
 from .plan_call import autocast_state, plan_call
 from .rules import RULES, Derived
 from .rules.deferred_mean import materialize
@@ -68,11 +71,11 @@ class _Plans(threading.local):
     def __init__(self) -> None:
         self.derived = Derived()
         # an alias, which saves `dispatch` a look-up
-        self.plans: dict[tuple[Any, ...], CallPlan] = self.derived.found
+        self.plans: dict[tuple[Any, ...], CallPlan] = self.derived.entries
 
     def use(self, derived: Derived) -> Derived:
         """Switch to the cache ``derived`` and return the one used before."""
-        before, self.derived, self.plans = self.derived, derived, derived.found
+        before, self.derived, self.plans = self.derived, derived, derived.entries
         return before
 
 
@@ -114,7 +117,11 @@ def dispatch(
         _refuse_in_function(args)
     handler = _handlers.get(func)
     if handler is not None:
-        return handler(func, args, kwargs or {})
+        if not kwargs:
+            return handler(func, args, {})
+        if not args and "input" in kwargs:  # torch.clone(input=x): handlers read it by position
+            args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+        return handler(func, args, kwargs)
     key: list[Any] = [func] if not _any_autocast() else [func, autocast_state()]
     values: list[Any] = []  # the arguments, with local tensors
     # The number that the plan does not depend on, for the history of operations. It is a tuple if
@@ -166,33 +173,49 @@ def dispatch(
                 if free:
                     number = (number, _numbers_in(a))
     try:
-        found = _cache.plans[tuple(key)]
+        plan = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
-        found = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
-    found.record(
-        found.digest if number is None else found.digests.get(number) or found.digest_with(number)
-    )
+        plan = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
+    history, serial = plan.history, 0
+    if history is not None:
+        code = plan.code if number is None else plan.codes.get(number) or plan.code_with(number)
+        # The serials of the operands are numbers alone: None has no hash that is the same in every
+        # process.
+        if plan.leading == 1:
+            serial = hash((history.serial, code, args[0]._serial))
+        elif plan.leading == 2:
+            serial = hash((history.serial, code, args[0]._serial, args[1]._serial))
+        else:
+            serial = hash((history.serial, code, *_serials_in(args, kwargs)))
+        history.serial = serial
     try:
-        if not found.direct:
-            return found.run(func, args, kwargs or {})
+        if not plan.direct:
+            if history is None:
+                if plan.mixed_history is not None:
+                    plan.mixed_history.record(
+                        b"", plan.code if number is None else plan.code_with(number)
+                    )
+                return plan.run(func, args, kwargs or {})
+            return _identified(plan.run(func, args, kwargs or {}), serial)
         if kwargs:
-            out = (found.function or func)(
+            out = (plan.function or func)(
                 *values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()}
             )
         else:
-            out = (found.function or func)(*values)
+            out = (plan.function or func)(*values)
     except (IndexError, RuntimeError) as error:
         if (alone := call_plan.as_on_one_device(error, func, args, kwargs or {})) is not None:
             raise alone from None
         raise
     wrapped = (
-        _make(SlottedGlobalTensor, found.shape)
-        if found.usual
-        else _make(SlottedGlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+        _make(SlottedGlobalTensor, plan.shape)
+        if plan.usual
+        else _make(SlottedGlobalTensor, plan.shape, dtype=plan.dtype, device=plan.device)
     )
     wrapped._local = out
-    wrapped._spec = found.out
-    if found.view:  # as `link_alias` does
+    wrapped._spec = plan.out
+    wrapped._serial = serial
+    if plan.view:  # as `link_alias` does
         memory = args[0]._memory
         if memory is None:
             memory = args[0]._memory = AliasGroup()
@@ -201,6 +224,27 @@ def dispatch(
     else:
         wrapped._memory = None
     return wrapped
+
+
+def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[int]:
+    """Return the serials of the global tensors in a call's arguments."""
+    serials = [a._serial for a in args if isinstance(a, GlobalTensor)]
+    if kwargs or any(type(a) is list or type(a) is tuple for a in args):
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        serials = [t._serial for t in tensors if isinstance(t, GlobalTensor)]
+    return serials
+
+
+def _identified(results: Any, serial: int) -> Any:
+    """Give the new tensors among a call's results their serials, and return the results."""
+    if isinstance(results, GlobalTensor):
+        if not results._serial:
+            results._serial = serial
+    elif isinstance(results, (tuple, list)):
+        for i, result in enumerate(results):
+            if isinstance(result, GlobalTensor) and not result._serial:
+                result._serial = hash((serial, i))
+    return results
 
 
 _PLAIN = frozenset({int, type(None)})
@@ -231,20 +275,46 @@ def _plan_and_cache(
 ) -> CallPlan:
     """Plan a call that is not in the cache, and cache the plan if all arguments can be hashed."""
     version = RULES.version
-    found = plan_call(func, args, kwargs)
-    if hashable and call_plan.has_default_dtype(found, args, kwargs):
-        found = call_plan.DefaultDtypePlan(found, plan_call)
+    if as_python_numbers(args) is not args or as_python_numbers(kwargs) is not kwargs:
+        # The call with Python's own numbers is dispatched, recorded and planned instead.
+        delegate = DelegatePlan(lambda *a, **k: func(*as_python_numbers(a), **as_python_numbers(k)))
+        if hashable:
+            _cache.derived.keep(tuple(key), delegate, version, _MAX_PLANS)
+        return delegate
+    plan = plan_call(func, args, kwargs)
+    if hashable and call_plan.has_default_dtype(plan, args, kwargs):
+        plan = call_plan.DefaultDtypePlan(plan, plan_call)
     if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
-        found = RecoverArgsPlan(found, lambda *a, **k: dispatch(GlobalTensor, func, (), a, k))
-    first = next(
-        (t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)), None
-    )
+        plan = RecoverArgsPlan(plan, lambda *a, **k: dispatch(GlobalTensor, func, (), a, k))
+    tensors = [t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)]
+    first = next(iter(tensors), None)
     if first is not None:
-        history = world().history((first._spec.shown.placement,))
-        found.record, found.digest = history.record, history.learn(_text(func, key))
+        _record_in_history(plan, first._spec.shown.placement, args, tensors, _text(func, key))
     if hashable:
-        _cache.derived.keep(tuple(key), found, version, _MAX_PLANS)
-    return found
+        _cache.derived.keep(tuple(key), plan, version, _MAX_PLANS)
+    return plan
+
+
+def _record_in_history(
+    plan: CallPlan,
+    placement: Placement,
+    args: tuple[Any, ...],
+    operands: Sequence[GlobalTensor],
+    text: str,
+) -> None:
+    """Record calls by this plan in the history of the ranks of ``placement``.
+
+    ``operands``: the global tensors among the arguments of the call that was planned."""
+    history = world().history((placement,))
+    plan.code = int.from_bytes(history.learn(text), "little")
+    if not history.records:
+        return
+    if all(t._spec.shown.placement is placement for t in operands):
+        plan.history = history
+        leading = sum(map(operator.is_, args, operands))
+        plan.leading = leading if leading == len(operands) <= 2 else 0
+    else:
+        plan.mixed_history = history
 
 
 def _text(func: Any, key: Sequence[Any]) -> str:
@@ -318,4 +388,4 @@ def _key(a: Any, free: bool) -> Any:
             return []
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])
-    return a
+    return a if t in OWN_TYPES else key_of_other(a)

@@ -77,6 +77,9 @@ def plan_without_rule(
     body = python_body(func)
     if body is not None:
         return DelegatePlan(body)
+    if inplace and not isinstance(tensors_in(kwargs, tensors_in(args, []))[0], GlobalTensor):
+        placement = specs[0].placement
+        return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
     meta, structure = infer_outputs(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return ConstantPlan(structure)
@@ -145,9 +148,9 @@ def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
     placement = written.placement
     whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
-    here, inside = world(), placement.coordinate(world().rank) is not None
+    this_world, inside = world(), placement.coordinate(world().rank) is not None
     # Ranks outside have the plain tensor too, but no share of its gradient.
-    if here.size > len(placement.flat):
+    if this_world.size > len(placement.flat):
         sent_value = apply(
             sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {}
         )

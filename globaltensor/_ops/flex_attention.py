@@ -33,12 +33,13 @@ def _around(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = [t for t in (query, key, value) if isinstance(t, GlobalTensor)]
-    if not given:
+    global_inputs = [t for t in (query, key, value) if isinstance(t, GlobalTensor)]
+    if not global_inputs:
         return original(query, key, value, score_mod, block_mask, *args, **kwargs)
-    where = given[0].placement
+    where = global_inputs[0].placement
     layout = [
-        e if _divides(e, given[0], query.shape, key.shape) else broadcast for e in given[0].sbp
+        e if _divides(e, global_inputs[0], query.shape, key.shape) else broadcast
+        for e in global_inputs[0].sbp
     ]
     spec = Spec.make(query.shape, query.dtype, where, layout)
     inside = where.coordinate(world().rank) is not None

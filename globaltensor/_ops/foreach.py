@@ -13,7 +13,7 @@ import torch
 
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.history import record
+from .._tensor.history import record_together
 from .._tensor.promote import operand_spec, promote_plain_tensor
 from .._tensor.view_tracking import finish_inplace, has_aliases, has_partial_alias
 from ..boxing import box
@@ -69,7 +69,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes and (elsewhere := _elsewhere(func, args, kwargs, specs)):
         return _into_copies(func, args, kwargs, elsewhere, specs)
     rank = world().rank
-    mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
+    own_indices = [
+        i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None
+    ]
     places = list(dict.fromkeys(s.placement for s in specs if s is not None))
 
     def localised(a: Any) -> Any:
@@ -80,9 +82,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             and isinstance(a[0], torch.Tensor)
         ):
             parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
-            return parts if len(mine) == len(parts) else [parts[i] for i in mine]
+            return parts if len(own_indices) == len(parts) else [parts[i] for i in own_indices]
         if isinstance(a, GlobalTensor):
-            there = [
+            copies = [
                 (
                     p,
                     box(
@@ -94,22 +96,22 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 )
                 for p in places
             ]
-            return next((part for p, part in there if rank in p._coordinates), a._local)
-        if isinstance(a, (list, tuple)) and len(a) == len(first) and len(mine) < len(first):
-            return [a[i] for i in mine]
+            return next((part for p, part in copies if rank in p._coordinates), a._local)
+        if isinstance(a, (list, tuple)) and len(a) == len(first) and len(own_indices) < len(first):
+            return [a[i] for i in own_indices]
         return a
 
     new_args, new_kwargs = (
         [localised(a) for a in args],
         {k: localised(v) for k, v in kwargs.items()},
     )
-    result = func(*new_args, **new_kwargs) if mine else []
+    result = func(*new_args, **new_kwargs) if own_indices else []
     if writes:
         for t in first:
             if isinstance(t, GlobalTensor) and t._memory is not None:
                 finish_inplace(t)
         return first
-    return _wrapped(result, mine, specs)
+    return _wrapped(result, own_indices, specs)
 
 
 def _record(
@@ -117,18 +119,17 @@ def _record(
 ) -> None:
     """Add the call to this rank's history.
 
-    The entry has the call's numbers, the tensor count and the first global tensor's layout."""
-    target = next(
-        (t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)), None
-    )
-    if target is not None:
+    The entry has the call's numbers, the tensor count, the first global tensor's layout, and the
+    tensors' serials."""
+    tensors = [t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)]
+    if tensors:
         numbers = [
             a
             for a in (*args, *kwargs.values())
             if isinstance(a, (int, float, complex))
             or (isinstance(a, (list, tuple)) and not _lists([a]))
         ]
-        record(f"{name} {len(first)} {numbers!r}", target)
+        record_together(f"{name} {len(first)} {numbers!r}", tensors)
 
 
 def _positional(
@@ -148,7 +149,7 @@ def _elsewhere(
     """Return (list, element) of each written tensor whose layout differs from its column's.
 
     A plain tensor in a column with a global one is such a tensor."""
-    found = []
+    mismatched = []
     for k, (name, writes) in enumerate(KERNELS[func].items()):
         # gradients are written into where they are unscaled
         if not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None):
@@ -156,11 +157,11 @@ def _elsewhere(
         for i, (t, spec) in enumerate(zip(args[k], specs, strict=False)):
             if isinstance(t, GlobalTensor):
                 if k and t._spec is not spec and t.dim():
-                    found.append((k, i))
+                    mismatched.append((k, i))
             # A step counter, 0-dim in a later list, belongs to each rank alone.
             elif spec is not None and (k == 0 or t.dim()):
-                found.append((k, i))
-    return found
+                mismatched.append((k, i))
+    return mismatched
 
 
 def _into_copies(
@@ -347,18 +348,22 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     )
 
 
-def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
+def _wrapped(result: Any, own_indices: list[int], specs: Sequence[Spec | None]) -> Any:
     if isinstance(result, (list, tuple)) and result and isinstance(result[0], (list, tuple)):
-        return tuple(_wrapped(r, mine, specs) for r in result)
-    here = dict(zip(mine, result, strict=True))
-    dtype = next(iter(here.values())).dtype if here else None
+        return tuple(_wrapped(r, own_indices, specs) for r in result)
+    local_results = dict(zip(own_indices, result, strict=True))
+    dtype = next(iter(local_results.values())).dtype if local_results else None
     out = []
     for i, spec in enumerate(specs):
         if spec is None:
-            out.append(here[i])
+            out.append(local_results[i])
         else:
-            made = spec.replace(dtype=here[i].dtype if i in here else dtype)
-            out.append(GlobalTensor.wrap(here[i] if i in here else placeholder(made), made))
+            made = spec.replace(dtype=local_results[i].dtype if i in local_results else dtype)
+            out.append(
+                GlobalTensor.wrap(
+                    local_results[i] if i in local_results else placeholder(made), made
+                )
+            )
     return tuple(out) if isinstance(result, tuple) else out
 
 
@@ -385,7 +390,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for t in tensors
     ]
     rank = world().rank
-    mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
+    own_indices = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
     parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
     # torch has no largest element of an empty tensor: use the neutral element for an empty shard
     if math.isinf(order):
@@ -393,24 +398,30 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
             t if t.numel() or not s.numel else t.new_full((1,), 0.0 if order > 0 else math.inf)
             for t, s in zip(parts, specs, strict=True)
         ]
-    found = (
-        dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True))
-        if mine
+    local_norms = (
+        dict(
+            zip(
+                own_indices, func([parts[i] for i in own_indices], *args[1:], **kwargs), strict=True
+            )
+        )
+        if own_indices
         else {}
     )
     everyone = _together([s.placement for s in specs])
     out = []
     for i, spec in enumerate(specs):
         if everyone is not None:
-            out.append(_contribution(found.get(i), spec, everyone, kind))
+            out.append(_contribution(local_norms.get(i), spec, everyone, kind))
             continue
         made = Spec.make(
             (),
-            found[i].dtype if i in found else spec.dtype,
+            local_norms[i].dtype if i in local_norms else spec.dtype,
             spec.placement,
             [kind if e.is_split else broadcast for e in spec.layout],
         )
-        out.append(GlobalTensor.wrap(found[i] if i in found else placeholder(made), made))
+        out.append(
+            GlobalTensor.wrap(local_norms[i] if i in local_norms else placeholder(made), made)
+        )
     return out
 
 

@@ -151,25 +151,29 @@ def _watched(result: torch.Tensor) -> None:
 
 
 def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
-    here = world()
+    this_world = world()
     results = tensors_in(out, [])
     # The ranks exchange the shapes of their local results. Ranks outside the placement also receive
     # the structure of the result.
-    mine = (
+    own_description = (
         ([described(t) for t in results], replaced(out, iter([torch.empty(0)] * len(results))))
         if inside
         else None
     )
-    told: Sequence[Any] = (
-        here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+    descriptions: Sequence[Any] = (
+        this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            own_description, "local_map"
+        )
+        if this_world.size > 1
+        else [own_description]
     )
-    shapes, shell = told[placement.flat[0]]
+    shapes, shell = descriptions[placement.flat[0]]
     layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
     wrapped = []
     for i, layout in enumerate(layouts):
         if layout is None:
             raise SbpError("local_map: out_sbp must have an sbp for each result")
-        held = {r: told[r][0][i] for r in placement.flat}
+        held = {r: descriptions[r][0][i] for r in placement.flat}
         refuse(f"result {i} of local_map", held)
         spec = spec_of(held, placement, layout)
         local = results[i] if inside else placeholder(spec)

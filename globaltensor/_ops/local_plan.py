@@ -1,6 +1,6 @@
 """Plans of calls with a rule: box the operands, run on the local tensors, wrap the results.
 
-_ops/plan_call.py makes the plans. `dispatch` runs those that need no boxing by itself.
+_ops/plan_call.py makes the plans. `dispatch` itself runs the plans that need no boxing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
 from .._tensor.promote import promote_plain_tensor
-from .._tensor.strides import Note, base_note, by_rows, differ, note_strides, results
+from .._tensor.strides import (
+    Note,
+    base_note,
+    by_rows,
+    device_strides,
+    differ,
+    has_single_element_parts,
+    note_of,
+    note_strides,
+    results,
+)
 from .._tensor.view_tracking import (
     RemoteView,
     finish_inplace,
@@ -37,9 +47,12 @@ __all__ = [
     "LocalPlan",
     "LocalPlanList",
     "LocalPlanMany",
+    "NotedViewPlan",
+    "ReshapePlan",
     "StridedViewPlan",
     "box_partial_target",
     "inplace_error",
+    "local_tensors_mislead",
     "register_random",
     "unpartial_norm_target",
 ]
@@ -50,7 +63,7 @@ _GETITEM = torch.Tensor.__getitem__
 #: Functions that torch refuses because of the strides of their base, and functions that copy then.
 _REFUSED, _COPIED = (
     frozenset(("view", "unflatten", "view_as_complex")),
-    frozenset(("reshape", "flatten", "ravel")),
+    frozenset(("reshape", "flatten")),
 )
 
 _PLACEHOLDER = torch.empty(0)  # placeholder for a tensor
@@ -69,6 +82,7 @@ def register_random(run: Callable[..., Any]) -> None:
 
 
 def inplace_error(name: str, spec: Spec) -> InplaceError:
+    """Return the error for an in-place op that would need another sbp of its target."""
     return InplaceError(
         f"in-place {name} would need the sbp of its target changed, which an in-place op must not "
         f"do\n"
@@ -93,6 +107,7 @@ class LocalPlan(CallPlan):
         "single",
         "src",
         "structure",
+        "takes_sparse",
         "traffic",
     )
 
@@ -112,6 +127,9 @@ class LocalPlan(CallPlan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
+        # True if the function may take a sparse operand as it is, without a sparse result: a
+        # contraction. Another one takes the dense values, because global tensors are dense.
+        self.takes_sparse = True
         self.structure: Any = None  # the pytree of the results, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,11 +143,14 @@ class LocalPlan(CallPlan):
             if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
                 out.append(parameter_gather.gather_param(t, src, dst, f"{self.name}: operand {i}"))
                 continue
-            local = (
-                t._local
-                if isinstance(t, GlobalTensor)
-                else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
-            )
+            if isinstance(t, GlobalTensor):
+                local = t._local
+            else:
+                local = promote_plain_tensor(t, src, f"operand {i} of {self.name}")
+                if local.layout is not torch.strided and (
+                    not self.takes_sparse or self.routes[i] is not None
+                ):
+                    local = local.to_dense()
             # The result of a view function may be written into, so its boxed base must not share
             # memory.
             out.append(
@@ -153,6 +174,8 @@ class LocalPlan(CallPlan):
                     (),
                     self.src[0].placement,
                 )
+            if self.inplace:
+                _refuse_leaf(tensors[0], self.name)
             result = nonmember_outputs(self.outs, locals_)
             if self.inplace:
                 # without an autograd graph (an optimizer's step) it stays the leaf that it is
@@ -227,23 +250,141 @@ class LocalPlan(CallPlan):
         return RemoteView.of(local, spec, base, taken, index)
 
 
-class StridedViewPlan(LocalPlan):
-    """A plan of a view function whose local tensors may not determine the global memory order.
+class ReshapePlan(LocalPlan):
+    """A plan of a function that copies what it cannot view: reshape and flatten.
 
-    The plan notes the strides that one device would have, and these decide (_tensor/strides.py)."""
+    On one device the strides decide whether it copies. Here the local tensor may be viewed, or a
+    view that needs communication be made, where one device copies. The result is independent then.
+    """
 
-    __slots__ = ("decides", "known", "quick", "refuses", "rows")
+    __slots__ = ("copies_by_strides", "local_views")
 
     def __init__(
         self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
     ) -> None:
         super().__init__(name, src, dst, outs)
-        # note of the base -> notes of the results, or None if one device would copy
+        # strides of the base on one device -> True if the function copies there
+        self.copies_by_strides: dict[tuple[int, ...], bool] = {}
+        # the keys (`_key`) of bases that the local function views, as one device does
+        self.local_views: set[Any] = set()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0] if args else None
+        if (
+            not self.local_views
+            or type(base) not in ORDINARY
+            or _layout_key(base) not in self.local_views
+        ):
+            return super().run(func, args, kwargs)
+        local = (self.function or func)(base._local, *args[1:], **kwargs)
+        out = GlobalTensor.wrap(local, self.outs[0])  # type: ignore[arg-type]
+        link_alias(base, out)
+        return out
+
+    def _view(
+        self,
+        local: torch.Tensor,
+        spec: Spec,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+    ) -> GlobalTensor:
+        func, args, kwargs, _ = call
+        base = tensors_in(kwargs, tensors_in(args, []))[0]
+        if not isinstance(base, GlobalTensor):
+            return GlobalTensor.wrap(local, spec)
+        strides = device_strides(base)
+        if strides not in self.copies_by_strides:
+            places = repeat(_PLACEHOLDER)
+            given, named = replaced(args, places), replaced(kwargs, places)
+
+            def taken(source: Any) -> Any:
+                these = iter([source])
+                return func(*replaced(given, these), **replaced(named, these))
+
+            self.copies_by_strides[strides] = results(base, strides, taken, copies=True) is None
+        if self.copies_by_strides[strides]:
+            if self.routes[0] is None and (local._is_view() or local.is_inference()):
+                local = local.clone(memory_format=torch.contiguous_format)
+            return GlobalTensor.wrap(local, spec)
+        if self.routes[0] is None and type(base) in ORDINARY:
+            self.local_views.add(_layout_key(base))
+        return super()._view(local, spec, call)
+
+
+class NotedViewPlan(LocalPlan):
+    """A plan of a recorded view function whose result notes the strides that one device has.
+
+    The recorded program does not depend on them, but `ReshapePlan` needs them."""
+
+    __slots__ = ()
+
+    def _view(
+        self,
+        local: torch.Tensor,
+        spec: Spec,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+    ) -> GlobalTensor:
+        func, args, kwargs, i = call
+        out = super()._view(local, spec, call)
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if isinstance(base, GlobalTensor) and not others:
+            places = repeat(_PLACEHOLDER)
+            given, named = replaced(args, places), replaced(kwargs, places)
+
+            def taken(source: Any) -> Any:
+                these = iter([source])
+                return func(*replaced(given, these), **replaced(named, these))
+
+            try:
+                strides = results(base, device_strides(base), taken, copies=False)
+            except RuntimeError:  # torch refuses what the local tensors allow
+                return out
+            if strides is not None:
+                note_strides(out, Note(strides[i], False))
+        return out
+
+
+def _layout_key(base: GlobalTensor) -> tuple[Any, ...]:
+    """Return what determines the strides of an ordinary tensor on one device."""
+    return note_of(base), base._local.stride(), base._memory is None
+
+
+def local_tensors_mislead(name: str, src: Spec, out: Spec, communicates: bool) -> bool:
+    """Return True if a function may copy on one device, but not on the local tensors.
+
+    ``communicates``: its base is boxed, or is a view that needed communication.
+    """
+    return (
+        name in _COPIED
+        and src.shape != out.shape
+        and len(src.shape) > 1
+        and (communicates or has_single_element_parts(src.plain))
+    )
+
+
+class StridedViewPlan(LocalPlan):
+    """A plan of a view function whose local tensors may not determine the global memory order.
+
+    The strides that the tensor would have on one device determine the result. The plan notes them
+    (_tensor/strides.py)."""
+
+    __slots__ = ("copies", "decides", "known", "quick", "refuses", "rows")
+
+    def __init__(
+        self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
+    ) -> None:
+        super().__init__(name, src, dst, outs)
+        # note of the base -> notes of the results, or None if the function would copy on one device
         self.known: dict[Note, list[Note] | None] = {}
         # the local tensors decide, on the ranks that have some
         elsewhere = self.outside and not differ(src[0].plain)
-        self.refuses = name in _REFUSED and not elsewhere
-        self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        # every tensor can be viewed in the shape and dtype that it has
+        same = outs[0] is not None and (outs[0].shape, outs[0].dtype) == (
+            src[0].shape,
+            src[0].dtype,
+        )
+        self.refuses = name in _REFUSED and not elsewhere and not same
+        self.copies = name in _COPIED and not same
+        self.decides = self.refuses or (self.copies and not elsewhere)
         # the note that `base_note` returns in most cases
         self.rows = (
             Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
@@ -260,21 +401,21 @@ class StridedViewPlan(LocalPlan):
                 laid = base.__dict__["_strides"] = self.rows
             else:
                 laid = base_note(base, self.decides)
-        found = self.known.get(laid)
-        if found is None or (self.decides and not laid.exact):
+        result_notes = self.known.get(laid)
+        if result_notes is None or (self.decides and not laid.exact):
             return self._planned(func, args, kwargs)
         out = GlobalTensor.wrap(
             (self.function or func)(base._local, *args[1:], **kwargs), self.outs[0]
         )  # type: ignore[arg-type]
         link_alias(base, out)
-        out.__dict__["_strides"] = found[0]
+        out.__dict__["_strides"] = result_notes[0]
         return out
 
     def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call on the general path.
 
-        It is for the first base with these strides, and for results that are no view of the local
-        tensor."""
+        It is needed for the first base with some strides, and for results that are not a view of
+        the local tensor."""
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor) or others:
             return super().run(func, args, kwargs)
@@ -300,12 +441,12 @@ class StridedViewPlan(LocalPlan):
     def _notes(
         self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]
     ) -> list[Note] | None:
-        """Return the notes of the results, or None if one device would copy.
+        """Return the notes of the results, or None if the function would copy on one device.
 
-        Raises torch's error for strides that it refuses."""
+        Raises torch's error for strides that torch refuses."""
         if laid not in self.known:
             exact = laid.exact and self.routes[0] is None and not self.picks
-            strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
+            strides = results(base, laid.strides, taken, copies=self.copies)
             self.known[laid] = (
                 None if strides is None else [Note(found, exact) for found in strides]
             )
@@ -315,14 +456,16 @@ class StridedViewPlan(LocalPlan):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor
     ) -> GlobalTensor:
         """Run the call on a contiguous copy of the local tensor."""
-        these = iter(
+        replacements = iter(
             [
                 GlobalTensor.wrap(
                     base._local.clone(memory_format=torch.contiguous_format), base._spec
                 )
             ]
         )
-        out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
+        out: GlobalTensor = super().run(
+            func, replaced(args, replacements), replaced(kwargs, replacements)
+        )
         if isinstance(out, RemoteView):
             out.cut()
         out._memory = None  # no other tensor shares the copy
@@ -330,9 +473,9 @@ class StridedViewPlan(LocalPlan):
 
 
 class LocalPlanList(CallPlan):
-    """A plan for operands that need no boxing in a list, the first argument (cat, stack).
+    """A plan for a list of operands that need no boxing (cat, stack).
 
-    The result is one tensor."""
+    The list is the first argument, and the result is one tensor."""
 
     __slots__ = ()
 
@@ -406,6 +549,15 @@ class LocalPlanMany(CallPlan):
             for t in wrapped:
                 link_alias(args[0], t)
         return self.kind(wrapped)
+
+
+def _refuse_leaf(target: torch.Tensor, name: str) -> None:
+    """Raise torch's error for a write into a leaf, on a rank that does not write itself."""
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        of_view = "a view of " if name.startswith("__setitem__") else ""
+        raise RuntimeError(
+            f"{of_view}a leaf Variable that requires grad is being used in an in-place operation."
+        )
 
 
 def box_partial_target(name: str, target: GlobalTensor) -> None:

@@ -5,7 +5,6 @@ on tensors. Importing this module installs them."""
 
 from __future__ import annotations
 
-import copy as copying
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,12 +25,13 @@ from .._tensor.convert import (
     gather_specs,
     global_id,
 )
+from .._tensor.copies import deepcopy, shallow_copy
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
 from .._tensor.promote import operand_spec, promote_plain_tensor
-from .._tensor.serialization import reduce_ex, remade
+from .._tensor.serialization import reduce_ex
 from .._tensor.set_data import (
     data,
     laid_out_like,
@@ -47,12 +47,13 @@ from .._tensor.strides import (
     differ,
     forget_note,
     is_contiguous,
+    local_strides_tell,
     note_strides,
-    part_tells,
     stride,
 )
 from .._tensor.view_tracking import RemoteView, alias_of, finish_inplace
 from ..boxing import box, log
+from ..boxing.planner import plan_boxing
 from ..distributed.run.serialize import register_wrapper
 from ..distributed.world import placeholder, world
 from ..errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
@@ -140,19 +141,21 @@ def local_to_global(
     refuse_transforms()
     self = arrived(self)
     spec, alike = gather_specs(self, placement, layout, check_meta)
-    world().history((placement,)).record(b"to_global" + spec.text)
+    history = world().history((placement,))
+    history.record(b"to_global" + spec.text)
+    serial = history.serial
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
         # The result of `to_local` on this rank is a placeholder too. The gradient passes through
         # it, so that ranks agree on which of them has one.
         kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         if not graph:
-            return GlobalTensor.wrap(placeholder(spec), spec)
+            return _numbered(GlobalTensor.wrap(placeholder(spec), spec), serial)
         nothing = self if kept else placeholder(spec).requires_grad_()
         # not a leaf, as inside the placement
         local = nothing.view_as(nothing).to(world().outside(placement.type))
         reducer.observe_gradients(local)
-        return GlobalTensor.wrap(local, spec)
+        return _numbered(GlobalTensor.wrap(local, spec), serial)
     local = self.to(world().device(placement.type), copy=copy)
     told_alike = alike and len(placement.flat) == world().size and not differ(spec)
     # questions about memory layout have one answer on all ranks
@@ -168,7 +171,12 @@ def local_to_global(
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True
-    return out
+    return _numbered(out, serial)
+
+
+def _numbered(tensor: GlobalTensor, serial: int) -> GlobalTensor:
+    tensor._serial = serial
+    return tensor
 
 
 def global_to_global(
@@ -207,13 +215,29 @@ def global_to_global(
     )
     if dst is shown and back is None:
         return self.clone() if copy else self
+    serial = _record_move("to_global", self, dst)
     # without an alias, because a write into the result must not reach this tensor
     local = box(self._local, src, dst, back, why="to_global", alias=False)
     if local is self._local:
         local = local.clone() if copy else local.view_as(local)
     out = GlobalTensor.wrap(local, dst)
     out._pinned = sbp is not None
+    out._serial = serial
     return out
+
+
+def _record_move(what: str, x: GlobalTensor, dst: Spec) -> int:
+    """Record that ``x`` is boxed to ``dst``, if data moves. Return the result's serial."""
+    src = x._spec.shown
+    if not plan_boxing(x._spec, dst).bytes:  # one rank may do it alone
+        return hash((x._serial, int.from_bytes(dst.text, "little")))
+    # The serial counts among the ranks of the tensor's placement. Others may not know it.
+    history = world().history((src.placement,))
+    history.record(what.encode() + dst.text, x._serial)
+    if dst.placement is not src.placement:
+        history = world().history((src.placement, dst.placement))
+        history.record(what.encode() + dst.text)
+    return history.serial
 
 
 class _ToLocal(torch.autograd.Function):
@@ -289,11 +313,12 @@ def gather_global_value(x: GlobalTensor) -> torch.Tensor:
             "Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values"
         )
     spec = x._spec
-    here = world()
+    this_world = world()
     local = x._local.detach()
-    if set(spec.placement.flat) >= set(range(here.size)):
+    if set(spec.placement.flat) >= set(range(this_world.size)):
+        _record_move("read", x, spec.replicated())
         return box(local, spec, spec.replicated(), why="reading a value").cpu()
-    everywhere = all_ranks(here.size)
+    everywhere = all_ranks(this_world.size)
     return box(
         local, spec, spec.replace(placement=everywhere, layout=[broadcast]), why="reading a value"
     )
@@ -302,13 +327,14 @@ def gather_global_value(x: GlobalTensor) -> torch.Tensor:
 def numpy(self: GlobalTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     """Return the full value as an array on every rank of the world. Collective.
 
-    Raises RuntimeError if the tensor requires grad, unless ``force``."""
+    Raises RuntimeError if the tensor requires grad, unless ``force``. A conjugate, which PyTorch
+    refuses because the array could not share its memory, becomes an array of its values."""
     if self.requires_grad and not force and torch.is_grad_enabled():
         raise RuntimeError(
             "Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or "
             "x.numpy(force=True)"
         )
-    return gather_global_value(self).numpy()
+    return gather_global_value(self).resolve_conj().resolve_neg().numpy()
 
 
 def item(self: GlobalTensor) -> Any:
@@ -419,12 +445,15 @@ def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
 
 def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
-        return self._local.type()
+        return self._stored.type()
     return (
         _with_dtype(self, dtype)
         if isinstance(dtype, torch.dtype)
         else _with_dtype(self, torch.empty(0).type(dtype).dtype)
     )
+
+
+_CLONE = 2  # the serial of a copy is the hash of the original's serial and this number
 
 
 def detach(self: GlobalTensor) -> GlobalTensor:
@@ -454,15 +483,36 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
     )
     if memory_format is torch.preserve_format:
         copy_noted_strides(self, out)
+    out._serial = hash((self._serial, _CLONE))
     return out
 
 
+def _resolved(name: str) -> Callable[..., GlobalTensor]:
+    """Return ``resolve_conj`` or ``resolve_neg``, for which a local tensor has a bit to resolve."""
+    resolve = getattr(torch.Tensor, name)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+        x: GlobalTensor = args[0]
+        local = x._local
+        resolved = resolve(local)
+        if resolved is local:
+            return x
+        out = GlobalTensor.wrap(resolved, x._spec)
+        copy_noted_strides(x, out)
+        out._serial = x._serial  # outside the placement it is x itself
+        return out
+
+    return run
+
+
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
-    if torch_private.function_mode_on() or part_tells(self):
+    if torch_private.function_mode_on() or local_strides_tell(self):
         local = self._local.contiguous(memory_format=memory_format)
         # the graph that a recorder captures must not depend on strides
         if local is self._local and not torch_private.function_mode_on():
             return self
+        if not local_strides_tell(self) and not is_contiguous(self, memory_format):
+            local = self._local.clone(memory_format=memory_format)
         return GlobalTensor.wrap(local, self._spec)
     if is_contiguous(self, memory_format):
         return self
@@ -502,9 +552,11 @@ def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def of_local(name: str) -> Callable[..., Any]:
-    """Return a method that answers for the global tensor by asking the local one."""
+    """Return a method that answers for the global tensor by asking the local one.
+
+    The answer must not depend on values. The method never communicates."""
     method = getattr(torch.Tensor, name)
-    return lambda self, *args, **kwargs: method(self._local, *args, **kwargs)
+    return lambda self, *args, **kwargs: method(self._stored, *args, **kwargs)
 
 
 # ------------------------------------------------------------- gradients, leaves, copies of objects
@@ -544,25 +596,17 @@ def is_nonzero(self: GlobalTensor) -> bool:
     return bool(gather_global_value(self))
 
 
-def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
-    if id(self) in memo:
-        return memo[id(self)]  # type: ignore[no-any-return]
-    if not self._local.is_leaf:
-        raise RuntimeError(
-            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-            "protocol at the moment"
-        )
-    out = memo[id(self)] = remade(
-        self._local.detach().clone(),
-        self._spec,
-        self.requires_grad,
-        getattr(self, "_is_param", False),
-        self._reduce_dtype,
-    )
-    grad = self.grad
-    if grad is not None:
-        out.grad = copying.deepcopy(grad, memo)
-    return out
+def _component(name: str) -> property:
+    """Return the attribute ``real`` or ``imag``. torch lets no class override its assignment."""
+    view: Any = getattr(torch.Tensor, name)
+
+    def assign(self: GlobalTensor, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            view.__get__(self).copy_(value)
+        else:
+            view.__get__(self).fill_(value)
+
+    return property(lambda self: view.__get__(self), assign)
 
 
 METHODS: dict[str, Any] = {
@@ -594,20 +638,21 @@ METHODS: dict[str, Any] = {
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other,
     **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec),
-    "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
+    "__reduce_ex__": reduce_ex, "__copy__": shallow_copy, "__deepcopy__": deepcopy,
     "grad_fn": property(autograd_hooks.grad_fn),
     "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
     "data": property(data, set_data),
     "grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
+    "real": _component("real"), "imag": _component("imag"),
     "nbytes": property(lambda self: self._spec.nbytes),
     "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"),
     "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
     "is_xpu": property(lambda self: self._spec.placement.type == "xpu"),
     "names": property(lambda self: (None,) * self.dim()),
-    "is_meta": property(lambda self: self._local.is_meta),
-    "layout": property(lambda self: self._local.layout),
-    "is_sparse": property(lambda self: self._local.is_sparse),
+    "is_meta": property(lambda self: self._stored.is_meta),
+    "layout": property(lambda self: self._stored.layout),
+    "is_sparse": property(lambda self: self._stored.is_sparse),
     **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn",
         "is_mps", "is_lazy")},
     **{name: of_local(name) for name in ("is_pinned", "get_device", "is_inference", "is_signed",
@@ -700,7 +745,8 @@ def _of(name: str) -> Any:
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+    x, other = args if len(args) > 1 else (args[0], kwargs["other"])
+    return x.shape == other.shape and bool((x == other).all())
 
 
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -726,6 +772,11 @@ _ANSWERS: dict[Any, Handler] = {
     torch_private.may_take_data: _may_take_data,
     torch.Tensor.to: _plain_to,
     torch.Tensor.type_as: _plain_type_as,
+    **{
+        function: _resolved(name)
+        for name in ("resolve_conj", "resolve_neg")
+        for function in (getattr(torch, name), getattr(torch.Tensor, name))
+    },
     torch.is_floating_point: lambda func, args, kwargs: args[0].dtype.is_floating_point,
     torch.is_complex: lambda func, args, kwargs: args[0].dtype.is_complex,
     torch.numel: lambda func, args, kwargs: args[0].numel(),

@@ -1,6 +1,6 @@
-"""Results on ranks outside the placement: empty tensors that are still part of the autograd graph.
+"""Placeholders for results on ranks outside the placement.
 
-The plans of calls make them.
+A placeholder is an empty tensor that is part of the autograd graph. The plans of calls make it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ __all__ = ["ShapeHeader", "materialised", "nonmember_outputs"]
 
 
 class ShapeHeader:
-    """A shape and dtype of a tensor, as sent to ranks outside a placement."""
+    """A shape and dtype of a tensor, which its owner sends to ranks outside the placement."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
 
 
-def materialised(told: Any, locals_: list[torch.Tensor]) -> Any:
-    if isinstance(told, ShapeHeader):
-        out = nonmember_outputs([None], locals_, told.dtype)[0]
-        out._shape = told.shape  # type: ignore[attr-defined]
+def materialised(header: Any, locals_: list[torch.Tensor]) -> Any:
+    """Return a pytree of results with a placeholder for each `ShapeHeader` in ``header``.
+
+    ``locals_``: the operands' local tensors, to which the placeholders are linked in the autograd
+    graph."""
+    if isinstance(header, ShapeHeader):
+        out = nonmember_outputs([None], locals_, header.dtype)[0]
+        out._shape = header.shape  # type: ignore[attr-defined]
         return out
-    if isinstance(told, (tuple, list)):
-        parts = [materialised(v, locals_) for v in told]
-        return type(told)(parts) if type(told) in (tuple, list) else rebuilt_tuple(told, parts)  # type: ignore[arg-type]
-    return told
+    if isinstance(header, (tuple, list)):
+        parts = [materialised(v, locals_) for v in header]
+        if type(header) in (tuple, list):
+            return type(header)(parts)
+        return rebuilt_tuple(header, parts)  # type: ignore[arg-type]
+    return header
 
 
 class _NonMember(torch.autograd.Function):
@@ -46,7 +52,8 @@ class _NonMember(torch.autograd.Function):
         ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
-        # a checkpoint recomputes its region here when the ranks that compute do
+        # Saving a tensor makes a checkpoint recompute its region on this rank when the ranks of the
+        # placement recompute it.
         ctx.save_for_backward(NOTHING)
         return torch.empty(0, dtype=dtype, device=device)
 
@@ -68,8 +75,8 @@ def nonmember_outputs(
 ) -> list[torch.Tensor]:
     """Return the placeholders that a rank outside the placement holds for a call's results.
 
-    They are empty, and linked to the operands in the autograd graph where gradients are
-    recorded."""
+    The placeholders are empty. Where gradients are recorded, the autograd graph links them to the
+    operands."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype

@@ -17,6 +17,7 @@ from .._base.user_code import warn_user
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.promote import operand_spec
 from .._tensor.strides import differ, permutes
+from .._tensor.view_tracking import RemoteView, link_alias
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import FallbackWarning, KernelError, PlacementError
@@ -26,6 +27,7 @@ from ..sharding.spec import Spec, StorageSpec, layout_for
 from . import call_plan
 from .call_plan import (
     CallPlan,
+    ConstantPlan,
     DelegatePlan,
     ReturnOperandPlan,
     describe_call,
@@ -42,7 +44,16 @@ from .fallback import (
     warn_without_rule,
     write_into_plain,
 )
-from .local_plan import InPlacePlan, LocalPlan, LocalPlanList, LocalPlanMany, StridedViewPlan
+from .local_plan import (
+    InPlacePlan,
+    LocalPlan,
+    LocalPlanList,
+    LocalPlanMany,
+    NotedViewPlan,
+    ReshapePlan,
+    StridedViewPlan,
+    local_tensors_mislead,
+)
 from .replicated_plan import MoveTargetPlan, ReplicatedPlan
 from .rules import (
     RULES,
@@ -82,11 +93,11 @@ stage_context = _CommonPlacement()
 
 
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for t in tensors:
-        if isinstance(t, GlobalTensor) and t._spec.shown.placement not in found:
-            found.append(t._spec.shown.placement)
-    if len(found) > 1:
+        if isinstance(t, GlobalTensor) and t._spec.shown.placement not in placements:
+            placements.append(t._spec.shown.placement)
+    if len(placements) > 1:
         where = _place_of_scalars(tensors)
         if where is not None:
             return where
@@ -96,15 +107,16 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
             return stage_context.where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands are on different placements\n"
-            + "".join(f"  {p}\n" for p in found)
-            + f"move them to one placement first, for example x.to_global(placement={found[0]!r})"
+            + "".join(f"  {p}\n" for p in placements)
+            + "move them to one placement first, for example "
+            + f"x.to_global(placement={placements[0]!r})"
             + (
                 ", or write out of place (x = x + y): the result may have another placement than x"
                 if writes(func)
                 else ""
             )
         )
-    return found[0]
+    return placements[0]
 
 
 def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
@@ -153,13 +165,13 @@ def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str
     tensors = tensors_in(kwargs, tensors_in(args, []))
     where = _common_placement(func, tensors)
     away = [isinstance(t, GlobalTensor) and t._spec.shown.placement is not where for t in tensors]
-    these = iter(
+    boxed_operands = iter(
         [
             t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if elsewhere else t
             for t, elsewhere in zip(tensors, away, strict=True)
         ]
     )
-    return func(*replaced(args, these), **replaced(kwargs, these))
+    return func(*replaced(args, boxed_operands), **replaced(kwargs, boxed_operands))
 
 
 def _with_scalars(
@@ -317,8 +329,8 @@ def _by_description(call: _CallToPlan) -> CallPlan | None:
     these = iter(op.args)
     try:
         rule.describe(op, *replaced(call.args, these), **replaced(call.kwargs, these))
-    except (TypeError, ValueError, IndexError) as error:
-        call.unknown = str(error)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        call.unknown = str(error)  # an AttributeError: an array or a list in a tensor's place
     except RuntimeError:
         # For example of shapes that do not fit. If the function itself refuses the call, its own
         # error is raised.
@@ -362,6 +374,8 @@ def _replicated(call: _CallToPlan) -> CallPlan:
 def _of_shapes_unknown_to_torch(call: _CallToPlan) -> CallPlan | None:
     """Run the call on meta tensors. An invalid call fails here, with torch's own error."""
     meta, call.structure = infer_outputs(call.func, call.specs, call.args, call.kwargs)
+    if call.structure is NotImplemented:  # Python then asks the other operand, or refuses
+        return ConstantPlan(NotImplemented)
     if meta is not None:
         call.meta = meta
         return None
@@ -490,19 +504,17 @@ def _build_call_plan(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CallPlan:
-    if (
-        kind is LocalPlan
-        and op.view
-        and not rule.inplace
-        and not torch_private.function_mode_on()
-        and _hides_strides(op, specs[0], choice.outs, structure)
-    ):
-        kind = StridedViewPlan
+    if kind is LocalPlan and op.view and not rule.inplace:
+        communicates = (
+            choice.ins[0] is not specs[0]
+            or type(tensors_in(kwargs, tensors_in(args, []))[0]) is RemoteView
+        )
+        kind = _kind_of_view_plan(op, rule, specs[0], choice.outs, structure, communicates)
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
-    done.random = op.random
+    done.random, done.takes_sparse = op.random, bool(op.reduce)
     rank = world().rank
     if not done.outside:
         if op.local is not None:
@@ -556,6 +568,25 @@ def _build_call_plan(
     elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):
         return LocalPlanList(done)
     return done
+
+
+def _kind_of_view_plan(
+    op: OpDescription,
+    rule: Rule,
+    base: Spec,
+    outs: Sequence[Spec],
+    structure: Any,
+    communicates: bool,
+) -> type[LocalPlan]:
+    """Return the class of a view function's plan: what it does with the strides of one device.
+
+    ``communicates``: its base is boxed, or is a view that needed communication."""
+    hides, recorded = _hides_strides(op, base, outs, structure), torch_private.function_mode_on()
+    if hides and not recorded:
+        return StridedViewPlan
+    if local_tensors_mislead(rule.name, base, outs[0], communicates):
+        return ReshapePlan
+    return NotedViewPlan if hides else LocalPlan
 
 
 def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
@@ -615,13 +646,13 @@ def _as_autocast_would(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if wanted is not None:
-            these = iter(
+            cast_operands = iter(
                 [
                     t.to(wanted) if t.is_floating_point() else t
                     for t in tensors_in(kwargs, tensors_in(args, []))
                 ]
             )
-            args, kwargs = replaced(args, these), replaced(kwargs, these)
+            args, kwargs = replaced(args, cast_operands), replaced(kwargs, cast_operands)
         with off():
             return composite(*args, **kwargs)
 
@@ -641,7 +672,13 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
                     f"a global tensor does not support the attribute {name_of(func)}; use the "
                     f"method with the same meaning"
                 )
-            return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
+            spec = x._spec.replace(dtype=value.dtype)
+            if isinstance(x, RemoteView) and name_of(func) in ("real", "imag"):
+                return RemoteView.of(value, spec, x, func)
+            out = GlobalTensor.wrap(value, spec)
+            if name_of(func) in ("real", "imag"):
+                link_alias(x, out)
+            return out
         return value
 
     return DelegatePlan(get)

@@ -153,18 +153,19 @@ def agree_on_seed() -> None:
 
     PyTorch seeds every process differently. The first draw of a world for global tensors calls
     this. All ranks of the world draw, or skip, at the same points."""
-    here = world()
-    seed = here.state(SeedAgreement)
-    if seed.done or not here.compares or isinstance(here, SimulatedWorld):
+    this_world = world()
+    seed = this_world.state(SeedAgreement)
+    if seed.done or not this_world.compares or isinstance(this_world, SimulatedWorld):
         return
     seed.done = True
-    everyone = here.comm(tuple(range(here.size)))
-    told = everyone.all_gather_object(
-        (torch.initial_seed(), torch.initial_seed() == _seed_at_import)
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    rank_seeds = everyone.all_gather_object(
+        (torch.initial_seed(), torch.initial_seed() == _seed_at_import),
+        "the seed of random numbers",
     )
-    if len({seed for seed, _ in told}) > 1 and all(fresh for _, fresh in told):
+    if len({seed for seed, _ in rank_seeds}) > 1 and all(fresh for _, fresh in rank_seeds):
         state = everyone.broadcast(torch.default_generator.get_state(), 0)
-        torch.manual_seed(told[0][0])  # of accelerators too
+        torch.manual_seed(rank_seeds[0][0])  # of accelerators too
         torch.default_generator.set_state(state)
 
 
@@ -241,16 +242,19 @@ def _serialized(device: torch.device) -> Iterator[None]:
     """Let simulated ranks draw one after another within the block, all from the same state.
 
     Simulated ranks are threads and share torch's generators. Real ranks are not affected."""
-    here = world()
-    if not isinstance(here, SimulatedWorld) or here.size == 1:
+    this_world = world()
+    if not isinstance(this_world, SimulatedWorld) or this_world.size == 1:
         yield
         return
     accelerator = _accelerator(device)
     generators = [torch.default_generator, *([] if accelerator is None else [accelerator])]
-    everyone = here.comm(tuple(range(here.size)))
-    everyone.all_gather_object(None)  # after this, no rank is still drawing or seeding
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    everyone.all_gather_object(
+        None, "the seed of random numbers"
+    )  # after this, no rank is still drawing or seeding
     states = everyone.all_gather_object(
-        [g.get_state() for g in generators] if here.rank == 0 else None
+        [g.get_state() for g in generators] if this_world.rank == 0 else None,
+        "the seed of random numbers",
     )[0]
     try:
         with _one_at_a_time:
@@ -258,7 +262,7 @@ def _serialized(device: torch.device) -> Iterator[None]:
                 g.set_state(state)
             yield
     finally:
-        everyone.all_gather_object(None)
+        everyone.all_gather_object(None, "the seed of random numbers")
 
 
 # ------------------------------------------------------------------------------------------ filling
@@ -437,10 +441,10 @@ def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -
     if generator is None:
         agree_on_seed()
     with nullcontext() if generator is not None else _serialized(device):
-        here = world()
-        if here.compares and not torch_private.recording.on:
+        this_world = world()
+        if this_world.compares and not torch_private.recording.on:
             state = (generator or _accelerator(device) or torch.default_generator).get_state()
-            here.history((spec.placement,)).record(
+            this_world.history((spec.placement,)).record(
                 hashlib.blake2b(state.numpy(), digest_size=8).digest()
             )
         yield

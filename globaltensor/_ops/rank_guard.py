@@ -56,9 +56,9 @@ class OpRecord(NamedTuple):
 class RankGuard(TorchFunctionMode):
     """A record of the ops that this rank has run under the guard."""
 
-    def __init__(self, here: World, name: str) -> None:
+    def __init__(self, this_world: World, name: str) -> None:
         super().__init__()
-        self._world, self._name = here, name
+        self._world, self._name = this_world, name
         self._done: collections.deque[OpRecord] = collections.deque(maxlen=_MAX_OPS_SHOWN)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
         #: For each group of ranks with the same local tensor: the number of operands seen, a digest
@@ -75,10 +75,10 @@ class RankGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        given = [t for t in tensors_in((args, kwargs), []) if isinstance(t, GlobalTensor)]
-        if not given or getattr(func, "__name__", "") in _UNSEEN:
+        global_operands = [t for t in tensors_in((args, kwargs), []) if isinstance(t, GlobalTensor)]
+        if not global_operands or getattr(func, "__name__", "") in _UNSEEN:
             return func(*args, **kwargs)
-        self._see(name, given)
+        self._see(name, global_operands)
         what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"  # noqa: E501
         self._now, before = _cut(what), self._now
         try:
@@ -86,7 +86,7 @@ class RankGuard(TorchFunctionMode):
         finally:
             self._now = before
         if tensors_in(out, []):
-            placement = given[0].placement
+            placement = global_operands[0].placement
             count, digest = self._digests.get(placement, (0, b""))
             self._digests[placement] = (
                 count + 1,
@@ -144,7 +144,7 @@ class RankGuard(TorchFunctionMode):
             }
             held = {g: (n, digest) for g, (n, digest, _) in replicas.items()}
             shown = [each for _, _, last in replicas.values() for each in last]
-            mine = {
+            own_report = {
                 "kind": kind,
                 "op": self._now,
                 "line": _line(),
@@ -152,30 +152,31 @@ class RankGuard(TorchFunctionMode):
                 "state": state,
                 "done": done,
             }
-            mine |= {
+            own_report |= {
                 "replicas": hashlib.blake2b(json.dumps(held).encode(), digest_size=8).hexdigest(),
                 "operands": shown,
             }
-            told = self._told(comm, mine)
+            reports = self._exchange_reports(comm, own_report)
         finally:
             self._busy = False
         same = ("kind", "op", "n", "state")
         # all ranks compare with the same rank, so they raise the same error
-        first, reference = comm.ranks[0], told[0]
-        for rank, other in zip(comm.ranks, told, strict=True):
+        first, reference = comm.ranks[0], reports[0]
+        for rank, other in zip(comm.ranks, reports, strict=True):
             if any(other[key] != reference[key] for key in same):
                 self._world.forget()
-                raise DivergenceError(_apart(first, reference, rank, other))
+                self._world.diverged = _apart(first, reference, rank, other)
+                raise DivergenceError(self._world.diverged)
             if other["replicas"] != reference["replicas"]:
                 self._world.forget()
                 raise DivergenceError(_replicas_apart(first, reference, rank, other))
 
-    def _told(self, comm: Communicator, mine: dict[str, Any]) -> list[Any]:
+    def _exchange_reports(self, comm: Communicator, own_report: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
-            return comm.all_gather_unchecked(mine)
-        self._say(mine)
+            return comm.all_gather_unchecked(own_report)
+        self._say(own_report)
         ranks = tuple(sorted(comm.ranks))
-        sent = torch.frombuffer(bytearray(_message(mine)), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(_message(own_report)), dtype=torch.uint8)
         got = [torch.empty_like(sent) for _ in ranks]
         try:
             dist.all_gather(got, sent, group=self._group(ranks))
@@ -183,17 +184,17 @@ class RankGuard(TorchFunctionMode):
             others = "".join(
                 f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank
             )
-            told = (
+            problem = (
                 f"the ranks have diverged, or a rank has ended: not all of ranks {list(ranks)} "
                 f"arrived within {timeout().total_seconds():g} s"
             )
             raise WorldError(
-                f"{told}\n  rank {self._world.rank} is {_place(mine)}{others}"
+                f"{problem}\n  rank {self._world.rank} is {_place(own_report)}{others}"
             ) from error
-        found = dict(
+        reports = dict(
             zip(ranks, (json.loads(g.numpy().tobytes().rstrip(b"\0")) for g in got), strict=True)
         )
-        return [found[r] for r in comm.ranks]
+        return [reports[r] for r in comm.ranks]
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in self._groups:
@@ -205,8 +206,8 @@ class RankGuard(TorchFunctionMode):
 
     # The position of each rank, for the ranks that wait for it.
 
-    def _say(self, mine: dict[str, Any]) -> None:
-        torch_private.default_store().set(f"{self._name}/{self._world.rank}", _place(mine))
+    def _say(self, own_report: dict[str, Any]) -> None:
+        torch_private.default_store().set(f"{self._name}/{self._world.rank}", _place(own_report))
 
     def _heard(self, rank: int) -> str:
         try:
@@ -220,38 +221,41 @@ class RankGuard(TorchFunctionMode):
             return "cannot be reached"
 
 
-def _message(mine: dict[str, Any]) -> bytes:
+def _message(report: dict[str, Any]) -> bytes:
     """Return a message of `_BYTES`, without the oldest ops if it would be longer."""
-    for drop in range(max(len(mine["done"]), len(mine["operands"])) + 1):
+    for drop in range(max(len(report["done"]), len(report["operands"])) + 1):
         text = json.dumps(
-            {**mine, "done": mine["done"][drop:], "operands": mine["operands"][drop:]}
+            {**report, "done": report["done"][drop:], "operands": report["operands"][drop:]}
         ).encode()
         if len(text) <= _BYTES:
             return text.ljust(_BYTES, b"\0")
     return (
-        json.dumps({**mine, "done": [], "operands": [], "line": ""})
+        json.dumps({**report, "done": [], "operands": [], "line": ""})
         .encode()[:_BYTES]
         .ljust(_BYTES, b"\0")
     )
 
 
-def _place(told: dict[str, Any]) -> str:
-    what = f"{told['kind']} of {told['op']}" if told["op"] else told["kind"]
-    return f"at {what}, after {told['n']} op{'' if told['n'] == 1 else 's'}  ({told['line']})"
+def _place(report: dict[str, Any]) -> str:
+    what = f"{report['kind']} of {report['op']}" if report["op"] else report["kind"]
+    return f"at {what}, after {report['n']} op{'' if report['n'] == 1 else 's'}  ({report['line']})"
 
 
-def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+def _apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
     lines = [
         (
             f"the ranks have diverged: all must run the same ops on global tensors, in the same "
             f"order\n  "
-            f"rank {me} {_place(mine)}\n  rank {rank} {_place(other)}"
+            f"rank {me} {_place(own_report)}\n  rank {rank} {_place(other)}"
         )
     ]
-    if mine["state"] != other["state"]:
+    if own_report["state"] != other["state"]:
         one, two = (
-            {told["n"] - len(told["done"]) + i: tuple(did) for i, did in enumerate(told["done"])}
-            for told in (mine, other)
+            {
+                report["n"] - len(report["done"]) + i: tuple(did)
+                for i, did in enumerate(report["done"])
+            }
+            for report in (own_report, other)
         )
         at = next(
             (
@@ -266,16 +270,20 @@ def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> s
         else:
             lines += [
                 f"the first op that differs is number {at + 1}",
-                f"  rank {me} ran {_told_of(one, at)}",
-                f"  rank {rank} ran {_told_of(two, at)}",
+                f"  rank {me} ran {_shown_op(one, at)}",
+                f"  rank {rank} ran {_shown_op(two, at)}",
             ]
     return "\n".join(lines)
 
 
-def _replicas_apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+def _replicas_apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
     """Return the error text for ranks whose replicas hold different values."""
     pair = next(
-        ((a, b) for a, b in zip(mine["operands"], other["operands"], strict=False) if a[0] != b[0]),
+        (
+            (a, b)
+            for a, b in zip(own_report["operands"], other["operands"], strict=False)
+            if a[0] != b[0]
+        ),
         None,
     )
     which = (
@@ -295,7 +303,7 @@ def _op(done: dict[int, tuple[str, ...]], n: int) -> str:
     return done[n][0] if n in done else ""
 
 
-def _told_of(done: dict[int, tuple[str, ...]], n: int) -> str:
+def _shown_op(done: dict[int, tuple[str, ...]], n: int) -> str:
     return f"{done[n][0]}  ({done[n][1]})" if n in done else "nothing more"
 
 
@@ -334,14 +342,16 @@ def check_ranks() -> Iterator[None]:
     >>> with check_ranks():
     ...     _ = flow.ones(4, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0)).sum()
     """
-    here = world()
+    this_world = world()
     pace, before = (
-        RankGuard(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""),
-        (here.pace, torch_private.recording.looks),
+        RankGuard(
+            this_world, f"pace{next(_serial)}" if isinstance(this_world, ProcessWorld) else ""
+        ),
+        (this_world.pace, torch_private.recording.looks),
     )
-    here.pace, torch_private.recording.looks = pace, True
+    this_world.pace, torch_private.recording.looks = pace, True
     try:
         with pace:
             yield
     finally:
-        here.pace, torch_private.recording.looks = before
+        this_world.pace, torch_private.recording.looks = before

@@ -98,18 +98,20 @@ class ReplicatedPlan(CallPlan):
 def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
     """Send the result's structure, shapes and dtypes to the ranks outside the placement.
 
-    A result that is no tensor is sent by value. The call is collective over all ranks unless the
+    A result that is not a tensor is sent by value. The call is collective over all ranks unless the
     placement has all of them."""
     if len(placement.flat) == world().size:
         return out
     everyone = world().comm(tuple(range(world().size)))
-    mine = (
+    own_header = (
         None
         if outside
         else replaced(out, iter([ShapeHeader(t.shape, t.dtype) for t in tensors_in(out, [])]))
     )
-    told = everyone.all_gather_object(mine)[placement.flat[0]]
-    return materialised(told, locals_) if outside else out
+    header = everyone.all_gather_object(own_header, "a function on replicated tensors")[
+        placement.flat[0]
+    ]
+    return materialised(header, locals_) if outside else out
 
 
 def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:

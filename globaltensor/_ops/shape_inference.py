@@ -27,30 +27,32 @@ _MAX_CPU_ELEMENTS = (
 _MAX_CHECKED_ELEMENTS = 1 << 16
 _DTYPES = re.compile(
     r"dtype|scalar type|result type|Input type|data type|not implemented "
-    r"for|complex|integral|floating"
+    r"for|complex|integral|floating|cannot be converted to type"
 )
 _MAX_MEMOIZED = 1 << 13  # maximum number of memoized calls
+# the class of a meta tensor, as torch's errors name the target of an assignment
+_META_CLASS = re.compile(r"torch\.meta\.(\w+)")
 
 Found = tuple[list[torch.Tensor] | None, Any]
 
 
 class _Known(threading.local):
-    found: dict[Any, Found] | None = None
+    memo: dict[Any, Found] | None = None
 
 
 _known = _Known()
 
 
 @contextlib.contextmanager
-def memoized(found: dict[Any, Found]) -> Iterator[None]:
-    """Memoize inferred outputs in ``found`` within the block.
+def memoized(memo: dict[Any, Found]) -> Iterator[None]:
+    """Memoize inferred outputs in ``memo`` within the block.
 
     A call is run once for operands of the same shapes and dtypes, whatever their layouts."""
-    before, _known.found = _known.found, found
+    before, _known.memo = _known.memo, memo
     try:
         yield
     finally:
-        _known.found = before
+        _known.memo = before
 
 
 def infer_outputs(
@@ -59,7 +61,7 @@ def infer_outputs(
     """Run the function on meta tensors of the global shapes and return (result tensors, result).
 
     Returns (None, None) if torch has no meta kernel for it, or if the result depends on values."""
-    known = _known.found
+    known = _known.memo
     if known is None or torch_private.any_autocast():
         return _tried(func, specs, args, kwargs)
     try:
@@ -70,14 +72,14 @@ def infer_outputs(
             _spelled(kwargs),
             torch.get_default_dtype(),
         )
-        found = known.get(key)
+        inferred = known.get(key)
     except TypeError:  # the arguments cannot be hashed
         return _tried(func, specs, args, kwargs)
-    if found is None:
+    if inferred is None:
         if len(known) >= _MAX_MEMOIZED:
             known.clear()
-        found = known[key] = _tried(func, specs, args, kwargs)
-    return found
+        inferred = known[key] = _tried(func, specs, args, kwargs)
+    return inferred
 
 
 def _spelled(value: Any) -> Any:
@@ -109,7 +111,7 @@ def _tried(
                 tensors,
             ):
                 stack.enter_context(one)
-            these = iter(
+            stand_ins = iter(
                 [
                     torch.empty(
                         s.shape,
@@ -120,8 +122,12 @@ def _tried(
                 ]
             )
             warnings.simplefilter("ignore")
-            given = replaced((args, kwargs), these)
-            out = func(*given[0], **given[1])
+            stand_in_args = replaced((args, kwargs), stand_ins)
+            out = func(*stand_in_args[0], **stand_in_args[1])
+    except TypeError as error:
+        if "torch.meta." not in str(error):
+            raise
+        raise TypeError(_META_CLASS.sub(r"global torch.\1", str(error))) from None
     except (RuntimeError, AssertionError) as error:
         # There is no such kernel, or the result depends on values.
         if (
@@ -139,7 +145,10 @@ def _tried(
             RuntimeError(str(error)) if isinstance(error, AssertionError) else error
         ) from None
     results = tensors_in(out, [])
-    positions = {id(t): i for i, t in enumerate(tensors_in(given[1], tensors_in(given[0], [])))}
+    positions = {
+        id(t): i
+        for i, t in enumerate(tensors_in(stand_in_args[1], tensors_in(stand_in_args[0], [])))
+    }
     for t in results:
         if id(t) in positions:
             t.operand = positions[id(t)]  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
 
 def _record(what: str, x: GlobalTensor) -> None:
     """Record that this rank observes gradients early, which changes how all ranks sum them."""
-    world().history((x._spec.shown.placement,)).record(what.encode() + x._spec.text)
+    world().history((x._spec.shown.placement,)).record(what.encode() + x._spec.text, x._serial)
 
 
 class _Hook:
@@ -181,14 +181,14 @@ def grad_fn(self: GlobalTensor) -> Any:
 
     Its hooks see local tensors, except where it belongs to a module's full backward hook.
     """
-    found = self._local.grad_fn
-    if found is None:
+    local_grad_fn = self._local.grad_fn
+    if local_grad_fn is None:
         # A module asks this of each tensor that becomes its parameter.
         return None
     _record("grad_fn", self)
-    reducer().watchers.of_graph(found)
+    reducer().watchers.of_graph(local_grad_fn)
     node = self.__dict__.get("_node")
-    return node if node is not None and node.node is found else found
+    return node if node is not None and node.node is local_grad_fn else local_grad_fn
 
 
 # ------------------------------------------------------------------- full backward hooks of modules

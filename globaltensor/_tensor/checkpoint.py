@@ -6,16 +6,22 @@ here. `torch.load` may read the classes that global tensors are made of.
 
 from __future__ import annotations
 
+import io
+import math
 import os
+import pickle
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from .._base import torch_private
+from .._base.patches import patch
 from .._base.pytree import replaced, tensors_in
+from .._base.user_code import user_line
 from .._base.writable_path import Replacement
 from ..distributed.world import placeholder, world
-from ..errors import PartError, SbpError, WorldError
+from ..errors import DivergenceError, PartError, SbpError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, _rebuild_spec, _rebuild_storage_spec
@@ -57,22 +63,102 @@ def save(
         if sink.error is not None:
             raise sink.error
         return
-    here = world()
-    _one_of(here.size, "global_dst_rank", global_dst_rank)
-    token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
+    this_world = world()
+    _check_same_save(obj, global_dst_rank, options.get("pickle_module", pickle))
+    _one_of(this_world.size, "global_dst_rank", global_dst_rank)
+    token, sink = (
+        GATHERED.set(global_dst_rank),
+        _Sink(f if this_world.rank == global_dst_rank else None),
+    )
     try:
         # Ranks that write nothing still go through the object: the tensors that are on them are
         # requested in one order.
         sink.take(obj, *args, **options)
     finally:
         GATHERED.reset(token)
-    told = here.comm(tuple(range(here.size))).all_gather_object(
-        "" if sink.error is None else str(sink.error)
+    errors = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        "" if sink.error is None else str(sink.error), "save"
     )
-    if any(told):
+    if any(errors):
         raise WorldError(
-            f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}"
+            f"save: rank {global_dst_rank} could not write the file: {next(filter(None, errors))}"
         )
+
+
+def _check_same_save(obj: Any, target: Any, pickle_module: Any) -> None:
+    """Raise DivergenceError unless all ranks are to save the same global tensors to one rank.
+
+    The tensors are compared by order, name, layout and identity. Collective among all ranks.
+    """
+    this_world = world()
+    if this_world.size == 1:
+        return
+    try:
+        own_tensors = _tensors_to_save(obj, pickle_module)
+    except Exception as error:  # torch.save raises it, if it is the same on every rank
+        own_tensors = [f"{type(error).__name__}: {error}"]
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        (repr(target), own_tensors), "save"
+    )
+    first_target, first_tensors = everyone[0]
+    for rank, (peer_target, peer_tensors) in enumerate(everyone):
+        if peer_target != first_target:
+            raise DivergenceError(
+                f"{user_line()}\nsave: the ranks pass different global_dst_rank: {first_target} on "
+                f"rank 0, {peer_target} on rank {rank}. One rank writes the file: pass the same "
+                f"number on every rank"
+            )
+        if peer_tensors != first_tensors:
+            at = next(
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(first_tensors, peer_tensors, strict=False))
+                    if a != b
+                ),
+                min(len(first_tensors), len(peer_tensors)),
+            )
+            rows = "".join(
+                f"  rank {r}: {each[at] if at < len(each) else 'no further tensor'}\n"
+                for r, each in ((0, first_tensors), (rank, peer_tensors))
+            )
+            raise DivergenceError(
+                f"{user_line()}\nsave: the ranks pass objects with other global tensors, or with "
+                f"the same in another order. They differ from tensor {at} on:\n{rows}"
+                "Pass the same object on every rank; dicts must have their keys in the same order"
+            )
+
+
+def _tensors_to_save(obj: Any, pickle_module: Any) -> list[str]:
+    """Return a text for each global tensor in an object, in the order in which pickle meets them.
+
+    Nothing is written, and no tensor is read.
+    """
+    places: dict[int, str] = {}
+    numbers: dict[int, int] = {}
+    rows: list[str] = []
+    alive: list[Any] = []  # so that no other object gets the id of one that was met
+
+    class Lister(pickle_module.Pickler):  # type: ignore[misc, name-defined]
+        def persistent_id(self, value: Any) -> Any:
+            if isinstance(value, GlobalTensor):
+                alive.append(value)
+                same = numbers.setdefault(id(value), len(rows))
+                again = "" if same == len(rows) else f", the same as tensor {same}"
+                rows.append(f"{places.get(id(value), 'a tensor')}: {value._spec!r}{again}")
+                return "global tensor"
+            if isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)):
+                return "plain tensor"
+            if isinstance(value, (dict, list, tuple)):
+                alive.append(value)
+                prefix = places.get(id(value), "")
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, item in items:
+                    if isinstance(item, (torch.Tensor, dict, list, tuple)):
+                        places.setdefault(id(item), f"{prefix}[{key!r}]")
+            return None
+
+    Lister(io.BytesIO(), 2).dump(obj)
+    return rows
 
 
 class _Sink:
@@ -137,29 +223,39 @@ def load(
     """
     if global_src_rank is None:
         return torch.load(f, map_location, *args, **options)
-    here = world()
-    _one_of(here.size, "global_src_rank", global_src_rank)
-    mine: Any = None
-    found: list[torch.Tensor] = []
-    if here.rank == global_src_rank:
+    this_world = world()
+    _one_of(this_world.size, "global_src_rank", global_src_rank)
+    own_header: Any = None
+    read_tensors: list[torch.Tensor] = []
+    if this_world.rank == global_src_rank:
         try:
             read = torch.load(f, "cpu", *args, **options)
-            found = [_value(t) for t in tensors_in(read, [])]
-            mine = (
+            read_tensors = [_value(t) for t in tensors_in(read, [])]
+            own_header = (
                 "",
-                replaced(read, iter([torch.empty(0)] * len(found))),
-                [(t.shape, t.dtype) for t in found],
+                replaced(read, iter([torch.empty(0)] * len(read_tensors))),
+                [(t.shape, t.dtype) for t in read_tensors],
             )
         except Exception as error:
-            mine = f"{type(error).__name__}: {error}", None, []
-    said, shell, metas = here.comm(tuple(range(here.size))).all_gather_object(mine)[global_src_rank]
+            own_header = f"{type(error).__name__}: {error}", None, []
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        (global_src_rank, own_header), "load"
+    )
+    for rank, (source, _) in enumerate(everyone):
+        if source != everyone[0][0]:
+            raise DivergenceError(
+                f"{user_line()}\nload: the ranks pass different global_src_rank: {everyone[0][0]} "
+                f"on rank 0, {source} on rank {rank}. One rank reads the file: pass the same "
+                f"number on every rank"
+            )
+    said, shell, metas = everyone[global_src_rank][1]
     if said:
         raise WorldError(f"load: rank {global_src_rank} could not read the file: {said}")
     specs = [
         Spec.make(shape, dtype, Placement("cpu", [global_src_rank]), [broadcast])
         for shape, dtype in metas
     ]
-    parts: Any = found if here.rank == global_src_rank else map(placeholder, specs)
+    parts: Any = read_tensors if this_world.rank == global_src_rank else map(placeholder, specs)
     whole: list[Any] = [
         GlobalTensor.wrap(t.detach(), spec) for t, spec in zip(parts, specs, strict=True)
     ]
@@ -253,6 +349,49 @@ def tensor_shard(self: GlobalTensor, index: Any) -> torch.Tensor:
     return self._local.detach()
 
 
+def _check_all_shards(where: str, shards: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise PartError if the shards in a checkpoint do not cover one of the tensors.
+
+    ``shards``: torch's metadata of each value in the checkpoint. ``where``: the function, for the
+    error.
+    """
+    for name in names:
+        sizes = getattr(shards.get(name), "size", None)
+        if sizes is None:
+            continue
+        held = sum(math.prod(chunk.sizes) for chunk in shards[name].chunks)
+        if held < math.prod(sizes):
+            raise PartError(
+                f"{where}: the checkpoint holds {held} of the {math.prod(sizes)} elements of "
+                f"{name}. Every rank has shards of it, so all ranks must save together, with one "
+                f"call of torch.distributed.checkpoint.save on each and without no_dist=True. To "
+                f"write the full values by one rank, call flow.save(obj, path, global_dst_rank=0) "
+                f"on every rank"
+            )
+
+
+def _saving(create: Any) -> Any:
+    def create_global_plan(self: Any, plans: Any) -> Any:
+        made = create(self, plans)
+        shards = made[1].state_dict_metadata
+        _check_all_shards("torch.distributed.checkpoint.save", shards, shards)
+        return made
+
+    return create_global_plan
+
+
+def _loading(create: Any) -> Any:
+    def create_plan(state_dict: Any, metadata: Any, *args: Any, **options: Any) -> Any:
+        _check_all_shards(
+            "torch.distributed.checkpoint.load",
+            metadata.state_dict_metadata,
+            [name for name, value in state_dict.items() if isinstance(value, torch.Tensor)],
+        )
+        return create(state_dict, metadata, *args, **options)
+
+    return create_plan
+
+
 def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
     """Return the full value on these ranks, or on all. Others get a tensor without elements."""
     if not isinstance(value, GlobalTensor):
@@ -278,6 +417,9 @@ def install() -> None:
     """
     torch_private.wrap_gathered_states(_whole)
     torch_private.wrap_staged_states(_staged)
+    planners = "torch.distributed.checkpoint.default_planner"
+    patch(f"{planners}:DefaultSavePlanner.create_global_plan", _saving)
+    patch(f"{planners}:create_default_local_load_plan", _loading)
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ import dis
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, MethodType
@@ -26,7 +25,7 @@ from weakref import WeakSet
 import torch
 
 from .._base import torch_private
-from .._base.user_code import caller_frame, is_user_code, user_frame, user_line
+from .._base.user_code import caller_frame, is_user_code, user_line, warn_user
 from ..distributed.world_base import World
 from ..errors import CompileError, CompileWarning
 from ..sharding.placement import Placement
@@ -112,13 +111,11 @@ def _tell(whole: bool) -> None:
     if _warned[0]:
         return
     _warned[0] = True
-    frame = user_frame()
-    where = ("globaltensor", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    said = (
+    warn_user(
         f"torch.compile does not compile code on global tensors: such code runs uncompiled, here "
-        f"and everywhere else. {_INSTEAD}"
+        f"and everywhere else. {_INSTEAD}",
+        CompileWarning,
     )
-    warnings.warn_explicit(said, CompileWarning, *where)
 
 
 def _asked_by_user() -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.user_code import user_line
 from ..distributed.world import world
-from ..errors import GlobalTensorError, PlacementError, SbpError, ShapeError
+from ..errors import DivergenceError, GlobalTensorError, PlacementError, SbpError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec
@@ -81,27 +82,55 @@ def gather_specs(
 
     Also return True if all have the same memory order. Collective over the world if ``check``.
     """
-    here = world()
-    mine = described(local, placement)
+    this_world = world()
+    own_description = described(local, placement)
+    target = placement.flat, _arguments(placement, tuple(layout))
     order = (
         ()
-        if isinstance(mine, TensorKind) or local.is_contiguous()
+        if isinstance(own_description, TensorKind) or local.is_contiguous()
         else tuple(sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)))
     )
     alike = True
-    if check and here.size > 1:
+    if check and this_world.size > 1:
         # A rank whose tensors have no memory sends that, too.
         with (
             torch_private.real_tensors()
-            if isinstance(mine, TensorKind)
+            if isinstance(own_description, TensorKind)
             else contextlib.nullcontext()
         ):
-            told = here.comm(tuple(range(here.size))).all_gather_object((mine, order))
-        held = {r: told[r][0] for r in placement.flat}
-        alike = len({told[r][1] for r in placement.flat}) == 1
+            descriptions = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+                (own_description, order, target), "to_global"
+            )
+        _check_same_target([description[2] for description in descriptions])
+        held = {r: descriptions[r][0] for r in placement.flat}
+        alike = len({descriptions[r][1] for r in placement.flat}) == 1
     else:
-        held = dict.fromkeys(placement.flat, mine)
+        held = dict.fromkeys(placement.flat, own_description)
     return spec_of(held, placement, layout), alike
+
+
+@lru_cache(maxsize=256)
+def _arguments(placement: Placement, layout: tuple[Sbp, ...]) -> str:
+    return f"{placement!r}, sbp={list(layout) if len(layout) > 1 else layout[0]!r}"
+
+
+def _check_same_target(targets: Sequence[tuple[tuple[int, ...], str]]) -> None:
+    """Raise DivergenceError if a rank of a placement passes other arguments to to_global.
+
+    ``targets``: for each rank the ranks of its placement, and its arguments as a text. Ranks of
+    separate placements may call together.
+    """
+    odd = next(
+        ((r, m) for r, (ranks, text) in enumerate(targets) for m in ranks if targets[m][1] != text),
+        None,
+    )
+    if odd is not None:
+        rows = "".join(f"  rank {r} passes {targets[r][1]}\n" for r in sorted(odd))
+        raise DivergenceError(
+            f"{user_line()}\nto_global: the ranks pass different arguments:\n{rows}"
+            "Pass the same sbp, and a placement that lists the same ranks in the same order, on "
+            "every rank"
+        )
 
 
 def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:
@@ -166,17 +195,19 @@ def check_meta_consistency(self: GlobalTensor) -> None:
 
     Collective over the world. Raises ShapeError, which names two ranks that differ.
     """
-    here, spec = world(), self._spec.shown
-    mine = (
+    this_world, spec = world(), self._spec.shown
+    own_description = (
         f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} "
         f"{' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
     )
-    told = here.comm(tuple(range(here.size))).all_gather_object(mine)
-    for r, other in enumerate(told):
-        if other != told[0]:
+    descriptions = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        own_description, "check_meta_consistency"
+    )
+    for r, other in enumerate(descriptions):
+        if other != descriptions[0]:
             raise ShapeError(
-                f"the ranks have different tensors:\n  rank 0 has {told[0]}\n  rank {r} has "
-                f"{other}\nmake the tensor with the same calls on every rank"
+                f"the ranks have different tensors:\n  rank 0 has {descriptions[0]}\n"
+                f"  rank {r} has {other}\nmake the tensor with the same calls on every rank"
             )
 
 

@@ -12,11 +12,12 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from .._base.terminal import in_colour
 from ..boxing.explain import BoxingExplanation
 from ..distributed.cluster_env import detect
 from ..distributed.world import running
 from ..sharding.placement import Placement
-from ..sharding.rank_rows import MOST_RANKS, rank_rows
+from ..sharding.rank_rows import MAX_RANKS, rank_rows
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 
@@ -56,7 +57,7 @@ def visualize_sharding(x: GlobalTensor | Spec, file: TextIO | None = None) -> No
     if file is None and not _on_first_rank():
         return
     out = sys.stdout if file is None else file
-    print(drawing(_spec(x, "visualize_sharding"), colour=_in_colour(out)), file=out)
+    print(drawing(_spec(x, "visualize_sharding"), colour=in_colour(out)), file=out)
 
 
 def sharding_svg(x: GlobalTensor | Spec | Placement | BoxingExplanation) -> str:
@@ -103,17 +104,6 @@ def _on_first_rank() -> bool:
     return place is None or place.rank == 0
 
 
-def _in_colour(file: TextIO | None) -> bool:
-    """Return True if text for ``file`` has colours, by the rules of Python's own messages."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    # A file may have no more than ``write``. Standard output is None in a program without one.
-    isatty = getattr(file, "isatty", None)
-    return os.environ.get("TERM") != "dumb" and isatty is not None and bool(isatty())
-
-
 def drawing(spec: Spec, colour: bool = False) -> str:
     """Return the text of ``visualize_sharding``. ``colour``: with the colours of a terminal."""
     where = spec.placement
@@ -126,7 +116,7 @@ def drawing(spec: Spec, colour: bool = False) -> str:
     if len(rows) < where.size:
         lines.append(f"  and {where.size - len(rows)} more ranks")
     split = sorted({e.dim for e in spec.layout if e.is_split})
-    if 1 <= len(split) <= 2 and spec.numel and where.size <= MOST_RANKS:
+    if 1 <= len(split) <= 2 and spec.numel and where.size <= MAX_RANKS:
         lines += ["", *_picture(spec, split, colour)]
     return "\n".join(lines)
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from .._base.refusals import collective_message, kernel_message
-from ..errors import KernelError
+from .._base.refusals import refusal_of_kernel
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec, StorageSpec
@@ -57,6 +56,9 @@ class GlobalTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: Spec
     _memory: AliasGroup | None  # None: it has no alias
+    # Identifies the tensor on all ranks of its placement (distributed/divergence.py, `History`).
+    # 0: not known.
+    _serial: int = 0
     # The gradient of a leaf that other ranks contribute to (gradients/leaf.py).
     _leaf: Any = None
     # the user chose this sbp explicitly (to_global, creation): in-place ops must not change it
@@ -79,6 +81,7 @@ class GlobalTensor(torch.Tensor):
         out._local = local
         out._spec = spec
         out._memory = None
+        out._serial = 0
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -99,9 +102,16 @@ class GlobalTensor(torch.Tensor):
             return args[0].item()
         if (refuse := _refused.get(func)) is not None:
             refuse(args)
-        if func.namespace == "c10d":
-            raise KernelError(collective_message(func._opname))
-        raise KernelError(kernel_message(f"the kernel {func}"))
+        raise refusal_of_kernel(func)
+
+    @property
+    def _stored(self) -> torch.Tensor:
+        """A tensor with the device, layout and kind of memory of the local tensor.
+
+        Reading it never communicates. Its values may be out of date. See `RemoteView` and
+        `DeferredMean`, whose ``_local`` may communicate.
+        """
+        return self._local
 
     @property
     def spec(self) -> Spec:
@@ -138,9 +148,10 @@ class GlobalTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device of this rank's local tensor (the placement's device type)."""
+        local = self._stored
         return (
-            self._local.device
-            if self._local.numel() or self._local.device.type == self._spec.placement.type
+            local.device
+            if local.numel() or local.device.type == self._spec.placement.type
             else torch.device(self._spec.placement.type)
         )
 
@@ -204,7 +215,7 @@ class SlottedGlobalTensor(GlobalTensor):
     3.11).
     """
 
-    __slots__ = ("_local", "_memory", "_spec")
+    __slots__ = ("_local", "_memory", "_serial", "_spec")
 
 
 #: The classes of ordinary global tensors: they need nothing to be settled first, unlike a

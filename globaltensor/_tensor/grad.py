@@ -19,10 +19,12 @@ from .history import record
 
 __all__ = ["get_grad", "local_grad", "set_grad"]
 
+_GRADIENT = 1  # the serial of a gradient is the hash of its tensor's serial and this number
 
-def _kept(x: GlobalTensor) -> Spec:
+
+def _grad_spec(x: GlobalTensor) -> Spec:
     """Return the spec of a leaf's gradient: the leaf's own, or shares (ZeRO)."""
-    return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
+    return x._leaf.grad_spec if x._leaf is not None else x._spec  # type: ignore[no-any-return]
 
 
 @functools.partial(visible, name="grad")
@@ -40,10 +42,11 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         dual = x._spec.dual()
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
-        spec = _kept(x)
+        spec = _grad_spec(x)
         wrapped = GlobalTensor.wrap(
             local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
         )
+    wrapped._serial = hash((x._serial, _GRADIENT))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
 
@@ -51,12 +54,12 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
     """Return (True if a leaf's gradient has the leaf's layout for it, this rank's local tensor).
 
-    The layout is `_kept`. Where it differs, the local tensor is None. The call is collective as
-    ``.grad`` is, but a gradient that no code reads is not wrapped.
+    The layout is `_grad_spec`. Where it differs, the local tensor is None. The call is collective
+    as ``.grad`` is, but a gradient that no code reads is not wrapped.
     """
     if "_kept_grad" not in leaf.__dict__:
         return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
-    grad, spec = get_grad(leaf), _kept(leaf)
+    grad, spec = get_grad(leaf), _grad_spec(leaf)
     if grad is None:
         return True, None
     alike = (
@@ -71,6 +74,9 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
 def set_grad(x: GlobalTensor, value: Any) -> None:
     x.__dict__.pop("_kept_grad", None)
     if value is None:
+        # A rank that does not clear its gradient adds the next one to it.
+        if x._local.grad is not None or (x._leaf is not None and x._leaf.value is not None):
+            record("clear grad", x)
         x._local.grad = None
         if x._leaf is not None:
             x._leaf.value = None
@@ -86,11 +92,11 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
             f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}"
         )
     record("set grad", x, value)
-    kept = _kept(x).replace(dtype=value.dtype)
+    grad_spec = _grad_spec(x).replace(dtype=value.dtype)
     local = (
         value._local
-        if value._spec is kept
-        else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
+        if value._spec is grad_spec
+        else box(value._local, value._spec, grad_spec, why="assigning .grad").contiguous()
     )
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
@@ -99,5 +105,5 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         x._local.grad = local
     x.__dict__["_kept_grad"] = (
         local,
-        value if value._local is local else GlobalTensor.wrap(local, kept),
+        value if value._local is local else GlobalTensor.wrap(local, grad_spec),
     )

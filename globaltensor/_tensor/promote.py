@@ -24,7 +24,14 @@ from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import BARE, TensorKind, described, kind_of, refuse
 from .gradients.reducer import observe_gradients
 
-__all__ = ["check_replicated", "content_digest", "operand_spec", "promote_plain_tensor"]
+__all__ = [
+    "check_replicated",
+    "compare_replicated",
+    "comparison_due",
+    "content_digest",
+    "operand_spec",
+    "promote_plain_tensor",
+]
 
 # Number of uses of a plain tensor at one place that are always checked.
 _ALWAYS_CHECKED = 16
@@ -34,16 +41,34 @@ _MAX_PLACES = 1 << 14
 _SHOWN = 3
 
 
-class PlainPlaces(dict[Any, list[int]]):
-    """The places where the program uses plain tensors with global ones.
+class Comparisons:
+    """A count of the uses of plain tensors at one place, which says when ranks compare them.
 
-    The values: how often that happened, and when to compare next.
+    They compare at the first 16 uses, then at intervals that grow by an eighth.
     """
+
+    __slots__ = ("count", "next")
+
+    def __init__(self) -> None:
+        self.count, self.next = 0, 1
+
+    def due(self) -> bool:
+        """Count a use, and return True if the ranks compare at this one."""
+        self.count += 1
+        if self.count < self.next:
+            return False
+        self.next = self.count + 1 + (self.count // 8 if self.count > _ALWAYS_CHECKED else 0)
+        return True
+
+
+class PlainPlaces(dict[Any, Comparisons]):
+    """A table of the places where the program uses plain tensors with global ones."""
 
 
 @on_forget
 def _forget_places(of: World) -> None:
-    of.state(PlainPlaces).clear()
+    if (found := of.existing_state(PlainPlaces)) is not None:
+        found.clear()
 
 
 class _ReplicatedInput(torch.autograd.Function):
@@ -72,9 +97,9 @@ def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Sp
     """
     kind = described(tensor, placement)
     if isinstance(kind, TensorKind) and not kind.operand:
-        here, ranks = world(), placement.flat
-        if here.compares and len(ranks) > 1 and here.rank in ranks:
-            here.comm(tuple(sorted(ranks))).compare_plain(
+        this_world, ranks = world(), placement.flat
+        if this_world.compares and len(ranks) > 1 and this_world.rank in ranks:
+            this_world.comm(tuple(sorted(ranks))).compare_plain(
                 _digest_of(kind.text), kind.text, purpose, kind
             )
         refuse(purpose, dict.fromkeys(ranks, kind))
@@ -91,16 +116,19 @@ def promote_plain_tensor(
     of torch.func. Not ``checked``: the values do not matter.
     """
     refuse_transforms()
-    graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
-    if spec.placement.coordinate(here.rank) is None:
+    graph, this_world = tensor.requires_grad and torch.is_grad_enabled(), world()
+    if spec.placement.coordinate(this_world.rank) is None:
         nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
         if graph:
             observe_gradients(nothing)
         return nothing
-    if checked and here.compares and len(spec.placement.flat) > 1 and spec.placement.type != "meta":
-        check_replicated(tensor, spec.placement, purpose)
+    if checked and len(spec.placement.flat) > 1 and spec.placement.type != "meta":
+        if this_world.compares:
+            check_replicated(tensor, spec.placement, purpose)
+        elif this_world.dry:
+            this_world.note_replicated(tensor, spec.placement.flat, purpose)
     if tensor.device.type != spec.placement.type:
-        tensor = tensor.to(here.device(spec.placement.type))
+        tensor = tensor.to(this_world.device(spec.placement.type))
     if graph:
         entered = _ReplicatedInput.apply(tensor, spec)
         observe_gradients(entered)
@@ -123,29 +151,31 @@ def check_replicated(
         frames = [f for f in (caller_frame(), user_frame()) if f is not None]
         place = (purpose, *[(f.f_code, f.f_lasti) for f in frames])
     # Ranks of several placements reach one place at different frequencies.
-    here, place = (
-        world(),
-        (place, ranks),
-    )
-    places = here.state(PlainPlaces)
+    if comparison_due((place, ranks)):
+        compare_replicated(tensor, ranks.flat if isinstance(ranks, Placement) else ranks, purpose)
+
+
+def comparison_due(place: Any) -> bool:
+    """Count a use of plain tensors at a place, and return True if the ranks compare at this one.
+
+    ``place`` is a hashable key."""
+    places = world().state(PlainPlaces)
     known = places.get(place)
     if known is None:
         if len(places) >= _MAX_PLACES:
             places.clear()
-        known = places[place] = [0, 1]
-    known[0] += 1
-    count, due = known
-    if count < due:
-        return
-    known[1] = count + 1 + (count // 8 if count > _ALWAYS_CHECKED else 0)
+        known = places[place] = Comparisons()
+    return known.due()
+
+
+def compare_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str) -> None:
+    """Compare a plain tensor with those of the other ranks now. See `check_replicated`."""
     kind = kind_of(tensor) or (BARE if tensor.is_meta else None)
     if kind is None and torch_private.is_fake(tensor):
         return
     with torch.no_grad(), torch_private.unobserved():
         digest, text = _content(tensor) if kind is None else _content_of_kind(tensor, kind)
-    here.comm(tuple(sorted(ranks.flat if isinstance(ranks, Placement) else ranks))).compare_plain(
-        digest, text, purpose, kind
-    )
+    world().comm(tuple(sorted(ranks))).compare_plain(digest, text, purpose, kind)
 
 
 def _content_of_kind(tensor: torch.Tensor, kind: TensorKind) -> tuple[torch.Tensor, str]:

@@ -80,11 +80,11 @@ def rebuild_global_tensor(
         out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
         out._local.requires_grad_(requires_grad)
         return out
-    spec, here = _fitting(header), world()
-    if here.rank not in spec.placement._coordinates:
+    spec, this_world = _fitting(header), world()
+    if this_world.rank not in spec.placement._coordinates:
         local = placeholder(spec)
     elif not local.is_meta:
-        local = local.to(here.device(spec.placement.type))
+        local = local.to(this_world.device(spec.placement.type))
     return remade(local, spec, requires_grad, is_parameter, reduce_dtype)
 
 
@@ -117,20 +117,24 @@ def _header(spec: Spec) -> dict[str, Any]:
     A process that is started with the header is this rank's helper (a data loader's worker). It
     needs what this rank has.
     """
-    here = world()
-    kept = (
+    this_world = world()
+    storage_fields = (
         {"shown": _layout(spec.shown), "axes": list(spec.axes)}
         if isinstance(spec, StorageSpec)
         else {}
     )
-    who = {"rank": here.rank, "world": here.size, "helper": get_spawning_popen() is not None}
+    who = {
+        "rank": this_world.rank,
+        "world": this_world.size,
+        "helper": get_spawning_popen() is not None,
+    }
     return {
         "version": 1,
         "shape": list(spec.shape),
         "dtype": spec.dtype,
         **who,
         **_layout(spec),
-        **kept,
+        **storage_fields,
     }
 
 
@@ -140,12 +144,12 @@ def _layout(spec: Spec) -> dict[str, Any]:
 
 
 def _spec(header: _Header) -> Spec:
-    def made(told: _Header) -> Spec:
+    def made(layout_header: _Header) -> Spec:
         return Spec.make(
             header["shape"],
             header["dtype"],
-            Placement(told["type"], told["ranks"]),
-            [Sbp(*entry) for entry in told["sbp"]],
+            Placement(layout_header["type"], layout_header["ranks"]),
+            [Sbp(*entry) for entry in layout_header["sbp"]],
         )
 
     return (
@@ -160,14 +164,16 @@ def _fitting(header: _Header) -> Spec:
 
     Raises PartError where the file does not hold what this rank needs of the tensor.
     """
-    spec, writer, here = _spec(header), header["rank"], world()
+    spec, writer, this_world = _spec(header), header["rank"], world()
     if is_whole(spec, writer):
-        if max(spec.placement.flat) < here.size:
+        if max(spec.placement.flat) < this_world.size:
             return spec
-        everyone = Placement(spec.placement.type, list(range(here.size)))
+        everyone = Placement(spec.placement.type, list(range(this_world.size)))
         return Spec.make(spec.shape, spec.dtype, everyone, [broadcast])
-    need = _coordinates(spec, here.rank)
-    if header["world"] != here.size or (need is not None and need != _coordinates(spec, writer)):
+    need = _coordinates(spec, this_world.rank)
+    if header["world"] != this_world.size or (
+        need is not None and need != _coordinates(spec, writer)
+    ):
         raise PartError(_refusal(header, spec))
     return spec
 
@@ -183,10 +189,12 @@ def _coordinates(spec: Spec, rank: int) -> Any:
 
 
 def _refusal(header: _Header, spec: Spec) -> str:
-    here, writer, size = world(), header["rank"], header["world"]
-    reader = f"rank {here.rank} of {here.size} needs {_described(spec, here.rank)}"
-    if here.size != size:
-        reader = f"this is rank {here.rank} of a world of {here.size}"
+    this_world, writer, size = world(), header["rank"], header["world"]
+    reader = (
+        f"rank {this_world.rank} of {this_world.size} needs {_described(spec, this_world.rank)}"
+    )
+    if this_world.size != size:
+        reader = f"this is rank {this_world.rank} of a world of {this_world.size}"
     return (
         f"the saved data holds {_described(spec, writer)} of a global tensor ({spec!r} on "
         f"{spec.placement!r}), written by rank {writer} of a world of {size}, "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import GlobalTensorError, InplaceError, SbpError
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec, fitting
 from . import autograd_hooks, compiler_guard
-from .global_tensor import GlobalTensor
+from .global_tensor import GlobalTensor, SlottedGlobalTensor
 from .grad import get_grad, set_grad
 from .gradients import parameter_gather
 from .gradients.leaf import attach, detach
@@ -29,6 +30,7 @@ from .view_tracking import RemoteView, alias_of, link_alias
 __all__ = [
     "become_global",
     "become_plain",
+    "exchange",
     "laid_out_like",
     "replace_local",
     "set_",
@@ -127,7 +129,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
             self._spec,
         )
     world().history((self._spec.shown.placement,)).record(
-        b"set data" + self._spec.text + value._spec.text
+        b"set data" + self._spec.text + value._spec.text, self._serial, value._serial
     )
     parameter_gather.reset_prefetch()
     if isinstance(self, RemoteView):
@@ -198,6 +200,7 @@ def become_global(
         None,
         not parameter,
     )
+    out._serial = value._serial
     if parameter:
         out._is_param = True
     if trains:
@@ -207,6 +210,45 @@ def become_global(
         autograd_hooks.adopt(out, before or {}, bool(after))
         if grad is not None:
             set_grad(out, grad)
+
+
+def exchange(swap: Any, t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """Run ``swap(t1, t2)``, torch.utils.swap_tensors, of two global tensors or two plain ones.
+
+    It refuses tensors with weak references. The gradient of a leaf has one: it is made anew, to the
+    tensor that the gradient belongs to afterwards. A graph that was recorded before refuses to go
+    backward.
+    """
+    tensors = [t for t in (t1, t2) if isinstance(t, GlobalTensor)]
+    for t in tensors:
+        _refuse_older_graphs(t._local)
+        if t._leaf is not None:
+            del t._leaf.owner
+    slotted = {isinstance(t, SlottedGlobalTensor) for t in tensors}
+    try:
+        (_exchange_fields if len(slotted) > 1 else swap)(t1, t2)
+    finally:
+        for t in tensors:
+            if t._leaf is not None:
+                t._leaf.owner = weakref.ref(t)
+
+
+def _exchange_fields(t1: Any, t2: Any) -> None:
+    """Exchange all that two global parameters have, of which one has slots and the other none.
+
+    torch refuses such a pair: a parameter that has become global, and one of an op's result.
+    """
+    for name, t in (("t1", t1), ("t2", t2)):
+        if weakref.getweakrefs(t):
+            raise RuntimeError(f"Cannot swap {name} because it has weakref associated with it")
+    fields = [{name: getattr(t, name) for name in SlottedGlobalTensor.__slots__} for t in (t1, t2)]
+    others = [{k: v for k, v in vars(t).items() if k not in fields[0]} for t in (t1, t2)]
+    torch_private.swap_impl(t1, t2)
+    for t, own_fields, own_others in zip((t2, t1), fields, others, strict=True):
+        vars(t).clear()
+        vars(t).update(own_others)
+        for name, value in own_fields.items():
+            setattr(t, name, value)
 
 
 def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
@@ -240,7 +282,8 @@ def _refuse_older_graphs(leaf: torch.Tensor) -> None:
 def _refuse_to_go_back(grads: Any) -> None:
     raise GlobalTensorError(
         "this backward pass reaches a parameter whose layout has been changed by to_global, "
-        "parallelize or to_local since the forward pass: run the forward pass again"
+        "parallelize or to_local, or that swap_tensors has exchanged, since the forward pass: run "
+        "the forward pass again"
     )
 
 

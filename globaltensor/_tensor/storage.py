@@ -17,9 +17,10 @@ import torch
 
 from .._base import torch_private
 from ..distributed.world import world
-from ..errors import InterfaceError, StorageError
+from ..errors import InterfaceError, KindError, StorageError
 from ..sharding.spec import Spec
-from .global_tensor import GlobalTensor, refuse_kernel
+from .global_tensor import GlobalTensor, SlottedGlobalTensor, refuse_kernel
+from .set_data import exchange
 from .view_tracking import RemoteView
 
 __all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
@@ -242,7 +243,10 @@ def storage_offset(self: GlobalTensor) -> int:
     """Return the offset of the value in its storage, 0 for a sharded tensor.
 
     Raises StorageError for a view of a sharded tensor: its offset is another number on each rank.
+    A view that needed communication is a copy, which has no offset in its base.
     """
+    if isinstance(self, RemoteView) and not _asks_part(_base(self)):
+        refuse("storage_offset() of a view", self)
     if _asks_part(self) or not any(e.is_split for e in self._spec.layout):
         return self._local.storage_offset()
     if self._memory is not None and self._memory.viewed:
@@ -350,6 +354,34 @@ def _answered_by(name: str) -> Any:
     )
 
 
+def _swap(swap: Any, t1: torch.Tensor, t2: torch.Tensor) -> None:
+    _check_swap(t1, t2)
+    exchange(swap, t1, t2)
+
+
+def _check_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """Raise KindError before torch.utils.swap_tensors refuses the slots of a global tensor."""
+    if isinstance(t1, SlottedGlobalTensor) == isinstance(t2, SlottedGlobalTensor) or all(
+        isinstance(t, GlobalTensor) and isinstance(t, torch.nn.Parameter) for t in (t1, t2)
+    ):
+        return
+    t1_kind, t2_kind = (
+        "a plain tensor"
+        if not isinstance(t, GlobalTensor)
+        else "a global tensor"
+        if isinstance(t, SlottedGlobalTensor)
+        else "a global parameter"
+        for t in (t1, t2)
+    )
+    raise KindError(
+        f"torch.utils.swap_tensors cannot exchange {t1_kind} with {t2_kind}: a global tensor has "
+        "its local tensor and its layout in fields that the class of the other lacks. Copy the "
+        "values (x.copy_(y) under torch.no_grad()), or make the plain tensor global first: "
+        "x.to_global(placement, sbp). flow.parallelize and module.to_global(placement, sbp) make "
+        "parameters global that stay the same objects"
+    )
+
+
 #: Functions of torch that need no plan: torch function -> handler(func, args, kwargs).
 HANDLERS: dict[Any, Any] = {
     getattr(torch.Tensor, name): _method(name)
@@ -366,4 +398,5 @@ refuse_kernel(torch_private.TAKING_MEMORY, _refuse_set)
 def install() -> None:
     """Make torch functions that cannot be overridden refuse tensors without memory."""
     torch_private.guard_data(_check_data)
+    torch_private.guard_swap(_swap)
     torch_private.wrap_dlpack(_in_memory)

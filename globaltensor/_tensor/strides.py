@@ -36,9 +36,12 @@ __all__ = [
     "base_note",
     "by_rows",
     "copy_noted_strides",
+    "device_strides",
     "differ",
     "forget_note",
+    "has_single_element_parts",
     "is_contiguous",
+    "local_strides_tell",
     "memory_order",
     "note_of",
     "note_strides",
@@ -85,18 +88,33 @@ def hidden(spec: Spec) -> bool:
     )
 
 
-def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
+@lru_cache(maxsize=1 << 12)
+def has_single_element_parts(spec: Spec) -> bool:
+    """Return True if some local tensor has size 1 in a dim where the global tensor has more.
+
+    A view function that joins such a dim with others may view the local tensor, although the
+    global strides make it copy.
+    """
+    return any(
+        n > 1 and 1 in {length for _, length in nested_balanced_split(n, spec.chain(d))}
+        for d, n in enumerate(spec.shape)
+    )
+
+
+def permutes(
+    base_factors: Sequence[Hashable], result_factors: Sequence[Hashable], spec: Spec
+) -> bool:
     """Return True if a view function only permutes dims, and local tensors may not show the order.
 
-    ``spec``: the spec of its result. ``taken``, ``given``: the factors of its base and of its
-    result.
+    ``spec``: the spec of its result. ``base_factors``, ``result_factors``: the factors of its base
+    and of its result.
     """
-    factors = set(given)
+    factors = set(result_factors)
     return (
-        len(given) > 1
-        and len(given) == len(taken) == len(factors)
+        len(result_factors) > 1
+        and len(result_factors) == len(base_factors) == len(factors)
         and None not in factors
-        and factors == set(taken)
+        and factors == set(base_factors)
         and hidden(spec.plain)
     )
 
@@ -139,16 +157,18 @@ def part_tells(x: GlobalTensor) -> bool:
 
 def base_note(x: GlobalTensor, decides: bool) -> Note:
     """Return the strides of a view's base. ``decides``: the function may be refused by them."""
-    found = note_of(x)
-    if found is not None:
-        return found
+    note = note_of(x)
+    if note is not None:
+        return note
+    if "_origin" in x.__dict__:
+        return Note(device_strides(x), False)
     if part_tells(x):
-        return Note(stride(x), _is_dense(x._local))
+        return Note(device_strides(x), _is_dense(x._local))
     if x._memory is None and type(x) in ORDINARY and (decides or x._pinned):
         _lay_by_rows(x)
-        found = Note(by_rows(x.shape), True)
-        note_strides(x, found)
-        return found
+        note = Note(by_rows(x.shape), True)
+        note_strides(x, note)
+        return note
     return Note(by_rows(x.shape), False)
 
 
@@ -178,8 +198,7 @@ def results(
 ) -> list[tuple[int, ...]] | None:
     """Return the strides of a view function's results for a base with these strides on one device.
 
-    Raises the errors that torch raises. ``copies``: the function copies what it cannot view; return
-    None for a copy.
+    Raises the errors that torch raises. ``copies``: the function may copy; return None for a copy.
     """
     with (
         torch.no_grad(),
@@ -189,12 +208,50 @@ def results(
     ):
         source = _on_meta(base, strides)
         out = call(source)
-        if copies:
-            try:
-                source.view(out.shape)
-            except RuntimeError:
-                return None
+        if copies and not _share_storage(source, out):
+            return None
     return [t.stride() for t in (out if isinstance(out, (tuple, list)) else [out])]
+
+
+def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def device_strides(x: GlobalTensor) -> tuple[int, ...]:
+    """Return the strides of ``x`` on one device, with the gaps that a view may leave.
+
+    A view that needed communication has the strides of its function's result on one device. Any
+    other tensor has the local strides, enlarged where they step over a split dim.
+    """
+    if (found := note_of(x)) is not None:
+        return found.strides
+    if (origin := x.__dict__.get("_origin")) is not None:
+        source, taken, *_ = origin
+        try:
+            strides = (results(source, device_strides(source), taken, copies=False) or [])[0]
+        except RuntimeError:  # torch refuses this view of its base, but this library made it
+            strides = by_rows(x.shape)
+        note_strides(x, Note(strides, False))
+        return strides
+    if x._memory is None or not part_tells(x) or x._local.dim() != x.dim():
+        # A tensor that shares no memory has no gaps.
+        whole: tuple[int, ...] = stride(x)
+        return whole
+    return _of_whole(x.shape, x._local)
+
+
+def _of_whole(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor with this shape, given those of its local tensor."""
+    sizes, steps = local.shape, list(local.stride())
+    split_dims = [d for d, n in enumerate(shape) if n != sizes[d] and steps[d]]
+    for d in sorted(split_dims, key=lambda d: (steps[d], -d)):
+        step, span = steps[d], steps[d] * sizes[d]
+        for i in range(len(shape)):
+            # Of two equal strides, the dim that has several local elements is the outer one.
+            outer = steps[i] >= span and (steps[i] > step or sizes[i] > 1 or i < d)
+            if i != d and outer:
+                steps[i] = steps[i] * shape[d] // sizes[d]
+    return tuple(steps)
 
 
 def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -247,12 +304,30 @@ def is_contiguous(
     self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
     """Return the answer that one device would give, the same on every rank."""
-    found = note_of(self)
-    if found is None and part_tells(self):
+    if local_strides_tell(self):
         return self._local.is_contiguous(memory_format=memory_format)
-    return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(
-        memory_format=memory_format
+    strides = (
+        device_strides(self)
+        if part_tells(self) or note_of(self) is not None or "_origin" in self.__dict__
+        else by_rows(self.shape)
     )
+    return _on_meta(self, strides).is_contiguous(memory_format=memory_format)
+
+
+def local_strides_tell(x: GlobalTensor) -> bool:
+    """Return True if ``x`` is contiguous on one device where its local tensor is."""
+    held = x.__dict__
+    return (
+        not _hides_gaps(x._spec.plain)
+        and "_strides" not in held
+        and "_origin" not in held
+        and x._spec.placement.coordinate(world().rank) is not None
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _hides_gaps(spec: Spec) -> bool:
+    return differ(spec) or has_single_element_parts(spec)
 
 
 def memory_order(x: GlobalTensor) -> tuple[int, ...] | None:
@@ -264,10 +339,10 @@ def memory_order(x: GlobalTensor) -> tuple[int, ...] | None:
     spec = x._spec
     if not x.numel() or len(spec.placement.flat) < world().size:
         return None
-    found: tuple[int, ...] = stride(x)
+    strides: tuple[int, ...] = stride(x)
     usual = torch.empty(spec.shape, device="meta").stride()
     return (
         None
-        if all(a == b for a, b, n in zip(found, usual, spec.shape, strict=True) if n > 1)
-        else found
+        if all(a == b for a, b, n in zip(strides, usual, spec.shape, strict=True) if n > 1)
+        else strides
     )

@@ -18,10 +18,11 @@ import torch
 
 from .._base import torch_private
 from ..boxing import box
+from ..distributed.world import world
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
-from .strides import copy_noted_strides
+from .strides import copy_noted_strides, device_strides
 
 __all__ = [
     "RemoteView",
@@ -105,7 +106,7 @@ class RemoteView(SlottedGlobalTensor):
             RemoteView, spec.shape, dtype=spec.dtype, device=local.device
         )
         link_alias(source, out)
-        out._spec = spec
+        out._spec, out._serial = spec, 0
         out.follow(local, origin)
         return cast(GlobalTensor, out)
 
@@ -138,6 +139,29 @@ class RemoteView(SlottedGlobalTensor):
     def _local(self, value: torch.Tensor) -> None:
         _KEPT.__set__(self, value)
 
+    @property
+    def _stored(self) -> torch.Tensor:
+        return _KEPT.__get__(self)  # type: ignore[no-any-return]
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if autograd tracks the view. The answer needs no update of its values."""
+        if self.__dict__["_seen"] == self._memory.writes:  # type: ignore[union-attr]
+            return bool(self._stored.requires_grad)
+        source, _, _, grad = self.__dict__["_origin"]
+        differentiable = self.is_floating_point() or self.is_complex()
+        return bool(grad and differentiable and source.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        vars(GlobalTensor)["requires_grad"].__set__(self, value)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        if self.__dict__["_seen"] == self._memory.writes:  # type: ignore[union-attr]
+            return bool(self._stored.is_leaf)
+        return not self.requires_grad
+
     def detach_origin(self) -> None:
         """Detach the view and its base from the graph."""
         source, taken, index, _ = self.__dict__["_origin"]
@@ -154,9 +178,12 @@ class RemoteView(SlottedGlobalTensor):
         """Write the view's values into its base too."""
         local = _KEPT.__get__(self)
         source, taken, index, _ = origin = self.__dict__["_origin"]
-        value = GlobalTensor.wrap(local, self._spec)
+        # a copy: the local tensors of the view and of its base may overlap on some rank
+        value = GlobalTensor.wrap(local.clone(), self._spec)
         if index is not None:
             source[index] = value
+        elif value.dtype != source.dtype:
+            source.copy_(_with_view_written(source, taken, value))
         else:
             ids: Any = torch.arange(source.numel()).view(source.shape)
             shown = taken(ids)
@@ -166,6 +193,25 @@ class RemoteView(SlottedGlobalTensor):
                 return
             source.copy_(source.put(shown, value))
         self.follow(local, origin)
+
+
+def _with_view_written(
+    source: GlobalTensor, taken: Callable[[Any], Any], value: GlobalTensor
+) -> GlobalTensor:
+    """Return a replicated copy of ``source`` in which its view ``taken(source)`` holds ``value``.
+
+    The view has another dtype, so that its elements are not elements of ``source``.
+    """
+    replicated = [broadcast] * source.placement.axes
+    copy: Any = source.to_global(source.placement, replicated)  # type: ignore[attr-defined]
+    written: Any = value.to_global(source.placement, replicated)  # type: ignore[attr-defined]
+    if source.placement.coordinate(world().rank) is None:
+        return copy  # type: ignore[no-any-return]
+    whole = torch.empty_strided(
+        source.shape, device_strides(source), dtype=source.dtype, device=copy._local.device
+    ).copy_(copy._local)
+    taken(whole).copy_(written._local)
+    return GlobalTensor.wrap(whole, copy._spec)
 
 
 def _overlaps(view: torch.Tensor) -> bool:
@@ -212,6 +258,7 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     )
     link_alias(x, out, viewed=False)
     copy_noted_strides(x, out)
+    out._serial = x._serial
     return out
 
 
@@ -230,7 +277,12 @@ def finish_inplace(target: GlobalTensor) -> GlobalTensor:
     Views of ``target`` see the write.
     """
     if isinstance(target, RemoteView):
-        target.write_on()
+        try:
+            target.write_on()
+        except Exception:
+            # The base refused the write: all views of it show its values again.
+            target._memory.writes += 1  # type: ignore[union-attr]
+            raise
     elif target._memory is not None:
         target._memory.writes += 1
     return target

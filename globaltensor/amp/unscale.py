@@ -23,19 +23,21 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
     The result covers all ranks. Collective over the world, because the next action of ranks outside
     a placement depends on it too."""
-    grads, found, factor = args
+    grads, found_inf, factor = args
     parts = [g._local if isinstance(g, GlobalTensor) else g for g in grads]
-    func(parts, found, factor, **kwargs)
+    func(parts, found_inf, factor, **kwargs)
     for g in grads:
         # summands may be finite where their sum is not
         if isinstance(g, GlobalTensor) and any(e.is_partial for e in g._spec.layout):
             whole = box(g._local, g._spec, g._spec.replicated(), why="GradScaler.unscale_")
-            found.masked_fill_(~torch.isfinite(whole).all(), 1.0)
-    here = world()
-    if here.size > 1:
+            found_inf.masked_fill_(~torch.isfinite(whole).all(), 1.0)
+    this_world = world()
+    if this_world.size > 1:
         with log.exchanges("GradScaler.unscale_: whether a gradient is not finite"):
-            found.copy_(
-                here.comm(tuple(range(here.size))).all_reduce(found.reshape(1), "max").reshape(())
+            found_inf.copy_(
+                this_world.comm(tuple(range(this_world.size)))
+                .all_reduce(found_inf.reshape(1), "max")
+                .reshape(())
             )
 
 

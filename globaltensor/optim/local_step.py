@@ -47,9 +47,11 @@ from .._base import torch_private
 from .._base.patches import patch
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import local_grad, set_grad
+from .._tensor.history import record
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError, ShapeError
+from ..sharding.placement import Placement
 from ..sharding.sbp import partial_sum
 from ..sharding.spec import Spec, StorageSpec
 from .repeated_step import RepeatedStep, State, group_values, identical
@@ -184,9 +186,9 @@ class _Swap:
             # a step count that was loaded from a state made global as a whole
             elif isinstance(v, GlobalTensor):
                 known[k] = torch.from_numpy(v.numpy()).to(v.device)
-        mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
-        self.twins[id(p)] = (known, mine, dict(mine), spec)
-        return mine
+        part_state = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
+        self.twins[id(p)] = (known, part_state, dict(part_state), spec)
+        return part_state
 
     def leave(self, optimizer: Optimizer, done: bool = False) -> None:
         """Undo the exchange, and make new state global. ``done``: the step has not failed.
@@ -194,7 +196,7 @@ class _Swap:
         Only then the stepped shards are written to the parameters."""
         if self.before is None:
             return
-        (lists, state, grads), self.before, mine_of = self.before, None, optimizer.state
+        (lists, state, grads), self.before, state_of_part = self.before, None, optimizer.state
         optimizer.state = state
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             # Torch's fused kernels write past autograd. Tensors that were gathered from these
@@ -214,22 +216,22 @@ class _Swap:
                 if known:
                     continue
                 part = parts.get(id(p), p._local) if parts else p._local
-                if mine := mine_of.get(part):
+                if part_state := state_of_part.get(part):
                     twin = twins.get(id(p))
                     if (
                         twin is None
-                        or twin[1] is not mine
-                        or list(map(id, mine.values())) != list(map(id, twin[2].values()))
+                        or twin[1] is not part_state
+                        or list(map(id, part_state.values())) != list(map(id, twin[2].values()))
                     ):
-                        self._globalised(p, part, mine, state)
+                        self._globalised(p, part, part_state, state)
         for part, grad in grads:
             part.grad = grad
         if not known:
             # If states were created in this step, the next step may use the fused kernel where this
             # one could not.
-            same = len(mine_of) == self.known or len(fused) == len(lists)
+            same = len(state_of_part) == self.known or len(fused) == len(lists)
             self.last = (
-                RepeatedStep.of(optimizer, mine_of)
+                RepeatedStep.of(optimizer, state_of_part)
                 if done and self.places is None and same
                 else None
             )
@@ -239,12 +241,14 @@ class _Swap:
         if done:
             shares.gather()
 
-    def _globalised(self, p: GlobalTensor, part: torch.Tensor, mine: State, state: Any) -> None:
+    def _globalised(
+        self, p: GlobalTensor, part: torch.Tensor, part_state: State, state: Any
+    ) -> None:
         twin = self.twins.get(id(p))
-        if twin is None or twin[1] is not mine:
-            twin = self.twins[id(p)] = (state[p], mine, {}, stepped(p))
+        if twin is None or twin[1] is not part_state:
+            twin = self.twins[id(p)] = (state[p], part_state, {}, stepped(p))
         known, _, seen, _ = twin
-        for k, v in mine.items():
+        for k, v in part_state.items():
             if k not in seen or seen[k] is not v:
                 seen[k] = v
                 like = isinstance(v, torch.Tensor) and k != "step" and v.shape == part.shape
@@ -401,6 +405,7 @@ def _taking(load: Callable[..., None]) -> Callable[..., None]:
         try:
             _check_shapes(self)
             relay(self)
+            _record_loaded(self)
         except BaseException:
             self.state, self.param_groups = before
             raise
@@ -435,31 +440,55 @@ def _check_shapes(optimizer: Optimizer) -> None:
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
 
 
-#: An optimizer's attribute: the values in its groups at its last step, and the bytes that represent
-#: the numbers among them.
+#: An optimizer's attribute: the values in its groups at its last step, the number of its
+#: parameters, the bytes that represent the numbers among the values, and the serials of the
+#: parameters.
 _RECORDED = "_globaltensor_recorded"
 
 
 def _record(optimizer: Optimizer) -> None:
     """Add a step to the history of what this rank has run.
 
-    Ranks compare the optimizer and the numbers among its settings."""
-    here, groups = world(), optimizer.param_groups
+    Ranks compare the optimizer, the numbers among its settings, its parameters, and how many of
+    them have a state."""
+    this_world, groups = world(), optimizer.param_groups
     if (
-        not here.compares
+        not this_world.compares
         or not groups
         or not groups[0]["params"]
         or not isinstance(first := groups[0]["params"][0], GlobalTensor)
     ):
         return
     values, known = group_values(groups), optimizer.__dict__.get(_RECORDED)
-    if known is None or not identical(values, known[0]):
+    count = sum(len(group["params"]) for group in groups)
+    placement = first._spec.shown.placement
+    if known is None or known[1] != count or not identical(values, known[0]):
         numbers = [v for v in values if type(v) in _NUMBERS]
         known = optimizer.__dict__[_RECORDED] = (
             values,
+            count,
             f"{type(optimizer).__name__} {numbers!r}".encode(),
+            [p._serial for group in groups for p in group["params"] if _is_on(p, placement)],
         )
-    here.history((first._spec.shown.placement,)).record(known[1])
+    this_world.history((placement,)).record(known[2], len(optimizer.state), *known[3])
+
+
+def _is_on(p: torch.Tensor, placement: Placement) -> bool:
+    return isinstance(p, GlobalTensor) and p._spec.shown.placement is placement
+
+
+def _record_loaded(optimizer: Optimizer) -> None:
+    """Add the numbers of a loaded state, such as counts of steps, to the history of this rank.
+
+    They are plain values, which must be the same on every rank."""
+    for p, state in optimizer.state.items():
+        if isinstance(p, GlobalTensor):
+            numbers = {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+                if type(value) in _NUMBERS or (type(value) is torch.Tensor and value.numel() == 1)
+            }
+            record(f"loaded state {numbers!r}", p)
 
 
 _NUMBERS = frozenset((int, float, bool, tuple))

@@ -102,18 +102,22 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
         steps: int | None = None, end_learning_rate: float | None = None, cycle: bool = False,
         last_step: int = -1, verbose: bool = False,
     ) -> None:  # fmt: skip
-        given = [n for n in (total_iters, decay_batch, steps) if n is not None]
+        step_counts = [n for n in (total_iters, decay_batch, steps) if n is not None]
         ours = decay_batch is not None or steps is not None
-        if len(given) > 1 or (not ours and (end_learning_rate is not None or cycle)):
+        if len(step_counts) > 1 or (not ours and (end_learning_rate is not None or cycle)):
             raise TypeError(
                 "PolynomialLR: give total_iters (as torch has it), or decay_batch with "
                 "end_learning_rate and cycle (as OneFlow has it)"
             )
-        self.decay_batch, self.cycle, self.verbose = given[0] if ours else None, cycle, verbose
+        self.decay_batch, self.cycle, self.verbose = (
+            step_counts[0] if ours else None,
+            cycle,
+            verbose,
+        )
         self.end_learning_rate = 0.0001 if end_learning_rate is None else end_learning_rate
-        if ours and given[0] <= 0:
-            raise ValueError(f"PolynomialLR: decay_batch must be positive, got {given[0]}")
-        super().__init__(optimizer, *(given or [5]), power, max(last_epoch, last_step))
+        if ours and step_counts[0] <= 0:
+            raise ValueError(f"PolynomialLR: decay_batch must be positive, got {step_counts[0]}")
+        super().__init__(optimizer, *(step_counts or [5]), power, max(last_epoch, last_step))
 
     def get_lr(self) -> list[Any]:
         """Return the rates of the groups at this step."""

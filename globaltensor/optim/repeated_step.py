@@ -1,6 +1,6 @@
-"""A record of an optimizer's last step, by which the next one need not examine every parameter.
+"""A record of an optimizer's last step, with which the next step skips most checks.
 
-`local_step` makes one after a step.
+`local_step` makes a record after a step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import (
-    Optimizer,
-)
+from torch.optim import Optimizer
 
 from .._tensor.global_tensor import GlobalTensor
 from .shard_gather import same_layout, stepped
@@ -28,25 +26,25 @@ _LAYOUT_FIELDS = operator.attrgetter("_local", "_spec", "_leaf", "_shard")
 
 
 class RepeatedStep:
-    """A record of what a step has exchanged.
+    """A record of an optimizer's step: its parameters, their layouts and their states.
 
-    The next step exchanges the same, except for the gradients, if parameters, layouts and states
-    are the same. Then it need not examine each of them again."""
+    If these are the same at the next step, only the gradients differ. The next step then does not
+    examine each parameter again."""
 
     def __init__(
-        self, groups: Sequence[State], held: Any, mine_of: defaultdict[torch.Tensor, State]
+        self, groups: Sequence[State], held: Any, state_of_part: defaultdict[torch.Tensor, State]
     ) -> None:
         self.groups = list(groups)
         self.params: list[GlobalTensor] = [p for group in groups for p in group["params"]]
-        self.lie = list(itertools.chain.from_iterable(map(_LAYOUT_FIELDS, self.params)))
+        self.layout_fields = list(itertools.chain.from_iterable(map(_LAYOUT_FIELDS, self.params)))
         self.locals = [[p._local for p in group["params"]] for group in groups]
         self.held = list(map(held.get, self.params))
-        self.state, self.mine = mine_of, list(mine_of.values())
+        self.state, self.part_states = state_of_part, list(state_of_part.values())
         self.lengths, self.values = (
-            list(map(len, self.mine)),
-            list(itertools.chain.from_iterable(map(dict.values, self.mine))),
+            list(map(len, self.part_states)),
+            list(itertools.chain.from_iterable(map(dict.values, self.part_states))),
         )
-        self.settings, self.given = list(map(_settings, groups)), group_values(groups)
+        self.settings, self.option_values = list(map(_settings, groups)), group_values(groups)
         #: Parameters that the step skipped, for example those of other ranks.
         self.idle = [
             (p._local.grad if p._leaf is None else p._leaf.value) is None for p in self.params
@@ -54,33 +52,33 @@ class RepeatedStep:
         self.fused: list[State] = []  # the groups that use the fused kernel without a request
 
     @classmethod
-    def of(cls, optimizer: Optimizer, mine_of: Any) -> RepeatedStep | None:
+    def of(cls, optimizer: Optimizer, state_of_part: Any) -> RepeatedStep | None:
         """Return the record of a step, or None if the next step cannot reuse it.
 
-        It cannot if tensors are among the settings, or if a rank steps a shard of a parameter
-        (ZeRO). Nor can it if a parameter with a state was skipped in this step."""
+        The next step cannot reuse it in three cases. A setting is a tensor, a rank steps a shard of
+        a parameter (ZeRO), or this step skipped a parameter that has a state."""
         groups, held = optimizer.param_groups, optimizer.state
         if None in map(_settings, groups):
             return None
         usual = all(
-            stepped(p) is p._spec and (p in held) == (p._local in mine_of)
+            stepped(p) is p._spec and (p in held) == (p._local in state_of_part)
             for group in groups
             for p in group["params"]
         )
-        return cls(groups, held, mine_of) if usual else None
+        return cls(groups, held, state_of_part) if usual else None
 
     def gradients(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Return (local tensor, gradient) pairs to assign, or None to examine all parameters.
 
-        The pairs are those of gradients that are not stored in the local tensors."""
+        There is a pair for each gradient that is not stored in its local tensor."""
         groups, params = optimizer.param_groups, self.params
         if len(groups) != len(self.groups) or not all(map(operator.is_, groups, self.groups)):
             return None
-        given = group_values(groups)
-        if not identical(given, self.given):
+        option_values = group_values(groups)
+        if not identical(option_values, self.option_values):
             if list(map(_settings, groups)) != self.settings:
                 return None
-            self.given = given
+            self.option_values = option_values
         if [len(group["params"]) for group in groups] != list(map(len, self.locals)):
             return None
         if not all(
@@ -92,16 +90,20 @@ class RepeatedStep:
         ):
             return None
         if not all(
-            map(operator.is_, itertools.chain.from_iterable(map(_LAYOUT_FIELDS, params)), self.lie)
+            map(
+                operator.is_,
+                itertools.chain.from_iterable(map(_LAYOUT_FIELDS, params)),
+                self.layout_fields,
+            )
         ):
             return None
         if not self.unchanged() or not all(
             map(operator.is_, map(optimizer.state.get, params), self.held)
         ):
             return None
-        found, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
+        local_grads, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
         for p, local, leaf, idle in zip(
-            params, self.lie[::4], self.lie[2::4], self.idle, strict=True
+            params, self.layout_fields[::4], self.layout_fields[2::4], self.idle, strict=True
         ):
             grad = local.grad
             if leaf is not None:
@@ -118,21 +120,24 @@ class RepeatedStep:
             ):
                 return None
             if leaf is not None:
-                found.append((local, grad))
+                local_grads.append((local, grad))
             if dtype is not None and not (
                 grad.dtype is dtype and grad.layout is torch.strided and grad.is_contiguous()
             ):
                 return None
-        return found
+        return local_grads
 
     def unchanged(self) -> bool:
         """Return True if the states of the local tensors hold the same objects as before."""
-        if len(self.state) != len(self.mine) or list(map(len, self.mine)) != self.lengths:
+        if (
+            len(self.state) != len(self.part_states)
+            or list(map(len, self.part_states)) != self.lengths
+        ):
             return False
         return all(
             map(
                 operator.is_,
-                itertools.chain.from_iterable(map(dict.values, self.mine)),
+                itertools.chain.from_iterable(map(dict.values, self.part_states)),
                 self.values,
             )
         )
@@ -149,7 +154,7 @@ def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _settings(group: State) -> Any:
     """Return the settings, other than numbers, that determine how a group steps.
 
-    Returns None if tensors are among the settings."""
+    Returns None if a setting is a tensor."""
     values = [v for k, v in group.items() if k != "params"]
     if any(
         isinstance(v, torch.Tensor)

@@ -1,6 +1,6 @@
-"""The shards of replicated parameters (ZeRO): what a rank steps, and how they are gathered again.
+"""The shards of replicated parameters (ZeRO): a rank steps its shards, then all are gathered.
 
-`local_step` steps them. Many small shards are gathered in one collective.
+`local_step` steps the shards. One collective gathers many small shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def stepped(p: GlobalTensor) -> Spec:
 def summed(spec: Spec) -> Spec:
     """Return the spec with partial entries replaced by broadcast.
 
-    A step of a summand is not a step of the sum, so the sum is stepped."""
+    The optimizer steps the sum of a partial parameter, because steps of the summands do not add up
+    to a step of the sum."""
     return (
         spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
         if any(e.is_partial for e in spec.layout)
@@ -57,17 +58,16 @@ class ShardBucket:
         self.ranks: tuple[int, ...] = ()
         self.numels: list[int] = []  # elements that each rank contributes
         self.own: list[torch.Tensor] = []  # views of this rank's shards in the parameters
-        self.params: list[int] = []
+        self.params: list[int] = []  # ids of the parameters
         # views of the destination of each rank's shards, in the order of arrival
         self.places: list[torch.Tensor] = []
         self.sizes: list[int] = []
 
 
 class ShardPlaces:
-    """The positions of all ranks' shards in some parameters.
+    """A record of the positions of all ranks' shards in some parameters.
 
-    They are computed once, and remain valid as long as the parameters and their memory are the
-    same."""
+    The positions are computed once. They are valid until a parameter or its memory changes."""
 
     def __init__(self, members: Sequence[tuple[GlobalTensor, StorageSpec]]) -> None:
         self.members = [(p, p._local, shard) for p, shard in members]
@@ -120,14 +120,14 @@ class ShardPlaces:
 
 
 class SteppedShards:
-    """The shards of replicated parameters that this rank steps, for the length of a step.
+    """The shards of replicated parameters that this rank steps.
 
-    `gather` writes them back to the parameters."""
+    The object exists for one step. `gather` writes the shards of all ranks to the parameters."""
 
     def __init__(self, places: ShardPlaces | None = None) -> None:
         self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's shard
         self.places = places
-        self.flats: list[torch.Tensor] = []  # the shards of each bucket, one after the other
+        self.flats: list[torch.Tensor] = []  # the concatenated shards of each bucket
         # partial parameters, and their sums
         self.sums: list[tuple[GlobalTensor, torch.Tensor]] = []
         if places is None:
@@ -158,22 +158,22 @@ class SteppedShards:
             return
         with torch.no_grad():
             for number, _, whole, ranks, numels in self.places.alone:
-                # this writes past autograd
-                with log.exchanges("optimizer step: shares of a parameter gathered"):
+                # autograd does not see this write
+                with log.exchanges("optimizer step: shards of a parameter gathered"):
                     world().comm(ranks).all_gather_into(self.parts[number], numels, whole)
                 torch.autograd.graph.increment_version(whole)
             self.parts.clear()
             for bucket in self.places.buckets:
                 flat = self.flats.pop(0)
                 came = torch.empty(sum(bucket.numels), dtype=flat.dtype, device=flat.device)
-                with log.exchanges("optimizer step: shares of parameters gathered in one bucket"):
+                with log.exchanges("optimizer step: shards of parameters gathered in one bucket"):
                     world().comm(bucket.ranks).all_gather_into(flat, bucket.numels, came)
-                shares = came.split_with_sizes(bucket.sizes)
+                shards = came.split_with_sizes(bucket.sizes)
                 torch_private.copy_all(
                     bucket.places,
                     [
-                        share.view(place.shape)
-                        for share, place in zip(shares, bucket.places, strict=True)
+                        shard.view(place.shape)
+                        for shard, place in zip(shards, bucket.places, strict=True)
                     ],
                 )
 

@@ -33,8 +33,8 @@ from .local_step import ELEMENTWISE, relay
 
 __all__ = ["Zero", "freeing", "shares_of"]
 
-# size limits of a bucket of gradients, which is otherwise as large as the largest parameter
-LEAST_BYTES, MOST_BYTES = (128 << 10, 25 << 20)
+# A bucket of gradients is as large as the largest parameter, within these limits.
+MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 128 << 10, 25 << 20
 
 
 def freeing(
@@ -185,7 +185,7 @@ class Zero:
                     math.prod(shares.shown.local_shape(p.placement.flat[0])) * p.dtype.itemsize,
                 )
                 p.grad = grad
-        reducer().expect(leaves, min(max(largest, LEAST_BYTES), MOST_BYTES))
+        reducer().expect(leaves, min(max(largest, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
         self._relay()
         return self
 

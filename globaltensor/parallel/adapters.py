@@ -116,14 +116,14 @@ def _from_right(module: nn.Module, base: nn.Module) -> bool:
 def layers_in(model: nn.Module) -> list[Layer]:
     """Return all layers of a model in order, without those that belong to another layer."""
     modules = dict(model.named_modules())
-    found = [
+    layers = [
         _seated(path, module, modules) for path, module in modules.items() if _is_layer(module)
     ]
     # if several are in one module, the first counts
-    tops = {layer.path: layer for layer in reversed(found)}
+    tops = {layer.path: layer for layer in reversed(layers)}
     return [
         layer
-        for layer in found
+        for layer in layers
         if tops[layer.path] is layer
         and not any(top in tops and top != layer.path for top in _above(layer.path))
     ]

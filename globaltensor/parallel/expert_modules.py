@@ -155,13 +155,13 @@ def _copy(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
 
     The copy runs its class's ``forward``, without hooks and without a ``forward`` of the
     instance."""
-    there = copy.copy(module)
-    there.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    clone = copy.copy(module)
+    clone.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     for held in ("_parameters", "_buffers"):
-        there.__dict__[held] = {
+        clone.__dict__[held] = {
             name: tensors.get(name, t) for name, t in module.__dict__[held].items()
         }
-    there.__dict__["_modules"] = {
+    clone.__dict__["_modules"] = {
         name: child
         if child is None
         else _copy(
@@ -174,4 +174,4 @@ def _copy(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
         )
         for name, child in module._modules.items()
     }
-    return there
+    return clone

@@ -13,16 +13,19 @@ import torch
 
 from .._base import torch_private
 from .._base.patches import patch
+from .._base.user_code import user_line
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.parameter_gather import to_logical
-from .._tensor.set_data import become_global, become_plain, set_data
+from .._tensor.set_data import become_global, become_plain, replace_local, set_data
+from .._tensor.view_tracking import link_alias
 from ..distributed.world import world
-from ..errors import GlobalTensorError, SbpError, ShapeError
+from ..errors import DivergenceError, GlobalTensorError, SbpError, ShapeError, StorageError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import TensorKind, parameter_described, refuse
+from .memory_overlap import find_shared_memory, overlap_message
 
 __all__ = ["SameModel", "module_to_global", "module_to_local"]
 
@@ -98,7 +101,7 @@ def module_to_global(
     """
     if placement is not None:
         check_placement(placement)
-    return SameModel(self, placement).lay_out(sbp)
+    return SameModel(self, placement, "module.to_global").lay_out(sbp)
 
 
 class SameModel:
@@ -106,15 +109,29 @@ class SameModel:
 
     It has the same tensors on each rank, all of which can be global on ``placement``."""
 
-    def __init__(self, module: torch.nn.Module, placement: Placement | None) -> None:
+    def __init__(self, module: torch.nn.Module, placement: Placement | None, purpose: str) -> None:
         """Compare the tensors of all ranks, before any change or communication of data.
 
-        Raises KindError and ShapeError on every rank."""
+        ``purpose``: the function that needs it. Raises KindError, ShapeError and DivergenceError
+        on every rank."""
         self.module, self.placement, self.slots = module, placement, list(_slots(module))
         tensors = [(path, held[name]) for path, held, name in self.slots]
         self.bare = _check_same_model(
-            type(module).__name__, tensors, 0 if placement is None else placement.flat[0]
+            type(module).__name__,
+            tensors,
+            0 if placement is None else placement.flat[0],
+            purpose,
         )
+        # The first rank's data counts, and so does the memory that its tensors share.
+        first_rank = 0 if placement is None else placement.flat[0]
+        own_shared, this_world = find_shared_memory(tensors), world()
+        shared = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            own_shared, purpose
+        )[first_rank]
+        if shared.overlap is not None:
+            message = overlap_message(type(module).__name__, shared.overlap)
+            raise StorageError(f"{user_line()}\n{purpose}: {message}")
+        self.owners: dict[str, str] = shared.owners
 
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
         """Make the tensors global, each with the sbp from `sbp_for`, and return the module."""
@@ -127,17 +144,49 @@ class SameModel:
         first: dict[torch.Tensor, str] = {}  # the first place of a tensor in several places counts
         for path, held, name in self.slots:
             first.setdefault(held[name], path)
-        for old, path in first.items():
-            where, layout = plans[path]
-            where = where.with_type("meta") if path in self.bare else where
-            if isinstance(old, GlobalTensor):
+        tensors = {path: old for old, path in first.items()}
+        # an owner of memory becomes global before the tensors that share it
+        for path, old in sorted(tensors.items(), key=lambda item: item[0] in self.owners):
+            owner_path = self.owners.get(path, path)
+            where, layout = plans[owner_path]
+            where = where.with_type("meta") if owner_path in self.bare else where
+            if owner_path != path:
+                _share_memory(old, tensors[owner_path])  # type: ignore[arg-type]
+            elif isinstance(old, GlobalTensor):
                 set_data(old, _moved(old, where, layout))
             else:
-                grad = None if old.grad is None else _moved(old.grad, where, layout)
+                grad = _moved_grad(old, where, layout)
                 become_global(old, _moved(old, where, layout), grad)
         for part in self.module.modules():
             torch_private.refresh_weights(part)
         return self.module
+
+
+def _share_memory(old: torch.Tensor, owner: GlobalTensor) -> None:
+    """Make ``old`` a global tensor that shows the memory of ``owner``, in its layout."""
+    grad = _moved_grad(old, owner.placement, list(owner.sbp))
+    if isinstance(old, GlobalTensor):
+        # not set_data, after which a write into one would not count as a write into the other
+        replace_local(old, owner._local.detach(), owner._spec)
+        if grad is not None:
+            old.grad = grad
+    else:
+        become_global(old, owner, grad)
+    link_alias(owner, old)  # type: ignore[arg-type]
+
+
+def _moved_grad(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor | None:
+    """Return the gradient of a leaf as a global tensor, or None if it has none.
+
+    A plain gradient without a graph stays the same object, as the parameter does."""
+    grad = old.grad if old.is_leaf and old.requires_grad else None
+    if grad is None:
+        return None
+    value = _moved(grad, placement, layout)
+    if type(grad) is not torch.Tensor or grad.requires_grad:
+        return value
+    become_global(grad, value)
+    return grad  # type: ignore[return-value]
 
 
 def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
@@ -163,40 +212,67 @@ def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> Global
     return new
 
 
-def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
+def _check_same_model(
+    module: str, tensors: list[tuple[str, torch.Tensor]], first: int, purpose: str
+) -> set[str]:
     """Return the paths of tensors on the meta device of the first rank, which have no data.
 
     Raises KindError and ShapeError on every rank if a tensor cannot be global or the models
-    differ."""
-    here = world()
-    mine = {path: parameter_described(t) for path, t in tensors}
+    differ. Raises DivergenceError if they have the tensors in another order, or tied otherwise."""
+    this_world = world()
+    own_kinds = {path: parameter_described(t) for path, t in tensors}
     bare = {
         path
         for path, t in tensors
         if (t._spec.placement.type == "meta" if isinstance(t, GlobalTensor) else t.is_meta)
     }
-    told = [(mine, bare)]
-    if here.size > 1:
-        told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
-    if any(isinstance(kind, TensorKind) for theirs, _ in told for kind in theirs.values()):
-        for path in dict.fromkeys(path for theirs, _ in told for path in theirs):
+    first_path: dict[torch.Tensor, str] = {}
+    own_ties = [first_path.setdefault(t, path) for path, t in tensors]
+    rank_models = [(own_kinds, bare, own_ties)]
+    if this_world.size > 1:
+        rank_models = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+            (own_kinds, bare, own_ties), purpose
+        )
+    if any(isinstance(kind, TensorKind) for theirs, *_ in rank_models for kind in theirs.values()):
+        for path in dict.fromkeys(path for theirs, *_ in rank_models for path in theirs):
             refuse(
                 f"{path} of {module}",
-                {rank: theirs.get(path) for rank, (theirs, _) in enumerate(told)},
+                {rank: theirs.get(path) for rank, (theirs, *_) in enumerate(rank_models)},
             )
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != mine:
-            here_only, there_only = (
-                [m for m in mine.items() if m not in theirs.items()],
-                [t for t in theirs.items() if t not in mine.items()],
+    for rank, (theirs, *_) in enumerate(rank_models):
+        if theirs != own_kinds:
+            own_only, peer_only = (
+                [m for m in own_kinds.items() if m not in theirs.items()],
+                [t for t in theirs.items() if t not in own_kinds.items()],
             )
             raise ShapeError(
-                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank "
-                f"{here.rank} has {here_only[:3]}, "
-                f"rank {rank} has {there_only[:3]}; "
+                f"module.to_global: rank {this_world.rank} and rank {rank} hold different models: "
+                f"rank {this_world.rank} has {own_only[:3]}, "
+                f"rank {rank} has {peer_only[:3]}; "
                 "build the same module on every rank"
             )
-    return told[first][1] if here.size > 1 else bare
+    paths, _, ties = rank_models[0]
+    for rank, (peer_paths, _, peer_ties) in enumerate(rank_models):
+        for i, (path, peer_path) in enumerate(zip(paths, peer_paths, strict=True)):
+            if path != peer_path:
+                raise DivergenceError(
+                    f"{user_line()}\n{purpose}: the ranks have registered the tensors of {module} "
+                    f"in different orders: number {i} is {path} on rank 0 and {peer_path} on rank "
+                    f"{rank}. Register modules, parameters and buffers in the same order on every "
+                    f"rank"
+                )
+        for path, tie, peer_tie in zip(paths, ties, peer_ties, strict=True):
+            if tie != peer_tie:
+                tied = [
+                    f"on rank {r} it is {'a tensor of its own' if t == path else f'tied to {t}'}"
+                    for r, t in ((0, tie), (rank, peer_tie))
+                ]
+                raise DivergenceError(
+                    f"{user_line()}\n{purpose}: the ranks have tied {path} of {module} "
+                    f"differently: {', '.join(tied)}. Tie the same parameters on every rank, "
+                    f"before this call"
+                )
+    return rank_models[first][1] if this_world.size > 1 else bare
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:

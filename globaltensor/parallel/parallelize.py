@@ -111,7 +111,7 @@ def parallelize(
             f"global, use x.to_global(placement, sbp)"
         )
     # before shapes are read, because not every kind of parameter has one
-    same = SameModel(model, placement)
+    same = SameModel(model, placement, "parallelize")
     if plan == "auto":
         searched: nn.Module = MODEL_PLANNERS["auto"](_dispatched(model), placement, inputs)
         return searched
@@ -200,38 +200,38 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     """Return the recipe name of each axis, or None if the plan is no name.
 
     Raises SbpError for an unknown name, or if the number of names does not fit."""
-    given = (
+    names = (
         [plan]
         if isinstance(plan, str)
         else list(plan)
         if isinstance(plan, (list, tuple)) and plan and all(isinstance(p, str) for p in plan)
         else None
     )
-    if given is None:
+    if names is None:
         return None
-    if given == ["hybrid"]:
+    if names == ["hybrid"]:
         if axes != 2:
             raise SbpError(
                 f'plan "hybrid" needs a placement of two axes (replicas x ranks of a replica), not '
                 f'of {axes}: for example flow.placement("cpu", [[0, 1], [2, 3]])'
             )
-        given = ["data", "tensor"]
-    elif given in (["tensor"], ["sequence"], ["expert"]):
-        given = ["data"] * (axes - 1) + given
-    elif len(given) == 1:
-        given = given * axes
-    unknown = [name for name in given if name not in PLANS]
+        names = ["data", "tensor"]
+    elif names in (["tensor"], ["sequence"], ["expert"]):
+        names = ["data"] * (axes - 1) + names
+    elif len(names) == 1:
+        names = names * axes
+    unknown = [name for name in names if name not in PLANS]
     if unknown:
         known = ", ".join(map(repr, [*PLANS, "hybrid", "auto"]))
         raise SbpError(
             f"unknown plan {unknown[0]!r}: there are {known}, a list of these with one for each "
             f"axis, and path patterns"
         )
-    if len(given) != axes:
+    if len(names) != axes:
         raise SbpError(
-            f"the plan names {len(given)} axes ({', '.join(given)}), the placement has {axes}"
+            f"the plan names {len(names)} axes ({', '.join(names)}), the placement has {axes}"
         )
-    return given
+    return names
 
 
 def _data(model: nn.Module, size: int) -> Recipe:

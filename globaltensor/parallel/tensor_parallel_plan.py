@@ -40,7 +40,7 @@ def declared_splits(model: nn.Module) -> list[SplitParameter]:
     A ``tp_plan`` is {path pattern of a module or parameter: style}. The result is empty without
     one."""
     layers = layers_in(model)
-    found = [
+    splits = [
         part for path, module, plan in _plans(model) for part in _by(plan, path, module, layers)
     ]
     # A column layer that is wider than the inputs of the row layer with the same parent computes
@@ -48,18 +48,18 @@ def declared_splits(model: nn.Module) -> list[SplitParameter]:
     # is cut.
     taken = {
         _around(part): part.base.in_features
-        for part in found
+        for part in splits
         if not part.column and isinstance(part.base, nn.Linear)
     }
     several = [
         part.column
         and isinstance(part.base, nn.Linear)
         and part.base.out_features > taken.get(_around(part), math.inf)
-        for part in found
+        for part in splits
     ]
     return [
         part._replace(whole=part.whole and not more)
-        for part, more in zip(found, several, strict=True)
+        for part, more in zip(splits, several, strict=True)
     ]
 
 
@@ -209,12 +209,12 @@ def paired_splits(model: nn.Module) -> list[SplitParameter]:
     that closes."""
     layers = layers_in(model)
     linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
-    found: list[SplitParameter] = []
+    splits: list[SplitParameter] = []
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:
             families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
-            found += _paired(families)
-    return [*found, *_vocabulary(layers)]
+            splits += _paired(families)
+    return [*splits, *_vocabulary(layers)]
 
 
 def largest_splits(model: nn.Module) -> Iterator[SplitParameter]:

@@ -698,6 +698,20 @@ def test_edges() -> None:
     assert torch.equal(part, torch.full_like(y.to_local(), 3.0))
 
 
+@on(2)
+def test_an_edge_starts_no_backward_pass() -> None:
+    """An edge has no layout, so the error names the tensor as the way."""
+    for sbp in (S(0), B, P):
+        x = leaf(values(6, 4), sbp)
+        y = (x * 2).sum()
+        with pytest.raises(KernelError, match="Pass the tensor itself"):
+            torch.autograd.grad(get_gradient_edge(y), x)
+        with pytest.raises(KernelError, match="Pass the tensor itself"):
+            torch.autograd.backward([(x * 3).sum(), get_gradient_edge(y)])
+        (gradient,) = torch.autograd.grad(y, x)
+        assert torch.equal(full(gradient), torch.full_like(values(6, 4), 2.0))
+
+
 TARGET = torch.tensor([2, 0, -100, 1, 2])
 SMOOTH: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "matmul": (torch.matmul, [(2, 5, 4), (4, 3)]),

@@ -134,8 +134,7 @@ def test_without_placement_it_is_torch() -> None:
     assert x.requires_grad
     assert torch.equal(flow.zeros_like(x), torch.zeros(2, 3, dtype=torch.float64))
     for name in creation.__all__:
-        if name != "HANDLERS":
-            assert getattr(flow, name) is getattr(creation, name)
+        assert getattr(flow, name) is getattr(creation, name)
 
 
 def test_a_rank_makes_its_own_part_only() -> None:
@@ -180,6 +179,65 @@ def test_likes() -> None:
         assert float(flow.full_like(x, fill_value=2.0).sum()) == 40.0
 
     simulate(4, on_ranks)
+
+
+#: Arguments of the creation functions by torch's names.
+KEYWORDS: dict[str, dict[str, Any]] = {
+    **{name: {"size": (3, 2)} for name in ("zeros", "ones", "empty", "rand", "randn")},
+    **{name: {"data": [[1.0, 2.0]]} for name in ("tensor", "as_tensor")},
+    **{name: {"row": 3, "col": 2, "offset": 0} for name in ("tril_indices", "triu_indices")},
+    **{name: {"window_length": 4} for name in creation._WINDOWS},
+    "full": {"size": (3, 2), "fill_value": 2.0},
+    "eye": {"n": 3, "m": 2},
+    "arange": {"start": 1, "end": 8, "step": 2},
+    "linspace": {"start": 0, "end": 1, "steps": 4},
+    "logspace": {"start": 0, "end": 1, "steps": 4},
+    "scalar_tensor": {"s": 2.0},
+    "randint": {"low": 0, "high": 5, "size": (3, 2)},
+    "normal": {"mean": 0.0, "std": 1.0, "size": (3, 2)},
+    "randperm": {"n": 4},
+    **{name: {} for name in creation.LIKES},
+    "full_like": {"fill_value": 2.0},
+    "randint_like": {"low": 0, "high": 5},
+}
+
+
+@pytest.mark.parametrize("name", creation.__all__)
+def test_arguments_by_name(name: str) -> None:
+    words = KEYWORDS[name]
+
+    def on_ranks() -> None:
+        plain = torch.ones(3, 2)
+        shared = plain.to_global(ONE, broadcast)  # type: ignore[attr-defined]
+        inputs = [{"input": x} for x in (plain, shared)] if name in creation.LIKES else [{}]
+        for given in inputs:
+            want = getattr(torch, name)(**words, **({"input": plain} if given else {}))
+            results = [
+                getattr(flow, name)(**given, **words),
+                getattr(torch, name)(**given, **words),
+                getattr(flow, name)(**given, **words, placement=ONE, sbp=broadcast),
+            ]
+            for got in results:
+                assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            assert [x.is_global for x in results] == [*[given.get("input") is shared] * 2, True]
+
+    simulate(1, on_ranks)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["clone", "detach", "numel", "is_complex", "is_floating_point", "is_conj", "is_inference"],
+)
+def test_the_input_of_a_handler_by_name(name: str) -> None:
+    def on_ranks() -> None:
+        x = flow.ones(3, 2, placement=ONE, sbp=broadcast)
+        got, want = (getattr(torch, name)(input=t) for t in (x, torch.ones(3, 2)))
+        assert (got.tolist() == want.tolist()) if isinstance(want, Tensor) else got == want
+        assert torch.equal(input=x, other=x)
+        assert torch.fill_(input=x, value=2).tolist() == [[2.0] * 2] * 3
+        assert torch.zero_(input=x).tolist() == [[0.0] * 2] * 3
+
+    simulate(1, on_ranks)
 
 
 def test_new() -> None:

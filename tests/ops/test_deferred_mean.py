@@ -409,3 +409,21 @@ def waits() -> tuple[bool, bool, bool]:
 
 def test_backward_needs_no_quotient() -> None:
     assert simulate(2, waits) == [(True, True, False)] * 2
+
+
+@pytest.mark.parametrize("name", ["is_meta", "layout", "is_sparse", "device", "is_leaf"])
+def test_metadata_does_not_compute_the_mean(name: str) -> None:
+    def on_ranks() -> None:
+        place = flow.placement.all("cpu")
+        x, target, weight = data("some")
+        x = (x @ weight).requires_grad_().to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        target = target.to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        loss = F.cross_entropy(x, target)
+        assert isinstance(loss, DeferredMean)
+        got = getattr(loss, name)
+        assert (loss.is_signed(), loss.is_conj(), loss.get_device()) == (True, False, -1)
+        assert isinstance(loss, DeferredMean)
+        float(loss)
+        assert got == getattr(loss, name)
+
+    simulate(2, on_ranks)

@@ -966,6 +966,44 @@ def test_autocast(w_sbp: Any) -> None:
     simulate(2, run)
 
 
+def components() -> list[Any]:
+    def written(x: Any, name: str, value: Any) -> list[complex]:
+        setattr(x, name, value)
+        return x.tolist()  # type: ignore[no-any-return]
+
+    start, new = torch.tensor([1 + 2j, 3 - 1j, 0j, 1j]), torch.arange(4.0)
+    return [
+        (written(spread(start, sbp), name, given), written(start.clone(), name, alone))
+        for name in ("real", "imag")
+        for sbp in (S(0), B, P)
+        for given, alone in (
+            (3.0, 3.0),
+            (np.float32(0.5), 0.5),
+            (new, new),
+            (new.to_global(line(), B), new),
+            (new[:1], new[:1]),
+        )
+    ]
+
+
+def test_real_and_imaginary_parts_are_assigned() -> None:
+    for rows in run_on(2, components):
+        assert len(rows) == 30
+        assert all(got == want for got, want in rows), rows
+
+
+def test_assigning_a_component_of_a_view_writes_into_its_base() -> None:
+    def body() -> list[complex]:
+        x: Any = spread(torch.ones(4, 2, dtype=torch.complex64), S(0))
+        x[:, 0].imag = 5.0
+        for real in (torch.ones(2), spread(torch.ones(2), B)):
+            with pytest.raises(RuntimeError, match="imag is not implemented"):
+                _ = real.imag
+        return x.sum(0).tolist()  # type: ignore[no-any-return]
+
+    assert simulate(2, body) == [[4 + 20j, 4 + 0j]] * 2
+
+
 def on_processes() -> None:
     BODIES.run()
 

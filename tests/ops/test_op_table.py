@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from globaltensor.__main__ import main
+from globaltensor._base import torch_private
 from globaltensor._ops.op_table import KINDS, kind_of_function, op_table
 
 
@@ -22,7 +23,10 @@ from globaltensor._ops.op_table import KINDS, kind_of_function, op_table
         (torch.Tensor.is_cuda.__get__, "method"),
         (torch.Tensor.backward, "backward"),
         (torch._foreach_add, "list of tensors"),
-        (torch.autograd.forward_ad.make_dual, "none"),
+        (torch_private.dual_functions()[0], "refused"),
+        (torch.Tensor.sbp.__get__, "method"),  # type: ignore[attr-defined]
+        (torch.to_dlpack, "patch"),
+        (torch.Tensor.__contains__, "body"),
         (F.soft_margin_loss, "rule"),
     ],
 )
@@ -34,6 +38,13 @@ def test_every_function_has_one_entry() -> None:
     names = [entry.function for entry in op_table()]
     assert len(names) == len(set(names)) > 1000
     assert {entry.kind for entry in op_table()} <= set(KINDS)
+
+
+def test_names_that_this_library_adds_are_no_functions_of_torch() -> None:
+    names = {entry.function for entry in op_table()}
+    assert "torch.Tensor.is_cuda.__get__" in names
+    assert not any(name.split(".")[2:3] == ["sbp"] for name in names)
+    assert "torch.Tensor.to_global" not in names
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

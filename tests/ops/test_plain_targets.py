@@ -3,12 +3,16 @@ result on all ranks, and gradients flow through."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import FallbackWarning
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 INDEX = torch.tensor([0, 1, 2, 0, 1, 3])
@@ -74,3 +78,19 @@ def leaf() -> None:
 
 def test_a_leaf_is_written_without_gradients_alone() -> None:
     simulate(2, leaf)
+
+
+def mapped() -> list[list[float]]:
+    x = torch.arange(4.0)
+    g = x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    plain, first, third = torch.ones(4), torch.ones(4), torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        assert plain.map_(g, lambda a, b: a + 2 * b) is plain  # type: ignore[attr-defined]
+        first.map2_(g, g, lambda a, b, c: b * c)  # type: ignore[attr-defined]
+        third.map2_(torch.ones(4), g, lambda a, b, c: a + b + c)  # type: ignore[attr-defined]
+    return [plain.tolist(), first.tolist(), third.tolist()]
+
+
+def test_in_place_functions_without_a_rule_write_into_plain_tensors() -> None:
+    assert run_on(2, mapped) == [[[1, 3, 5, 7], [0, 1, 4, 9], [2, 3, 4, 5]]] * 2

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.everywhere import compare
 from support.oracle import check
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -100,3 +104,23 @@ def test_transforms(row: tuple[Any, ...]) -> None:
 @pytest.mark.sweep(4)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)
+
+
+def test_operands_that_are_no_tensors_are_refused_in_words_of_python() -> None:
+    def body() -> list[str]:
+        g: Any = x(3, 2).to_global(flow.placement.all("cpu"), flow.sbp.broadcast)  # type: ignore[attr-defined]
+        texts = []
+        for sbp in (flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.partial_sum):
+            for other in (np.ones((2, 3)), [[1.0, 2.0, 3.0]], 2.0, np.float32(2)):
+                with pytest.raises(
+                    TypeError, match=r"unsupported operand type\(s\) for @"
+                ) as error:
+                    other @ g.to_global(sbp=sbp)
+                texts.append(str(error.value))
+        with pytest.raises(TypeError, match="must be Tensor, not"):
+            torch.matmul(np.ones((2, 3)), g)  # type: ignore[arg-type]
+        return texts
+
+    first, second = simulate(2, body)
+    assert first == second
+    assert len(first) == 12

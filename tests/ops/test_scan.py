@@ -14,6 +14,7 @@ from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
+from globaltensor.boxing import ExchangeRecord
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
@@ -304,6 +305,28 @@ def test_a_long_sort_gathers_nothing(function: Any) -> None:
         assert nbytes < 1.05 * 2 * n * 8 / 4, (
             "each element goes to its place: its value and its index"
         )
+
+
+def reasons_of_a_sort() -> list[list[str]]:
+    ours = x(64).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0)).requires_grad_()  # type: ignore[attr-defined]
+    with flow.boxing_log() as forward:
+        values = ours.sort().values
+    with flow.boxing_log() as backward:
+        (grad,) = torch.autograd.grad(values.pow(3).sum(), ours, create_graph=True)
+    with flow.boxing_log() as double_backward:
+        grad.pow(2).sum().backward()
+    logs = forward, backward, double_backward
+    return [[r.op for r in log if isinstance(r, ExchangeRecord)] for log in logs]
+
+
+def test_the_exchange_of_a_double_backward_is_named() -> None:
+    places = "elements to their places in a split dim"
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):
+        for forward, backward, double_backward in simulate(2, reasons_of_a_sort):
+            assert places in forward
+            assert f"backward of {places}" in backward
+            assert f"backward of backward of {places}" in double_backward
+            assert places not in (*backward, *double_backward)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_who_gives_what_element_by_element(
         reach = HaloPlan(range(len(held)), rank, held, wanted)
         assert [(q, a + k) for q, a, n in reach.chunks for k in range(n)] == fetched[rank]
         assert {
-            i: [a + k for a, n in mine for k in range(n)] for i, mine in reach.given.items()
+            i: [a + k for a, n in mine for k in range(n)] for i, mine in reach.outgoing.items()
         } == {
             i: those
             for i, some in enumerate(fetched)
@@ -438,6 +438,6 @@ def test_exchanges_are_seen_and_forbidden() -> None:
     row = 2 * 3 * 6 * 8  # bytes
     want = [
         f"halo along dim 2  exchange  {row} B  ranks 0-1",
-        f"totals of the parts of a split dim  all_gather  {row} B  ranks 0-1",
+        f"totals of the shards of a split dim  all_gather  {row} B  ranks 0-1",
     ]
     assert simulate(2, seen) == [want, want]

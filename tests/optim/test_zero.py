@@ -25,8 +25,9 @@ import globaltensor as flow
 from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import world
+from globaltensor.distributed.world import set_world, world
 from globaltensor.errors import ZeroError
+from globaltensor.graph.capture.dry_world import DryWorld
 from globaltensor.optim.zero import Zero, shares_of
 from globaltensor.sharding.spec import Spec
 
@@ -826,3 +827,26 @@ def test_gradients_in_shares_of_what_is_split_already_are_clipped(stage: int) ->
         return [step(x).item() for _ in range(2)]
 
     assert simulate(4, run)[0] == pytest.approx(want, rel=1e-9)
+
+
+def _gathered_in_a_dry_world() -> list[list[str]]:
+    place = flow.placement.all("cpu")
+    layers = [nn.Linear(4, 6, bias=False).to_global(place, S(0)) for _ in range(2)]  # type: ignore[operator]
+    real, logs = world(), []
+    set_world(DryWorld(real))
+    try:
+        for _ in range(2):  # in the second pass both are gathered together
+            with flow.boxing_log() as log:
+                for i, layer in enumerate(layers):
+                    p = layer.weight
+                    whole = p._spec.replicated()
+                    parameter_gather.gather_param(p, p._spec, whole, f"use {i}")
+            parameter_gather.reset_prefetch()
+            logs.append([r.op for r in log])
+    finally:
+        set_world(real)
+    return logs
+
+
+def test_a_dry_world_logs_each_gathered_parameter_once() -> None:
+    assert simulate(2, _gathered_in_a_dry_world) == [[["use 0", "use 1"]] * 2] * 2

@@ -262,6 +262,88 @@ def test_averages_made_before_follow() -> None:
     run_on(2, averages)
 
 
+def exchanged() -> None:
+    """Check that parameters exchange their values, layouts and gradients in every layout."""
+    values = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    rows_of = {"replicated": B, "split": S(0), "partial": flow.sbp.partial_sum}
+
+    def parameter(value: Tensor, sbp: Any) -> Any:
+        return nn.Parameter(given(value, everyone()).to_global(sbp=sbp))  # type: ignore[attr-defined]
+
+    for first in rows_of.values():
+        for second in rows_of.values():
+            a, b = parameter(values, first), parameter(2 * values, second)
+            weight = given(values, everyone())
+            (a * weight).sum().backward()
+            torch.utils.swap_tensors(a, b)
+            assert (a.sbp, b.sbp) == ((second,), (first,))
+            same(a, 2 * values)
+            same(b, values)
+            assert a.grad is None
+            same(b.grad, values)
+            (a * weight * 3).sum().backward()
+            same(a.grad, 3 * values)
+            (b * weight).sum().backward()
+            same(b.grad, 2 * values)
+            hooked = []
+            a.register_post_accumulate_grad_hook(lambda t, hooked=hooked: hooked.append(t))
+            (a * weight).sum().backward()
+            assert hooked == [a]
+
+
+def test_swapped_parameters_exchange_everything() -> None:
+    run_on(2, exchanged)
+
+
+def converted_by_swapping() -> str:
+    """Check that a module's parameters change dtype in the mode in which torch swaps them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for made in ("with the module", "as parameters"):
+            model = mlp()
+            model.to_global(everyone(), B)  # type: ignore[operator]
+            if made == "as parameters":
+                for layer in (model[0], model[3]):  # type: ignore[index]
+                    layer.weight = nn.Parameter(layer.weight.detach() * 1)
+            parameters = list(model.parameters())
+            model(given(rows(), everyone())).square().mean().backward()
+            grads = [full(p.grad) for p in parameters]  # type: ignore[arg-type]
+            loss = model(given(rows(), everyone())).square().mean()
+            model.float()
+            assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+            for p, grad in zip(parameters, grads, strict=True):
+                assert p.dtype is torch.float32
+                assert p.sbp == (B,)  # type: ignore[attr-defined]
+                same(p.grad, grad.float())  # type: ignore[arg-type]
+            model.zero_grad()
+            model(given(rows().float(), everyone())).square().mean().backward()
+            for p, grad in zip(parameters, grads, strict=True):
+                summed = full(p.grad)  # type: ignore[arg-type]
+                torch.testing.assert_close(summed, grad.float(), rtol=1e-3, atol=1e-4)
+            with pytest.raises(GlobalTensorError, match="run the forward pass again") as found:
+                loss.backward()
+        for sbp in (S(0), S(1)):
+            layer = nn.Linear(5, 4).double()
+            layer.to_global(everyone(), {"weight": sbp, "bias": B})  # type: ignore[operator]
+            weight, values = layer.weight, full(layer.weight)
+            layer.float()
+            assert layer.weight is weight
+            assert weight.sbp == (sbp,)  # type: ignore[attr-defined]
+            same(weight, values.float())
+            x = given(rows().float(), everyone())
+            layer(x).sum().backward()
+            summed = full(weight.grad)  # type: ignore[arg-type]
+            torch.testing.assert_close(summed, rows().float().sum(0).expand(4, 5))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return str(found.value)
+
+
+def test_parameters_convert_in_swap_mode() -> None:
+    first, second = run_on(2, converted_by_swapping)
+    assert first == second
+
+
 class Slotted(nn.Parameter):
     """A parameter whose class has its own slot."""
 

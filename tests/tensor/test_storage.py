@@ -266,8 +266,11 @@ def identities() -> None:
     x = spread(rows(), S(0))
     assert not hasattr(x, "__cuda_array_interface__")
     assert not hasattr(x, "__dlpack_c_exchange_api__")
-    with pytest.raises(StorageError, match=r"storage_offset\(\) of a view"):
-        x[:, 1:].storage_offset()
+    for sharded_view in (x[:, 1:], x[1], x[0, 1], spread(rows(), S(1))[:, 1]):
+        with pytest.raises(StorageError, match=r"storage_offset\(\) of a view"):
+            sharded_view.storage_offset()
+    assert spread(rows(), B)[1].storage_offset() == rows()[1].storage_offset()
+    assert spread(rows(), P)[1].storage_offset() == rows()[1].storage_offset()
 
 
 def test_which_memory_it_is_can_be_asked() -> None:

@@ -342,3 +342,46 @@ def test_a_rank_outside_the_placement_answers_as_those_inside() -> None:
         x.reshape(2, 6),
     ]
     assert [contiguous for contiguous, _ in first] == [t.is_contiguous() for t in seen]
+
+
+# ------------------------------------------------------------------------ views in the same shape
+
+
+def own_shapes(axes: int) -> tuple[tuple[int, ...], ...]:
+    return ((5, 3), (1, 3), (3, 2, 3)) if axes == 1 else ((5, 3),)
+
+
+def own_shape_layouts(axes: int) -> list[list[Any]]:
+    kinds = (B, S(0), S(1), flow.sbp.partial_sum)
+    return [[a] if axes == 1 else [a, b] for a in kinds for b in (kinds if axes == 2 else (B,))]
+
+
+def views_in_own_shape(axes: int) -> list[Any]:
+    """Return, for each layout of a leaf, what a hook on it and writes into its views give."""
+    ranks: Any = [0, 1] if axes == 1 else [[0, 1], [2, 3]]
+    where, out = flow.placement("cpu", ranks), []
+    for sbp in own_shape_layouts(axes):
+        for shape in own_shapes(axes):
+            # a detached tensor has an alias, so that its memory order is not laid anew
+            x: Any = data(shape).to_global(where, [B] * axes).to_global(sbp=sbp).detach()  # type: ignore[attr-defined]
+            for view in (x.view(shape), x.reshape(shape), x.view_as(x), x.transpose(0, 1)):
+                seen = view.view(view.shape)
+                seen.add_(1)
+                assert seen.stride() == view.stride(), (sbp, shape)
+            out.append(torch.from_numpy(x.numpy()).tolist())
+            leaf, sums = x.requires_grad_(), []
+            torch.autograd.graph.register_multi_grad_hook(
+                [leaf], lambda grads, sums=sums: sums.append(grads[0].sum().item())
+            )
+            (leaf * 2).sum().backward()
+            out.append(sums)
+    return out
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_view_in_the_same_shape_is_a_view_of_the_local_tensor(axes: int) -> None:
+    want: list[Any] = []
+    for _ in own_shape_layouts(axes):
+        for shape in own_shapes(axes):
+            want += [(data(shape) + 4).tolist(), [2.0 * torch.Size(shape).numel()]]
+    assert run_on(2 * axes, views_in_own_shape, axes) == [want] * 2 * axes

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -224,3 +225,38 @@ def test_a_view_without_gradient_lets_its_graph_go() -> None:
         assert first.sum().item() == second.sum().item() == third.sum().item() == 6.0
 
     simulate(2, on_ranks)
+
+
+METADATA: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: lambda x, name=name: getattr(x, name)
+        for name in ("device", "requires_grad", "is_leaf", "is_meta", "layout", "is_sparse")
+    },
+    **{
+        f"{name}()": lambda x, name=name: getattr(x, name)()
+        for name in (
+            "get_device", "is_inference", "is_pinned", "is_signed", "is_conj", "is_neg",
+            "is_shared", "type",
+        )
+    },
+    "torch.is_conj": lambda x: torch.is_conj(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METADATA)
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_rank_alone_may_ask_for_the_metadata_of_a_view(name: str, grad: bool) -> None:
+    def on_ranks() -> None:
+        ask, rank = METADATA[name], flow.env.get_rank()
+        weight = values(4, 2).to_global(flow.placement.all("cpu"), B).requires_grad_(grad)  # type: ignore[attr-defined]
+        x = (weight * 1).to_global(sbp=S(1)) * 1
+        view = x.view(8)  # its values are on other ranks than those of ``x``
+        x.add_(1)
+        alone = ask(view) if rank == 0 else None
+        total = float((view * 2).sum())
+        assert abs(total - float((weight + 1).sum()) * 2) < 1e-9
+        if rank == 0:
+            assert alone == ask(view)
+            assert alone == ask((values(4, 2).requires_grad_(grad) * 1).view(8))
+
+    simulate(2, on_ranks, timeout=20.0)

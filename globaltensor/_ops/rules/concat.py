@@ -192,22 +192,22 @@ def _combinations(
 @rule([torch.meshgrid, meshgrid_of_list])
 def _meshgrid(op: OpDescription, *tensors: Arg, indexing: str | None = None) -> None:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
-        these = list(
+        vectors = list(
             tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
         )
-        swap = indexing == "xy" and len(these) > 1
+        swap = indexing == "xy" and len(vectors) > 1
         if swap:
-            these[:2] = these[1::-1]
-        for t in these:
+            vectors[:2] = vectors[1::-1]
+        for t in vectors:
             if t.dim() > 1:  # torch's kernel raises this, but its kernel for meta tensors does not
                 raise RuntimeError(
                     f"torch.meshgrid: Expected 0D or 1D tensor in the tensor list but got shape "
                     f"{list(t.shape)}"
                 )
-        sizes = [t.numel() for t in these]
+        sizes = [t.numel() for t in vectors]
         grids = [
             t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes)
-            for i, (t, n) in enumerate(zip(these, sizes, strict=True))
+            for i, (t, n) in enumerate(zip(vectors, sizes, strict=True))
         ]
         if swap:
             grids[:2] = grids[1::-1]

@@ -128,29 +128,29 @@ class PendingCount:
         The count must be a partial sum, all ranks must have one, and gradients must be summed over
         the ranks without being observed. Collective.
         """
-        here, part = world(), self.part
-        found = here.existing_state(Reducer)
+        this_world, part = world(), self.part
+        gradient_reducer = this_world.existing_state(Reducer)
         if (
-            found is None
-            or found.deferred
+            gradient_reducer is None
+            or gradient_reducer.deferred
             or not isinstance(part, GlobalTensor)
             or torch_private.function_mode_on()
         ):
             return False
-        if not self.programmed and (found.asked or not found.rides):
+        if not self.programmed and (gradient_reducer.asked or not gradient_reducer.rides):
             return False
-        if len(part._spec.placement.flat) != here.size or not any(
+        if len(part._spec.placement.flat) != this_world.size or not any(
             e is partial_sum for e in part._spec.layout
         ):
             return False
-        if found.watchers.none_left():
+        if gradient_reducer.watchers.none_left():
             return True
         if all(
             e is partial_sum
             for a, e in enumerate(part._spec.layout)
             if part._spec.placement.shape[a] > 1
         ):
-            self._watchers = found.watchers
+            self._watchers = gradient_reducer.watchers
         return False
 
     def rider(
@@ -222,6 +222,7 @@ class DeferredMean(SlottedGlobalTensor):
         )
         out._spec = total._spec
         out._memory = None
+        out._serial = 0
         out.__dict__["_parts"] = (total, count)
         return cast(GlobalTensor, out)
 
@@ -232,6 +233,10 @@ class DeferredMean(SlottedGlobalTensor):
     @_local.setter
     def _local(self, value: torch.Tensor) -> None:
         materialize(self)._local = value
+
+    @property
+    def _stored(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.__dict__["_parts"][0]._stored)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

@@ -269,7 +269,10 @@ def _exchanged(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor],
     shared: Sequence[Tensor], function: Function, homes: _Homes
 ) -> Tensor:  # fmt: skip
-    """Return the sum of the experts' results for each token, which ranks send each other."""
+    """Return the weighted sum of the experts' results for each token.
+
+    The ranks send the tokens to the ranks of their experts, and receive the results. Collective.
+    """
     t, k = index.shape
     kind = _cast(x)
     place = homes.places(index).view(-1)
@@ -345,30 +348,32 @@ class _Way:
     sorting: Tensor | None
 
     @staticmethod
-    def make(found: Tensor, homes: _Homes, row_bytes: int) -> _Way:
+    def make(row_counts: Tensor, homes: _Homes, row_bytes: int) -> _Way:
         """Build the routing from the number of rows that this rank has for each expert.
 
         The call is collective: the ranks exchange these numbers.
         """
         p, starts = len(homes.ranks), homes.starts
         if p == 1:
-            counts = found.tolist()
+            counts = row_counts.tolist()
             return _Way(homes.ranks, (sum(counts),), (sum(counts),), sum(counts), counts, None)
-        told = torch.stack(world().comm(homes.ranks).all_gather(found, [found.numel()] * p))
+        all_counts = torch.stack(
+            world().comm(homes.ranks).all_gather(row_counts, [row_counts.numel()] * p)
+        )
         # [rank that has the rows][expert, in the order of the ranks that have the experts]
-        every: list[list[int]] = told.tolist()
+        every: list[list[int]] = all_counts.tolist()
         parts = [slice(a, b) for a, b in pairwise(starts)]
         table = [[sum(row[part]) for part in parts] for row in every]
-        mine = parts[homes.me]
+        own_experts = parts[homes.me]
         sent, taken = tuple(table[homes.me]), tuple(row[homes.me] for row in table)
         longest = max(max(map(sum, table)), max(map(sum, zip(*table, strict=True))))
         log.exchange(
             EXCHANGE,
             (sum(taken) + sum(sent) - 2 * sent[homes.me]) * row_bytes,
         )
-        own = told[:, mine]
+        own = all_counts[:, own_experts]
         expert = (
-            torch.arange(own.shape[1], device=found.device)
+            torch.arange(own.shape[1], device=row_counts.device)
             .repeat(p)
             .repeat_interleave(own.reshape(-1))
         )
@@ -377,7 +382,7 @@ class _Way:
             sent,
             taken,
             longest,
-            [sum(row[mine][e] for row in every) for e in range(own.shape[1])],
+            [sum(row[own_experts][e] for row in every) for e in range(own.shape[1])],
             expert.argsort(stable=True),
         )
 
@@ -424,5 +429,5 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0].clone() if torch_private.is_zero_tensor(grads[0]) else grads[0]
-        with log.exchanges(f"backward of {EXCHANGE}"):
+        with log.exchanges("backward of {}", EXCHANGE):
             return _Exchange.apply(grad, *ctx.way), None, None, None, None  # type: ignore[no-untyped-call]

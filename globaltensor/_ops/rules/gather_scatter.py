@@ -13,14 +13,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._base.torch_private import take_along_wraps
+from ..._base.torch_private import outside_all_modes, take_along_wraps
 from ...errors import FormError
 from .helpers import dummy_like, skip_when_empty
 from .notation import Arg, LocalContext, OpDescription, Range, align
 from .registry import RULES, Rule, rule
-from .view import each_spelling, identity
+from .view import each_spelling, identity, reduction_of_picks
 
-__all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
+__all__ = [
+    "check_number",
+    "extended",
+    "filled",
+    "first_share",
+    "only",
+    "picked",
+    "picks",
+]
 
 Local = Callable[..., Any]
 
@@ -29,7 +37,7 @@ Local = Callable[..., Any]
 
 
 def picks(x: Arg) -> str:
-    return "max" if x.dtype == torch.bool else "sum"
+    return reduction_of_picks(x.dtype)
 
 
 def picked(
@@ -40,9 +48,11 @@ def picked(
     Return (local indices, with ``miss`` where the element is not local; True where it is local). An
     index outside the global dim stays out of range, so that torch raises its own error.
     """
-    here = index - offset
-    mine = (here >= 0) & (here < length)
-    return torch.where(mine, here, torch.where((index >= 0) & (index < n), miss, n + 1)), mine
+    local_index = index - offset
+    is_local = (local_index >= 0) & (local_index < length)
+    return torch.where(
+        is_local, local_index, torch.where((index >= 0) & (index < n), miss, n + 1)
+    ), is_local
 
 
 def indices_of(x: Arg, d: int) -> Range:
@@ -133,13 +143,13 @@ def _looked_up(
         box = split.box(("x", d))
 
         def run(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            here, mine = picked(index, shape[d], *box)
-            y, mine = (
-                pick(filled(input, d), here, mine)
+            local_index, is_local = picked(index, shape[d], *box)
+            y, is_local = (
+                pick(filled(input, d), local_index, is_local)
                 if aligned
-                else (pick(filled(input, d), here), mine)
+                else (pick(filled(input, d), local_index), is_local)
             )
-            return only(mine, y)
+            return only(is_local, y)
 
         return run
 
@@ -301,12 +311,12 @@ def _scatter_view(name: str, dims_of: Callable[..., set[int]]) -> None:
     def describe(op: OpDescription, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
         cut = dims_of(input, *args, **kwargs)
         op.set(input, [None if k in cut else k for k in range(input.ndim)])
-        kept = [k for k in range(input.ndim) if k not in cut]
+        remaining_dims = [k for k in range(input.ndim) if k not in cut]
         op.set(
             src,
             op.dims[input.index]
             if src.ndim == input.ndim
-            else [*kept, *[None] * (src.ndim - len(kept))],
+            else [*remaining_dims, *[None] * (src.ndim - len(remaining_dims))],
         )
         op.out, op.linear, op.carries = (
             [op.dims[input.index]],
@@ -332,6 +342,7 @@ def _masked_fill(op: OpDescription, input: Arg, mask: Arg, value: Any, name: str
         op.linear = [frozenset([input.index, value.index])]
     else:
         op.linear = [frozenset([input.index])]
+        check_number(value, input.dtype)
         op.local = lambda split: _masked_fill_local(first_share(split), name)
 
 
@@ -347,6 +358,17 @@ def first_share(split: LocalContext) -> bool:
     target = split.ins[0]
     where = target.placement.coordinate(split.rank) or ()
     return not any(c and e.is_partial for c, e in zip(where, target.layout, strict=False))
+
+
+def check_number(number: Any, dtype: torch.dtype) -> None:
+    """Raise PyTorch's error for a number that a tensor of ``dtype`` cannot hold.
+
+    Only the rank that writes the number would raise that error, and a captured graph would raise it
+    when it runs. So all ranks check a number before they write it.
+    """
+    if isinstance(number, (int, float, complex)):
+        with outside_all_modes():
+            torch.empty((), dtype=dtype, device="cpu").fill_(number)
 
 
 each_spelling(
@@ -365,6 +387,7 @@ def _masked_scatter(op: OpDescription, input: Arg, mask: Arg, source: Arg) -> No
 def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = False) -> None:
     if isinstance(fill_value, Arg):
         raise FormError("a tensor as the value")
+    check_number(fill_value, input.dtype)
     identity(op, input)
     op.linear = [frozenset([input.index])]
 
@@ -442,13 +465,15 @@ def _embedding(
         def run(
             input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            here, mine = picked(input, n, offset, length)
+            local_index, is_local = picked(input, n, offset, length)
             own_padding = (
                 padding - offset
                 if padding is not None and offset <= padding < offset + length
                 else None
             )
-            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding))
+            return only(
+                is_local.unsqueeze(-1), F.embedding(local_index, filled(weight, 0), own_padding)
+            )
 
         return run
 

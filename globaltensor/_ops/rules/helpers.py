@@ -92,13 +92,13 @@ def reduced(
 
 def operands(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors of a call, in the order in which a rule sees them."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
-            found.append(a)
+            tensors.append(a)
         elif isinstance(a, (tuple, list)):
-            found += operands(a, {})
-    return found
+            tensors += operands(a, {})
+    return tensors
 
 
 def split_in(x: Any, dims: Sequence[int]) -> bool:
@@ -180,14 +180,15 @@ def skip_when_empty(
             if alike is not None:
                 return connected_zeros(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
-            found = (
+            stand_in_outs = (
                 _on_stand_ins(function or op.function, split, args, kwargs)
                 if len(inputs) == 1 and _smooth(inputs[0])
                 else []
             )
-            if len(found) == len(shapes):
+            if len(stand_in_outs) == len(shapes):
                 made = [
-                    connected_zeros(shape, t) for (shape, _), t in zip(shapes, found, strict=True)
+                    connected_zeros(shape, t)
+                    for (shape, _), t in zip(shapes, stand_in_outs, strict=True)
                 ]
             else:
                 made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]

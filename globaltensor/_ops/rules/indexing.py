@@ -20,7 +20,7 @@ from ..._base.torch_private import is_fake
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
-from .gather_scatter import extended, filled, first_share, only, picked, picks
+from .gather_scatter import check_number, extended, filled, first_share, only, picked, picks
 from .notation import Arg, LocalContext, OpDescription, align
 from .registry import DATA_FREE_VARIANTS, RULES, Rule, rule
 from .slicing import cut, stays_split, takes
@@ -118,7 +118,7 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
     Lists and arrays become tensors. Masks become the positions where they are true. A bool is a
     mask of a new dim of size 1.
     """
-    items, found, d = (
+    items, plain_items, d = (
         [
             _as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i
             for i in _items(index)
@@ -134,11 +134,11 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
                     f"a mask of shape {list(i.shape)} cannot index dims of sizes {list(over)}, "
                     f"dims {d} to {d + i.ndim - 1} of shape {list(x.shape)}"
                 )
-            found += i.nonzero(as_tuple=True)
+            plain_items += i.nonzero(as_tuple=True)
         else:
-            found.append(i)
+            plain_items.append(i)
         d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
-    return x, tuple(found)
+    return x, tuple(plain_items)
 
 
 def _at_places(x: Any, index: Any) -> Any:
@@ -258,19 +258,19 @@ def _get_local(
         return None  # torch's own function, with the index unchanged
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
-        these, key, owned = iter(_tensors(index)), [], None
+        index_tensors, key, owned = iter(_tensors(index)), [], None
         for taken in cuts.values():
             x = taken(x)[0]
         for p in parts:
             if p.kind == "slice" and p.dim in cuts:
                 key.append(slice(None))
                 continue
-            at: Any = next(these) if p.kind == "tensor" else p.value
+            at: Any = next(index_tensors) if p.kind == "tensor" else p.value
             if p.kind == "tensor" and p.dim in boxes:
                 n = shape[p.dim]
                 x = filled(x, p.dim)
-                at, mine = picked(torch.where(at < 0, at + n, at), n, *boxes[p.dim])
-                owned = mine if owned is None else owned & mine
+                at, is_local = picked(torch.where(at < 0, at + n, at), n, *boxes[p.dim])
+                owned = is_local if owned is None else owned & is_local
             elif p.dim in boxes and p.kind == "int":
                 x, at = own(x, p.dim, at - boxes[p.dim][0]), 0
             key.append(_plain_key(p, at))
@@ -380,6 +380,7 @@ def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
         op.set(value, _value_dims(value.shape, region))
         op.linear = [frozenset([x.index, value.index])]
     else:
+        check_number(value, x.dtype)
         op.linear = [frozenset([x.index])]
     op.out = [op.dims[x.index]]
     op.local = lambda split: _set_local(split, x.shape, parts, region, after, count)
@@ -468,6 +469,8 @@ def _set_local(
                     return _touch(x, p.dim, value)
             if p.dim in boxes and p.kind == "slice":
                 at, first, n = _overlap(p.value, *boxes[p.dim])
+                if n == boxes[p.dim][1]:  # autograd sees a write into a view, as on other ranks
+                    x = x.narrow(p.dim, 0, n)
                 value = (
                     _narrowed(value, len(region) - region.index(p), first, n, p.size)
                     if tensor
@@ -489,12 +492,16 @@ def _set_local(
 
 
 def _touch(x: torch.Tensor, d: int, value: Any) -> None:
-    """Write nothing, but let the value join the backward pass and the graph.
+    """Write no element, but count as a write as on the rank that owns the element.
 
-    Other ranks may wait for this one there.
+    Autograd then refuses the write, or a backward pass after it, on every rank or on none. A value
+    that has a gradient, or is captured, joins the graph: other ranks may wait for this one there.
     """
+    empty = x.narrow(d, 0, 0)
     if isinstance(value, torch.Tensor) and (value.requires_grad or is_fake(x)):
-        x.narrow(d, 0, 0).add_(value.reshape(-1)[:0].sum().to(x.dtype))
+        empty.add_(value.reshape(-1)[:0].sum().to(x.dtype))
+    else:
+        empty.zero_()
 
 
 def _overlap(r: range, offset: int, length: int) -> tuple[slice, int, int]:
@@ -533,12 +540,12 @@ def _only_mine(
     for (k, p), t in zip(reach.items(), spread, strict=True):
         t = torch.where(t < 0, t + shape[p.dim], t).reshape(-1)
         if p.dim in boxes:
-            t, mine = picked(t, shape[p.dim], *boxes[p.dim])
+            t, is_local = picked(t, shape[p.dim], *boxes[p.dim])
             if bool((t > shape[p.dim]).any()):
                 raise IndexError(
                     f"an index is out of bounds for dim {p.dim} of size {shape[p.dim]}"
                 )
-            owned = mine if owned is None else owned & mine
+            owned = is_local if owned is None else owned & is_local
         flat[k] = t
     keep = owned.nonzero().squeeze(1)  # type: ignore[union-attr]
     for k, t in flat.items():
@@ -569,16 +576,16 @@ def _write_beside(
     split = [p.dim for p in reach.values() if p.dim in boxes]
     if not all(boxes[d][1] for d in split):
         return _touch(x, split[0], value)
-    owned, found = None, {}
+    owned, indices = None, {}
     for (k, p), t in zip(
         reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True
     ):
         t = torch.where(t < 0, t + shape[p.dim], t)
         if p.dim in boxes:
-            t, mine = picked(t, shape[p.dim], *boxes[p.dim])
-            owned = mine if owned is None else owned & mine
-        found[k] = t
-    for k, t in found.items():
+            t, is_local = picked(t, shape[p.dim], *boxes[p.dim])
+            owned = is_local if owned is None else owned & is_local
+        indices[k] = t
+    for k, t in indices.items():
         d = reach[k].dim
         key[k] = torch.where(owned | (t > shape[d]), t, x.shape[d] if d == split[0] else 0)  # type: ignore[operator]
     wide = extended(x, split[0])

@@ -245,17 +245,17 @@ def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
 
     Return zero where the index is not among these classes.
     """
-    here = index - offset
-    inside = (here >= 0) & (here < x.shape[dim])
+    local_index = index - offset
+    inside = (local_index >= 0) & (local_index < x.shape[dim])
     if not x.shape[dim]:
         return (x.sum(dim) if x.ndim > index.ndim else x.sum().expand(index.shape)) * 0
-    here = torch.where(inside, here, 0)
-    found = (
-        x[here]
+    local_index = torch.where(inside, local_index, 0)
+    values = (
+        x[local_index]
         if x.ndim == 1 and index.ndim != 0
-        else x.gather(dim, here.unsqueeze(dim)).squeeze(dim)
+        else x.gather(dim, local_index.unsqueeze(dim)).squeeze(dim)
     )
-    return torch.where(inside, found, 0.0)
+    return torch.where(inside, values, 0.0)
 
 
 @rule(pick)
@@ -463,8 +463,10 @@ def _check_targets(target: Tensor, x: Tensor, at: int) -> None:
 
 
 def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
-    given = call["input"]
-    x = reduce_partials(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
+    logits = call["input"]
+    x = reduce_partials(
+        logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    )
     at, target, weight, smoothing = (
         _class_dim(x),
         call["target"],
@@ -484,27 +486,27 @@ def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
         goal = goal if column is None else goal * column
         return _collect(
             call, reduce_partials(sums).log() * goal.sum(at) - (x * goal).sum(at), None
-        ).to(torch.promote_types(given.dtype, goal.dtype))
+        ).to(torch.promote_types(logits.dtype, goal.dtype))
     _check_targets(target, x, at)
     keep, weights = _kept(call)
-    found = pick(x, torch.where(keep, target, 0), at)
-    sums, found, *spread = reduce_partials(
+    target_logits = pick(x, torch.where(keep, target, 0), at)
+    sums, target_logits, *spread = reduce_partials(
         torch.stack(
             [
                 sums,
-                found,
+                target_logits,
                 *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else []),
             ]
         )
     ).unbind()
     norm = sums.log()
-    losses = norm - found if weight is None else (norm - found) * weights
+    losses = norm - target_logits if weight is None else (norm - target_logits) * weights
     if smoothing:
         every = (
             norm * (x.shape[at] if weight is None else reduce_partials(weight.sum())) - spread[0]
         )
         losses = losses * (1 - smoothing) + every * (smoothing / x.shape[at])
-    return _collect(call, torch.where(keep, losses, 0.0), weights).to(given.dtype)
+    return _collect(call, torch.where(keep, losses, 0.0), weights).to(logits.dtype)
 
 
 _classes(F.cross_entropy, _split_cross_entropy)

@@ -56,12 +56,12 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
 
     The function returned waits for the reduction and returns the result.
     """
-    here = world()
+    this_world = world()
     # While a recorder is active, start nothing here. A program starts such reductions early
     # automatically.
     if torch_private.function_mode_on():
         return lambda: reduce_partials(x)
-    if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
+    if not isinstance(x, GlobalTensor) or this_world.rank not in x._spec.placement._coordinates:
         return lambda: reduce_partials(x)
     spec = x._spec
     axes = [a for a, e in enumerate(spec.layout) if e is partial_sum]
@@ -71,7 +71,7 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
         return lambda: reduce_partials(x)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
     with log.boxing_sent_here(route, AHEAD):
-        handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(
+        handle = this_world.comm(spec.placement.fiber(this_world.rank, axes)).all_reduce_async(
             local.view(-1), "sum"
         )
 

@@ -1,6 +1,16 @@
 """Rules of functions that work element by element; `rules` imports them."""
 
-from .registry import pointwise
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .notation import OpDescription
+from .registry import RULES, Rule, pointwise, torch_functions_named
+
+__all__: list[str] = []
 
 # Sums: partial operands stay partial when all operands are.
 pointwise("add sub subtract rsub", linear="joint")
@@ -50,3 +60,44 @@ pointwise(
     "softsign sigmoid tanh"
 )
 pointwise("frexp", outs=2)
+
+
+def _shifts_bools(operands: Iterable[Any]) -> bool:
+    """Return True if bools are shifted by integers, or integers by bools."""
+    dtypes = {_integral_dtype(a) for a in operands}
+    return torch.bool in dtypes and len(dtypes) > 1 and None not in dtypes
+
+
+def _integral_dtype(operand: Any) -> torch.dtype | None:
+    if isinstance(operand, (bool, int)):
+        return torch.bool if isinstance(operand, bool) else torch.int64
+    dtype = operand.dtype
+    return None if dtype.is_floating_point or dtype.is_complex else dtype
+
+
+def _shift(name: str) -> None:
+    """Let the operator ``<<`` or ``>>`` accept bools.
+
+    torch's meta kernels of these operators refuse bools, which its other kernels cast.
+    """
+    shift: Callable[..., torch.Tensor] = getattr(torch, name)
+
+    def run(*operands: Any) -> torch.Tensor:
+        dtype = torch.result_type(*operands)
+        return shift(*[a.to(dtype) if isinstance(a, torch.Tensor) else int(a) for a in operands])
+
+    for function, inplace in torch_functions_named(name):
+        before = RULES[function]
+
+        def describe(op: OpDescription, *args: Any, before: Rule = before, **kwargs: Any) -> None:
+            if _shifts_bools((*args, *kwargs.values())):
+                op.composite = lambda *args, **kwargs: run(*args, *kwargs.values())
+            else:
+                before.describe(op, *args, **kwargs)
+
+        if not inplace:
+            RULES[function] = Rule(before.name, describe, before.scalars)
+
+
+_shift("bitwise_left_shift")
+_shift("bitwise_right_shift")

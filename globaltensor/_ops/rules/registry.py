@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..._base.python_numbers import is_number
 from ..._base.torch_private import spellings_of_operator
 from .notation import Arg, OpDescription, align, parse
 
@@ -102,7 +103,7 @@ class Rules(dict[Any, Rule]):
     def _changed(self) -> None:
         self.version += 1
         for derived in list(_DERIVED):
-            derived.found.clear()
+            derived.entries.clear()
 
 
 class Derived:
@@ -111,10 +112,10 @@ class Derived:
     Declaring a rule, in any thread, empties the cache.
     """
 
-    __slots__ = ("__weakref__", "found")
+    __slots__ = ("__weakref__", "entries")
 
     def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
+        self.entries: dict[Any, Any] = {}
         with _changing:
             _DERIVED.add(self)
 
@@ -125,9 +126,9 @@ class Derived:
         """
         with _changing:
             if version == RULES.version:
-                if len(self.found) >= most:
-                    self.found.clear()
-                self.found[key] = value
+                if len(self.entries) >= most:
+                    self.entries.clear()
+                self.entries[key] = value
 
 
 RULES = Rules()
@@ -143,11 +144,11 @@ def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
     With ``inplace=True`` among the arguments (``F.relu`` and its like), return the rule of an
     in-place op.
     """
-    found = RULES.get(func)
+    rule = RULES.get(func)
     return (
-        dataclasses.replace(found, inplace=True)
-        if found is not None and kwargs.get("inplace") is True
-        else found
+        dataclasses.replace(rule, inplace=True)
+        if rule is not None and kwargs.get("inplace") is True
+        else rule
     )
 
 
@@ -156,19 +157,19 @@ def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
 
     Each comes with a flag that is True if the function writes into its first operand.
     """
-    found: list[tuple[Any, bool]] = []
+    functions: list[tuple[Any, bool]] = []
     for space in SPACES:
         for n, inplace in ((name, False), (name + "_", True)):
             f = getattr(space, n, None)
             if callable(f):
-                found.append((f, inplace))
+                functions.append((f, inplace))
     for d in DUNDERS.get(name, ()):
-        found += [
+        functions += [
             (f, i)
             for n, i in ((f"__{d}__", False), (f"__i{d}__", True))
             if callable(f := getattr(torch.Tensor, n, None))
         ]
-    return found
+    return functions
 
 
 def spellings_of(target: str | Callable[..., Any]) -> list[tuple[Any, bool]]:
@@ -272,27 +273,33 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
         every, result = align([a.shape for a in op.args])
         op.dims, op.out, op.carries = every, [result] * outs, carries
         n = len(op.args)
-        positional = [a for a in args if not isinstance(a, Arg)]
+        numbers = _number_operands(args, kwargs)
         if linear == "each":
             op.linear = [frozenset([i]) for i in range(n)]
         elif linear == "first" and args and isinstance(args[0], Arg):
             op.linear = [frozenset([0])]
         elif linear == "joint":
-            if any(isinstance(a, (int, float, complex)) for a in positional) and any(
+            if any(map(is_number, numbers)) and any(
                 e.is_partial for a in op.args for e in a.spec.layout
             ):
-                op.composite = numbers_as_tensors(op.function)
-            op.linear = (
-                []
-                if any(isinstance(a, (int, float, complex)) for a in positional)
-                else [frozenset(range(n))]
-            )
+                op.compose(numbers_as_tensors(op.function))
+            op.linear = [] if numbers else [frozenset(range(n))]
         elif linear == "two" and n > 1 and all(isinstance(a, Arg) for a in args[:2]):
             op.linear = [frozenset((0, 1))]
-        elif linear == "rest" and not any(isinstance(a, (int, float, complex)) for a in positional):
+        elif linear == "rest" and not numbers:
             op.linear = [frozenset(range(1, n))]
 
     rule(names.split(), scalars=True)(describe)
+
+
+def _number_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the operands of a call that are not tensors, such as numbers, by position or name.
+
+    The second of three arguments is a factor, in torch's old spelling ``add(x, alpha, y)``.
+    """
+    operands = args[::2] if len(args) == 3 and isinstance(args[2], Arg) else args
+    named = [kwargs[name] for name in ("input", "self", "other") if name in kwargs]
+    return [a for a in (*operands, *named) if not isinstance(a, Arg)]
 
 
 def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
@@ -312,16 +319,19 @@ def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        x = next(a for a in args if isinstance(a, torch.Tensor))
+        x = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
 
         def tensor(a: Any) -> Any:
-            return (
-                x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a))
-                if isinstance(a, (int, float, complex))
-                else a
-            )
+            if not is_number(a):
+                return a
+            if isinstance(a, bool):  # torch subtracts no bool, and says so
+                return x.new_full((), a, dtype=torch.bool)
+            return x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a))
 
-        return function(*[tensor(a) for a in args], **kwargs)
+        return function(
+            *[tensor(a) for a in args],
+            **{k: a if k == "alpha" else tensor(a) for k, a in kwargs.items()},
+        )
 
     return call
 

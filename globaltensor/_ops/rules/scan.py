@@ -210,13 +210,18 @@ def _climbed(name: str, place: SplitPosition, d: int) -> Callable[..., Any]:
             # No value of other ranks is used, but their backward collectives pass through here.
             return kind((values + lasts[:0].sum(0) if values.requires_grad else values, places))
         top, which = (t[-1:] for t in scan(lasts[place.before], 0))
-        values, found = scan(torch.cat([top[0], input], d), d)
-        here = torch.arange(place.offset, place.offset + place.length, device=input.device).view(
-            [-1 if k == d else 1 for k in range(input.ndim)]
+        values, table_index = scan(torch.cat([top[0], input], d), d)
+        own_places = torch.arange(
+            place.offset, place.offset + place.length, device=input.device
+        ).view([-1 if k == d else 1 for k in range(input.ndim)])
+        table = torch.cat(
+            [wheres[place.before].gather(0, which)[0], own_places.expand(input.shape)], d
         )
-        table = torch.cat([wheres[place.before].gather(0, which)[0], here.expand(input.shape)], d)
         return kind(
-            (values.narrow(d, 1, place.length), table.gather(d, found).narrow(d, 1, place.length))
+            (
+                values.narrow(d, 1, place.length),
+                table.gather(d, table_index).narrow(d, 1, place.length),
+            )
         )
 
     return run

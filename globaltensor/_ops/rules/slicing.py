@@ -159,13 +159,13 @@ def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> 
     def seconds(choice: Any) -> float:
         if factor not in choice.factors:
             return 0.0
-        found, out = 0.0, choice.outs[0]
+        exchange_seconds, out = 0.0, choice.outs[0]
         for i, a in enumerate(operands):
             if a in spread:
                 spec = choice.ins[a.index]
                 held = [interval(spec, r, dim) for r in _ranks(spec, dim)]
-                found += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
-        return found
+                exchange_seconds += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
+        return exchange_seconds
 
     def local(split: LocalContext) -> Callable[..., Tensor] | None:
         out, rank = split.outs[0], split.rank

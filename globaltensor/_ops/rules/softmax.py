@@ -92,7 +92,10 @@ def _splits(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
 def _split_logsumexp(*args: Any, **kwargs: Any) -> Tensor:
     def run(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
         x, dims = reduce_partials(input), dims_of(input, dim)
-        top = reduce_partials(extremum(x, dims, True, True))
+        if not (x.is_floating_point() or x.is_complex()):
+            x = x.to(torch.get_default_dtype())
+        # Of complex numbers torch subtracts the largest real part.
+        top = reduce_partials(extremum(x.real if x.is_complex() else x, dims, True, True))
         # Infinite maxima would give inf - inf.
         top = torch.where(top.isinf(), 0.0, top)
         sums = reduce_partials((x - top).exp().sum(dims, keepdim=True))

@@ -40,6 +40,8 @@ _COMPARISON = 1e-9  # seconds of sorting per element and level
 
 _SEARCH: Final = "search in a split dim"
 _PLACES: Final = "elements to their places in a split dim"
+_BACKWARD: Final = f"backward of {_PLACES}"
+_DOUBLE_BACKWARD: Final = f"backward of {_BACKWARD}"
 
 # --------------------------------------------------------------------------------------------- keys
 
@@ -67,7 +69,7 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
 def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """Return the key at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys.
 
-    ``lanes`` [lanes, here] are the sorted keys of this rank.
+    ``lanes`` [lanes, own_length] are the sorted keys of this rank.
     """
     comm = world().comm(ranks)
     log.exchange(
@@ -76,17 +78,17 @@ def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...])
     )
     digits = torch.arange(1 << _BITS, device=lanes.device)
     least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
-    found = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
+    target_keys = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
     goal = targets.unsqueeze(-1)
     for shift in range(bits - _BITS, -1, -_BITS):
-        candidates = found.unsqueeze(-1) + (digits << shift)
+        candidates = target_keys.unsqueeze(-1) + (digits << shift)
         counts = torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape)
         with log.exchanges(_SEARCH):
             smaller = comm.all_reduce(counts)
         # The first candidate never has too many smaller keys.
         digit = (smaller <= goal).sum(-1) - 1
-        found = found + (digit << shift)
-    return found
+        target_keys = target_keys + (digit << shift)
+    return target_keys
 
 
 # ------------------------------------------------------------------------------------- the exchange
@@ -107,26 +109,29 @@ class _Route(NamedTuple):
     places: Tensor
 
 
-def _there(flat: Tensor, route: _Route) -> Tensor:
+def _there(flat: Tensor, route: _Route, why: str = _PLACES) -> Tensor:
+    """Send the elements along a route, and return the received ones in the order of the ranks."""
     pieces = flat[route.order].split(route.sends)
-    with log.exchanges(_PLACES):
+    with log.exchanges(why):
         return torch.cat(world().comm(route.ranks).all_to_all(pieces, route.receives, fresh=False))
 
 
 class _Routed(torch.autograd.Function):
     """The elements in the order of a route; with ``back``, in their original order again.
 
-    ``came``: the elements that the exchange delivers, where it has already run.
+    ``came``: the elements that the exchange has already delivered. They are passed in a forward
+    pass. A double backward passes None, and exchanges the elements.
     """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
         ctx.route, ctx.back = route, back
         if not back:
-            return (_there(flat, route) if came is None else came)[route.places]
+            received = _there(flat, route, _DOUBLE_BACKWARD) if came is None else came
+            return received[route.places]
         received = torch.empty_like(flat)
         received[route.places] = flat
-        with log.exchanges(f"backward of {_PLACES}"):
+        with log.exchanges(_BACKWARD):
             came = torch.cat(
                 world()
                 .comm(route.ranks)
@@ -144,17 +149,18 @@ class _Routed(torch.autograd.Function):
 def _planned(
     lanes: Tensor, descending: bool, place: SplitPosition, ends: list[int]
 ) -> tuple[_Route, Tensor]:
-    """Return the route of ``lanes`` [lanes, here], and the elements that this rank receives by it.
+    """Return the route of ``lanes``, and the elements that this rank receives by it.
 
-    ``ends`` are the ends of the ranks' local results.
+    ``lanes`` [lanes, own_length] are the elements of this rank. ``ends`` are the ends of the ranks'
+    local results.
     """
     keys, bits = keys_of(lanes, descending)
-    count, here = keys.shape
+    count, own_length = keys.shape
     local, order = keys.sort(dim=1, stable=True)
     total = sum(place.lengths)
     # the element at each of these positions is the first of another rank
     inner = [e for e in ends[:-1] if e < total]
-    cuts = torch.full((count, len(ends) - 1), here, device=keys.device)
+    cuts = torch.full((count, len(ends) - 1), own_length, device=keys.device)
     if inner:
         borders = torch.tensor([inner], device=keys.device)
         first = _searched(local, bits, borders, place.ranks)
@@ -162,19 +168,19 @@ def _planned(
         every = all_gather_small(torch.stack([less, upto - less]), place.ranks)
         # Of the keys equal to the border, take as many as still fit before it, rank by rank.
         short = borders - every[:, 0].sum(0)
-        mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
-        cuts[:, : len(inner)] = less + mine
-    counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(
+        own_share = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
+        cuts[:, : len(inner)] = less + own_share
+    counts = torch.cat([cuts, torch.full((count, 1), own_length, device=keys.device)], 1).diff(
         dim=1, prepend=cuts.new_zeros(count, 1)
     )
     every = all_gather_small(counts, place.ranks)  # [from, lanes, to]
     sending = order.flatten()
     if count > 1:  # a single lane is already in the order of the ranks
-        steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
+        steps = torch.arange(own_length, device=keys.device).expand(count, own_length).contiguous()
         towards = torch.searchsorted(cuts, steps, right=True)
-        sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[
-            towards.flatten().sort(stable=True).indices
-        ]
+        sending = (
+            order + torch.arange(count, device=keys.device).unsqueeze(1) * own_length
+        ).flatten()[towards.flatten().sort(stable=True).indices]
     sizes = every.sum(1).tolist()
     route = _Route(
         place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending
@@ -326,19 +332,19 @@ def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     Where the dim is split, the search is included, and for a sort also the exchange.
     """
     spec, cluster = choice.ins[0], current_cluster()
-    here, n = max(1, spec.local_numel()), spec.shape[d]
-    seconds = _COMPARISON * here * math.log2(n + 1)
+    local_numel, n = max(1, spec.local_numel()), spec.shape[d]
+    seconds = _COMPARISON * local_numel * math.log2(n + 1)
     if d not in choice.factors:
         return seconds
     ranks = spec.placement.fiber(spec.placement.flat[0], choice.factors[d])
-    lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
+    lanes = local_numel // max(1, spec.local_shape(spec.placement.flat[0])[d])
     rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
     counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
     # Values and their positions are exchanged.
     return (
         (1 + moving) * seconds
         + rounds * counted
-        + 2 * moving * cluster.seconds("all_to_all", here * 8, ranks)
+        + 2 * moving * cluster.seconds("all_to_all", local_numel * 8, ranks)
     )
 
 

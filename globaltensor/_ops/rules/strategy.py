@@ -69,17 +69,17 @@ def select_signature(
     for signatures in itertools.product(
         *([s for s in m if _fits(op, s, specs, a)] for a, m in enumerate(menu))
     ):
-        found = _choice(signatures, specs, outs)
+        candidate = _choice(signatures, specs, outs)
         same = (
             a is b or (i in op.addends and not plan_boxing(b, a).bytes)
-            for i, (a, b) in enumerate(zip(found.ins, specs, strict=True))
+            for i, (a, b) in enumerate(zip(candidate.ins, specs, strict=True))
         )
         if (
             all(same)
-            and not (op.traffic and op.traffic(found))
-            and (keep is None or found.outs[0].layout == specs[keep].layout)
+            and not (op.traffic and op.traffic(candidate))
+            and (keep is None or candidate.outs[0].layout == specs[keep].layout)
         ):
-            return found
+            return candidate
     while len(menu) and _count(menu) > _MAX_SIGNATURES:
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(
@@ -96,16 +96,16 @@ def select_signature(
         range(len(choices)),
         key=lambda n: sum(a is not b for a, b in zip(choices[n].ins, specs, strict=True)),
     ):
-        found = choices[number]
+        candidate = choices[number]
         if keep is not None and (
-            found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout
+            candidate.ins[keep] is not specs[keep] or candidate.outs[0].layout != specs[keep].layout
         ):
             continue
-        if alike and found.outs[0].layout != found.ins[0].layout:
+        if alike and candidate.outs[0].layout != candidate.ins[0].layout:
             continue
-        price = _price(op, specs, found, best[0][0] if best else inf)
+        price = _price(op, specs, candidate, best[0][0] if best else inf)
         if price is not None and (best is None or (*price, number) < best[0]):
-            best = (*price, number), found
+            best = (*price, number), candidate
     return best[1] if best else None
 
 

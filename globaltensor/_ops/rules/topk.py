@@ -134,12 +134,12 @@ def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> T
     spec = split.ins[0]
     ranks = spec.placement.fiber(split.rank, sorted(a for f in over for a in split.factors[f]))
     offsets, shape = spec.box(split.rank)[0], spec.shape
-    here = x.flatten()
-    if len(here):
-        at = here.argmax() if largest else here.argmin()
+    flat = x.flatten()
+    if len(flat):
+        at = flat.argmax() if largest else flat.argmin()
         # here[at] would read the index and wait for the device.
         value, rest, place, step = (
-            here.gather(0, at.reshape(1)).squeeze(0),
+            flat.gather(0, at.reshape(1)).squeeze(0),
             at,
             torch.zeros_like(at),
             1,
@@ -159,8 +159,8 @@ def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> T
     best = values.max() if largest else values.min()
     # A NaN is the best, where there is one.
     equal = torch.where(best.isnan(), values.isnan(), values == best)
-    found = torch.where(equal, places, spec.numel).min()
-    return found.reshape(split.out_shape())
+    position = torch.where(equal, places, spec.numel).min()
+    return position.reshape(split.out_shape())
 
 
 _arg("argmax")

@@ -174,9 +174,11 @@ def _view_as_dtype(op: OpDescription, x: Arg, result: torch.Tensor) -> None:
 
 
 rule("view")(_reshaped("view", by="view"))
-for _name in ("reshape", "flatten", "ravel"):
+for _name in ("reshape", "flatten"):
     rule(_name)(_reshaped(_name))
 rule("unflatten")(_reshaped("unflatten", by="view"))
+# It also copies what reshape can view but is not contiguous: every other element of a vector.
+rule("ravel")(lambda op, input: op.compose(lambda input: input.contiguous().reshape(-1)))
 
 
 def _like_another(name: str, function: Callable[[Any, Any], Any]) -> None:
@@ -357,20 +359,27 @@ def _narrow(op: OpDescription, input: Arg, dim: int, start: int, length: int) ->
     if isinstance(start, Arg):
         raise FormError("the start is data")
     d = input.dim(dim)
-    kept, runs = (
+    whole_dim, runs = (
         input.shape[d] == length,
         [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)],
     )
-    over = not kept and stays_split(input, d, runs)
-    op.set(input, [None if k == d and not kept and not over else k for k in range(input.ndim)])
+    over = not whole_dim and stays_split(input, d, runs)
+    op.set(input, [None if k == d and not whole_dim and not over else k for k in range(input.ndim)])
     op.out, op.view = [op.dims[input.index]], True
     passes(op)
-    if kept:
+    if whole_dim:
         op.local = lambda split: lambda input, *args, **kwargs: input.view(input.shape)
     elif over:
         op.exchanges = {d}
         takes(op, {d: (d, runs)})
         op.local = lambda split: _first_of(cut(split, d, d, runs))
+
+
+#: The dtypes of which torch computes no sum.
+_NOT_SUMMED = frozenset((
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+))  # fmt: skip
 
 
 def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
@@ -379,7 +388,19 @@ def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
     The result always depends on ``x`` in the autograd graph, as its backward may communicate.
     """
     here = 0 <= at < x.shape[d]
-    return x.narrow(d, at if here else 0, int(here)).sum(d, keepdim=True, dtype=x.dtype)
+    element = x.narrow(d, at if here else 0, int(here))
+    if x.dtype not in _NOT_SUMMED:
+        return element.sum(d, keepdim=True, dtype=x.dtype)
+    missing = [int(not here) if k == d else n for k, n in enumerate(x.shape)]
+    return torch.cat([element, x.new_zeros(missing)], d)
+
+
+def reduction_of_picks(dtype: torch.dtype) -> str:
+    """Return the reduction that joins the element of one rank with the zeros of the others.
+
+    The zero of float8_e8m0fnu is its smallest number, which a sum would add.
+    """
+    return "max" if dtype in (torch.bool, torch.float8_e8m0fnu) else "sum"
 
 
 @rule("select")
@@ -390,7 +411,7 @@ def _select(op: OpDescription, input: Arg, dim: int, index: int) -> None:
     identity(op, input)
     op.out, op.view = [tuple(k for k in range(input.ndim) if k != d)], True
     # The rank that has the element contributes it, and the other ranks contribute zeros.
-    op.reduce = {d: "max" if input.dtype == torch.bool else "sum"}
+    op.reduce = {d: reduction_of_picks(input.dtype)}
     passes(op)
     at = index % max(input.shape[d], 1)
 

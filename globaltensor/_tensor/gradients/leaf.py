@@ -42,7 +42,7 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         # See `keep`.
-        self.bucketed, self.ranks, self.way, self.kept = (
+        self.bucketed, self.ranks, self.way, self.grad_spec = (
             False,
             (),
             (self.spec.placement, (), False),
@@ -76,7 +76,7 @@ class LeafGradient:
         self.planned = None
         placement, rank = self.spec.placement, world().rank
         if shares is not None:
-            self.kept, self.ranks, self.way = (
+            self.grad_spec, self.ranks, self.way = (
                 shares,
                 shares.ranks(rank),
                 (shares.placement, shares.axes, True),
@@ -91,7 +91,7 @@ class LeafGradient:
             a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1
         )
         self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
-        self.kept, self.ranks, self.way = (
+        self.grad_spec, self.ranks, self.way = (
             self.spec,
             placement.fiber(rank, summed) if self.bucketed else (),
             (placement, summed, False),
@@ -129,11 +129,11 @@ class LeafGradient:
             if len(planned.came) == len(planned.numbers):
                 reducer().join(planned)
             return
-        here = reducer()
-        if not here.deferred:
-            here.add(self)
+        gradient_reducer = reducer()
+        if not gradient_reducer.deferred:
+            gradient_reducer.add(self)
         else:
-            here.defer(self)
+            gradient_reducer.defer(self)
 
     def release(self) -> None:
         """Record that no contribution of passes under ``no_sync()`` is left."""
@@ -171,7 +171,7 @@ class LeafGradient:
                 grad = grad.to_dense()  # type: ignore[union-attr]
             self.put(
                 reduce_gradient(
-                    grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf"
+                    grad, self.dual, self.grad_spec, self.reduce_dtype, "gradient of a leaf"
                 ).contiguous()
             )  # type: ignore[arg-type]
         return self.value
@@ -189,16 +189,16 @@ def _watch_from_first_gradient(local: torch.Tensor) -> None:
     gradient. In that pass the gradient is multiplied at the end by the factor that may be pending
     (`Reducer.finish`).
     """
-    here, of = reducer(), weakref.ref(local)
+    gradient_reducer, of = reducer(), weakref.ref(local)
 
     def begin(grad: torch.Tensor) -> None:
         handle.remove()
         if (leaf := of()) is not None:
-            if here.owed is not None:
-                if not here.queued:
-                    here.at_end()
-                here.unwatched.append((leaf, grad))
-            here.watchers.of(leaf)
+            if gradient_reducer.owed is not None:
+                if not gradient_reducer.queued:
+                    gradient_reducer.at_end()
+                gradient_reducer.unwatched.append((leaf, grad))
+            gradient_reducer.watchers.of(leaf)
 
     handle = local.register_hook(begin)  # type: ignore[no-untyped-call]
 
@@ -223,8 +223,10 @@ def attach(leaf: GlobalTensor, maybe_alone: bool = False) -> None:
         else:
             observe_gradients(leaf._local)
         return
-    here = reducer()
-    here.everywhere = here.everywhere and len(spec.placement.flat) == world().size
+    gradient_reducer = reducer()
+    gradient_reducer.everywhere = (
+        gradient_reducer.everywhere and len(spec.placement.flat) == world().size
+    )
     if leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
         if known is not None and known._local() is leaf._local and known.spec is spec:
             # the leaf was attached before: of two hooks, the first would take what the second needs

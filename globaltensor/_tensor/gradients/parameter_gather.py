@@ -57,8 +57,6 @@ PASSES = 8  # a use that has not come again for this many passes is no longer ex
 # size a collective costs its latency.
 MIN_BATCH_BYTES = 128 << 10
 
-
-_UNNAMED = contextlib.nullcontext()
 RECALLED = "backward of a use under reshard_after_forward"  # why a parameter is gathered again
 
 # (parameter, the spec that it was gathered to, the gradient of the gathered tensor)
@@ -169,12 +167,12 @@ class GatherState:
         """Return the number of a gathered parameter, by its first use: the same on every rank."""
         if torch_private.recording.on:
             return -id(leaf)  # in a graph's capture, whose uses count nowhere else
-        found: int | None = leaf.__dict__.get("_gathered_number")
-        if found is None:
+        gather_number: int | None = leaf.__dict__.get("_gathered_number")
+        if gather_number is None:
             self.last += 1
-            found = leaf.__dict__["_gathered_number"] = self.last
-            weakref.finalize(leaf, _let_go, weakref.ref(self), found).atexit = False
-        return found
+            gather_number = leaf.__dict__["_gathered_number"] = self.last
+            weakref.finalize(leaf, _let_go, weakref.ref(self), gather_number).atexit = False
+        return gather_number
 
     def let_go(self, number: int) -> None:
         """Drop the memory of a parameter that is freed.
@@ -277,10 +275,10 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
     """
     if torch_private.function_mode_on():
         return shown(gather_param, leaf, src, dst, why)  # type: ignore[no-any-return]
-    state, local, here = _state(), leaf._local, world()
-    if here.rank not in src.placement._coordinates:
+    state, local, this_world = _state(), leaf._local, world()
+    if this_world.rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
-    if here.dry:
+    if this_world.dry:
         log.record_boxing(plan_boxing(src, dst), why)
     elif log.forbidden():
         log.check(plan_boxing(src, dst), why)
@@ -315,16 +313,16 @@ def _whole(
         Gathering(weakref.ref(leaf), state.number(leaf), src, dst),
     )
     order.used(one)
-    found = state.ready.pop(one.key, None)
-    if found is None or found[1] is not local or found[2] != local._version:
+    gathered = state.ready.pop(one.key, None)
+    if gathered is None or gathered[1] is not local or gathered[2] != local._version:
         order.largest = max(order.largest, _bytes(dst))
         with torch_private.unobserved():
             batch = _batch(state, one, order.most(freed), freed)
             with _named_gather(batch, why):
                 _gather(state, batch, local.device)
-        found = state.ready.pop(one.key)
-    assert found is not None, "it is an argument of the call"
-    return found[0]
+        gathered = state.ready.pop(one.key)
+    assert gathered is not None, "it is an argument of the call"
+    return gathered[0]
 
 
 def _bytes(spec: Spec) -> int:
@@ -377,12 +375,13 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
 
 
 def _named_gather(batch: Sequence[Gathering], why: str) -> contextlib.AbstractContextManager[Any]:
-    """Return the block that logs a gather: of one parameter, or of the following ones too."""
-    if not log.watched():
-        return _UNNAMED
-    if len(batch) == 1:
+    """Return the block that logs a gather: of one parameter, or of the following ones too.
+
+    In a dry world `gather_param` has logged it.
+    """
+    if len(batch) == 1 and log.watched() and not world().dry:
         return log.boxing_sent_here(plan_boxing(batch[0].src, batch[0].dst), why)
-    return log.exchanges(f"parameters: {len(batch)} gathered together, first for {why}")
+    return log.exchanges("parameters: {} gathered together, first for {}", len(batch), why)
 
 
 def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device) -> None:
@@ -522,10 +521,12 @@ def finish() -> None:
     while state.under_way:
         _receive(state)
     arrived, state.arrived = state.arrived, []
-    here = reducer()
+    gradient_reducer = reducer()
     for leaf in arrived:
         if leaf._leaf is not None:
-            (here.defer if here.deferred else here.add)(leaf._leaf)
+            (gradient_reducer.defer if gradient_reducer.deferred else gradient_reducer.add)(
+                leaf._leaf
+            )
     reset_prefetch()
 
 
@@ -555,18 +556,11 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
         chunks = flat.split_with_sizes(
             [sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))]
         )
-    with _named_scatter(items):
+    with log.exchanges("gradients of gathered parameters: {} in one bucket", len(items)):
         handle = world().comm(ranks).reduce_scatter_async(chunks, "sum")
     state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], handle))
     while len(state.under_way) > UNDER_WAY:
         _receive(state)
-
-
-def _named_scatter(items: list[Waiting]) -> contextlib.AbstractContextManager[Any]:
-    """Return the block that logs the gradients of gathered parameters."""
-    if not log.watched():
-        return _UNNAMED
-    return log.exchanges(f"gradients of gathered parameters: {len(items)} in one bucket")
 
 
 def _receive(state: GatherState) -> None:
@@ -669,18 +663,18 @@ def _noted(state: GatherState, t: torch.Tensor) -> Any:
     return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
 
 
-def _recalled(kept: Any) -> torch.Tensor:
-    if not isinstance(kept, _Note):
-        t, version = kept
+def _recalled(saved: Any) -> torch.Tensor:
+    if not isinstance(saved, _Note):
+        t, version = saved
         if t._version != version:
             raise _changed(t, version)
         return t  # type: ignore[no-any-return]
-    leaf = kept.leaf
-    if leaf._local is not kept.local or kept.local._version != kept.version:
-        raise _changed(leaf, kept.version)
+    leaf = saved.leaf
+    if leaf._local is not saved.local or saved.local._version != saved.version:
+        raise _changed(leaf, saved.version)
     with torch.no_grad():
-        return _whole(_state(), leaf, leaf._spec, kept.dst, True, RECALLED).as_strided(
-            kept.size, kept.stride, kept.offset
+        return _whole(_state(), leaf, leaf._spec, saved.dst, True, RECALLED).as_strided(
+            saved.size, saved.stride, saved.offset
         )
 
 

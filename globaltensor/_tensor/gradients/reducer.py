@@ -4,7 +4,7 @@
 
 By duality the gradient of a broadcast leaf arrives as partial sums. They are reduced in buckets,
 flattened over the axes, overlapped with the rest of backward (as in torch's
-DistributedDataParallel), and deferred under ``no_sync()``. Gradients that are stored in shares
+DistributedDataParallel), and deferred under ``no_sync()``. Gradients that are stored in shards
 (ZeRO's second stage) are reduce-scattered.
 """
 
@@ -54,8 +54,7 @@ FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 # A bucket of this size gets its buffer before its gradients arrive. For smaller ones, one call that
 # copies all gradients costs less than a call for each.
 ROOM_BYTES = 8 << 20
-_UNNAMED = contextlib.nullcontext()
-# maximum number of buckets of shares in transit: each holds full gradients until it has arrived
+# maximum number of buckets of shards in transit: each holds full gradients until it has arrived
 _UNDER_WAY = 2
 
 
@@ -171,7 +170,7 @@ class Reducer:
                 bool,
             ]
         ] = []
-        # Buckets of shares in transit.
+        # Buckets of shards in transit.
         self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = deque()
         self.finished: list[LeafGradient] = []
         # Local leaves that also lack the factor, and the gradients that have arrived there.
@@ -339,7 +338,7 @@ class Reducer:
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
         """Expect one gradient of its own dtype for each of these leaves in the next pass.
 
-        Buckets of shares hold at most ``limit`` bytes, or one gradient.
+        Buckets of shards hold at most ``limit`` bytes, or one gradient.
         """
         sizes = {leaf.number: leaf.size(leaf.local.dtype) for leaf in leaves}
         self.buckets.expect(
@@ -349,7 +348,7 @@ class Reducer:
         self._form()
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        """Reduce-scatter a bucket of gradients: each rank gets its shares of their sums."""
+        """Reduce-scatter a bucket of gradients: each rank gets its shards of their sums."""
         leaves = [leaf for leaf, _ in bucket]
         first, dtype = leaves[0], bucket[0][1].dtype
         parts = [g[leaf.cuts[i]].reshape(-1) for i in range(len(first.ranks)) for leaf, g in bucket]
@@ -368,14 +367,14 @@ class Reducer:
             self.owed.start()
         if not self.scaled_after_sum and (factor := self.factor()) != 1:
             flat *= factor
-        with _named(len(leaves), " to the ranks' shares"):
+        with log.exchanges("gradients: {} summed in one bucket to the ranks' shards", len(leaves)):
             handle = world().comm(first.ranks).reduce_scatter_async(chunks, "sum")
         self.under_way.append((leaves, handle, dtype))
         while len(self.under_way) > _UNDER_WAY:
             self.receive()
 
     def receive(self) -> None:
-        """Wait for the bucket of shares that was sent first."""
+        """Wait for the bucket of shards that was sent first."""
         leaves, handle, dtype = self.under_way.popleft()
         handle.wait()
         value, at = (
@@ -391,7 +390,7 @@ class Reducer:
             self.finished.append(leaf)
 
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        if isinstance(bucket[0][0].kept, StorageSpec):
+        if isinstance(bucket[0][0].grad_spec, StorageSpec):
             return self.scatter(bucket)
         way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
@@ -409,7 +408,7 @@ class Reducer:
         later = rider is not None or (self.owed is not None and self.owed.riding)
         if not later and (factor := self.factor()) != 1:
             flat *= factor
-        with _named(len(bucket)):
+        with log.exchanges("gradients: {} summed in one bucket", len(bucket)):
             handle = (
                 world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum")
                 if flat.numel()
@@ -466,7 +465,7 @@ class Reducer:
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
                     leaf.put(
                         reduce_gradient(
-                            grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"
+                            grad, leaf.dual, leaf.grad_spec, leaf.reduce_dtype, "gradient of a leaf"
                         )
                     )
                 self.finished.append(leaf)
@@ -480,13 +479,6 @@ class Reducer:
                         hook(owner)
         finally:
             self.abort()
-
-
-def _named(count: int, where: str = "") -> contextlib.AbstractContextManager[Any]:
-    """Return the block that logs a bucket of ``count`` gradients."""
-    if not log.watched():
-        return _UNNAMED
-    return log.exchanges(f"gradients: {count} summed in one bucket{where}")
 
 
 def reducer() -> Reducer:
@@ -505,13 +497,13 @@ def settle(leaves: Iterable[torch.Tensor]) -> None:
 
     All ranks must pass the leaves in the same order.
     """
-    here = reducer()
-    here.queued = True
+    gradient_reducer = reducer()
+    gradient_reducer.queued = True
     for leaf in leaves:
         pending = leaf._leaf if isinstance(leaf, GlobalTensor) else None
         if pending is not None and pending.local.grad is not None:
-            here.add(pending)
-    here.finish()
+            gradient_reducer.add(pending)
+    gradient_reducer.finish()
 
 
 @contextlib.contextmanager

@@ -134,24 +134,24 @@ def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
     Torch's own check raises on all ranks but the first of the group, which continues and waits for
     the others."""
-    mine = [
+    own_parameters = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in module.named_parameters()
         if not nn.parameter.is_lazy(p)
     ]
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
+    dist.all_gather_object(every, own_parameters, group=group)
     for index, other in enumerate(every):
         pairs = itertools.zip_longest(every[0], other)
         wrong = next(((a, b) for a, b in pairs if a != b), None)
         if wrong is not None:
             ranks = dist.get_process_group_ranks(group)
-            told = [
+            descriptions = [
                 f"rank {ranks[i]} has {_told(p)}" for i, p in zip((0, index), wrong, strict=True)
             ]
             raise WorldError(
-                f"DistributedDataParallel: the ranks' modules differ: {', where '.join(told)}; "
-                f"all need the same parameters in the same order"
+                f"DistributedDataParallel: the ranks' modules differ: "
+                f"{', where '.join(descriptions)}; all need the same parameters in the same order"
             )
 
 

@@ -51,7 +51,7 @@ class GlobalReplicas(Transparent, nn.Module):
     ) -> None:
         super().__init__()
         self.broadcast_buffers = broadcast_buffers is not False
-        here = world()
+        this_world = world()
         parameters = list(dict(module.named_parameters()).items())
         plain = [name for name, p in parameters if not isinstance(p, GlobalTensor)]
         if plain:
@@ -64,10 +64,10 @@ class GlobalReplicas(Transparent, nn.Module):
         self.peers: tuple[int, ...] = ()
         for name, p in parameters:
             replicas = placements[name]
-            mine = p._spec.placement.flat
-            if here.rank not in mine:
+            own_ranks = p._spec.placement.flat
+            if this_world.rank not in own_ranks:
                 continue
-            self.peers = tuple(r[mine.index(here.rank)] for r in replicas)
+            self.peers = tuple(r[own_ranks.index(this_world.rank)] for r in replicas)
             if p.requires_grad and p._local.is_leaf:
                 reducer.observe_gradients(p._local)
                 _replace(p, replicas)
@@ -130,19 +130,24 @@ def _only_locally(name: str, mend: str) -> GlobalTensorError:
 
 
 def _replicas(
-    mine: dict[str, Placement], group: dist.ProcessGroup | None
+    own_placements: dict[str, Placement], group: dist.ProcessGroup | None
 ) -> dict[str, list[tuple[int, ...]]]:
     """Return the ranks of every replica of each parameter, sorted by first rank. Collective.
 
     Raises PlacementError if replicas do not correspond, or share ranks."""
-    here = world()
-    ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
-    told = here.comm(ranks).all_gather_object(
-        {name: (p.type, p.shape, p.flat) for name, p in mine.items()}
+    this_world = world()
+    ranks = (
+        tuple(range(this_world.size))
+        if group is None
+        else tuple(dist.get_process_group_ranks(group))
     )
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for name, placement in mine.items():
-        others = {rank: other.get(name) for rank, other in zip(ranks, told, strict=True)}
+    rank_placements = this_world.comm(ranks).all_gather_object(
+        {name: (p.type, p.shape, p.flat) for name, p in own_placements.items()},
+        "the setup of DistributedDataParallel",
+    )
+    replicas: dict[str, list[tuple[int, ...]]] = {}
+    for name, placement in own_placements.items():
+        others = {rank: other.get(name) for rank, other in zip(ranks, rank_placements, strict=True)}
         for rank, other in others.items():
             if other is None or other[:2] != (placement.type, placement.shape):
                 has = (
@@ -151,8 +156,8 @@ def _replicas(
                     else f'holds it on a placement "{other[0]}" of shape {other[1]}'
                 )
                 raise PlacementError(
-                    f'DDP: rank {here.rank} holds {name} on a placement "{placement.type}" of '
-                    f"shape {placement.shape}, but rank {rank} {has}: "
+                    f"DDP: rank {this_world.rank} holds {name} on a placement "
+                    f'"{placement.type}" of shape {placement.shape}, but rank {rank} {has}: '
                     "replicas must be alike"
                 )
         sets = sorted({other[2] for other in others.values() if other is not None})
@@ -162,8 +167,8 @@ def _replicas(
                 f"DistributedDataParallel: the replicas of {name} are on "
                 f"{', '.join(map(str, sets))}, which share ranks: each replica needs its own ranks"
             )
-        found[name] = sets
-    return found
+        replicas[name] = sets
+    return replicas
 
 
 def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:

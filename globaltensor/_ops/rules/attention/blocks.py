@@ -82,22 +82,22 @@ def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, 
     if causal and total and rows == keys and all(a + n <= b for (a, n), (b, _) in pairwise(rows)):
         # In the order of all rows, each row sees the keys up to its own position.
         return [(slice(0, total), slice(0, total), True)]
-    found: list[tuple[slice, slice, bool]] = []
-    for at, row in _placed(rows):
-        for here, key in _placed(keys):
+    regions: list[tuple[slice, slice, bool]] = []
+    for row_offset, row in _placed(rows):
+        for key_offset, key in _placed(keys):
             for r, c, square in _visible(row, key, causal):
-                mine, theirs = (
-                    slice(at + r.start, at + r.stop),
-                    slice(here + c.start, here + c.stop),
+                own_rows, peer_keys = (
+                    slice(row_offset + r.start, row_offset + r.stop),
+                    slice(key_offset + c.start, key_offset + c.stop),
                 )
-                before, among, was = found[-1] if found else (mine, theirs, True)
-                if not (square or was) and among == theirs and before.stop == mine.start:
-                    found[-1] = slice(before.start, mine.stop), theirs, False
-                elif not (square or was) and before == mine and among.stop == theirs.start:
-                    found[-1] = mine, slice(among.start, theirs.stop), False
+                before, among, was = regions[-1] if regions else (own_rows, peer_keys, True)
+                if not (square or was) and among == peer_keys and before.stop == own_rows.start:
+                    regions[-1] = slice(before.start, own_rows.stop), peer_keys, False
+                elif not (square or was) and before == own_rows and among.stop == peer_keys.start:
+                    regions[-1] = own_rows, slice(among.start, peer_keys.stop), False
                 else:
-                    found.append((mine, theirs, square))
-    return found
+                    regions.append((own_rows, peer_keys, square))
+    return regions
 
 
 def _placed(stretches: Rows) -> Iterator[tuple[int, Stretch]]:
@@ -141,22 +141,30 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             good = True
             for square in (False, True):
                 out, total = block(q, k, v, every, square, scale)
-                *found, _ = block_backward(grad, q, k, v, every, out, total, square, scale, False)
-                given = (
+                *block_grads, _ = block_backward(
+                    grad, q, k, v, every, out, total, square, scale, False
+                )
+                kernel_results = (
                     _kernel(q, k, v, square, scale),
                     _kernel_backward(grad, q, k, v, out.to(dtype), total, square, scale),
                 )
                 good &= all(
                     _near(a, b)
-                    for a, b in zip((*given[0], *given[1]), (out, total, *found), strict=True)
+                    for a, b in zip(
+                        (*kernel_results[0], *kernel_results[1]),
+                        (out, total, *block_grads),
+                        strict=True,
+                    )
                 )
     except (RuntimeError, TypeError, AttributeError, ValueError):
         good = False
     if not good:
-        told = "ring attention computes tables of scores instead, which takes more memory and time"
+        consequence = (
+            "ring attention computes tables of scores instead, which takes more memory and time"
+        )
         warn_user(
             f"torch's flash attention for {dtype} on {device} does not give the expected results; "
-            f"{told}",
+            f"{consequence}",
         )
     return good
 
@@ -337,9 +345,9 @@ def tasks(
     if _by_kernel(q, k, v, mask):
         yield from ((r, c, None, square) for r, c, square in _together(rows, keys, causal))
         return
-    at = 0
+    row_offset = 0
     for start, length in rows:
-        here = 0
+        key_offset = 0
         for key_start, key_length in keys:
             lead = math.prod(
                 shared(q, k, v)
@@ -350,15 +358,15 @@ def tasks(
             for row in range(0, length, max(1, size)):
                 some = (start + row, min(size, length - row))
                 for r, c, square in _visible(some, (key_start, key_length), causal):
-                    mine = slice(at + row + r.start, at + row + r.stop)
+                    own_rows = slice(row_offset + row + r.start, row_offset + row + r.stop)
                     part = (
                         None
                         if mask is None
-                        else cut(mask, mine, slice(key_start + c.start, key_start + c.stop))
+                        else cut(mask, own_rows, slice(key_start + c.start, key_start + c.stop))
                     )
-                    yield mine, slice(here + c.start, here + c.stop), part, square
-            here += key_length
-        at += length
+                    yield own_rows, slice(key_offset + c.start, key_offset + c.stop), part, square
+            key_offset += key_length
+        row_offset += length
 
 
 def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:

@@ -144,8 +144,10 @@ def _dealt(
     me, p = comm.index, comm.size
     moves = []
     for which, held in enumerate((way.rows, way.keys)):
-        here, there = tuple((s,) for s in held), way.dealt[which]
-        moves += [(there, here) if back else (here, there)] * len((rows, keys)[which])
+        own_rows, dealt_rows = tuple((s,) for s in held), way.dealt[which]
+        moves += [(dealt_rows, own_rows) if back else (own_rows, dealt_rows)] * len(
+            (rows, keys)[which]
+        )
     sends: dict[int, Tensor] = {}
     takes: dict[int, list[list[slice]]] = {}
     for i in range(p):
@@ -197,20 +199,23 @@ def _row_bytes(t: Tensor) -> int:
     return math.prod(t.shape[:-2]) * t.shape[-1] * t.element_size()
 
 
-def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
+def _common(own_rows: Rows, peer_rows: Rows) -> list[tuple[slice, slice]]:
     """Return the rows that both have, as pairs of slices of the one and of the other."""
-    found, at = [], 0
-    for a, n in mine:
-        there = 0
-        for b, m in theirs:
+    overlaps, own_offset = [], 0
+    for a, n in own_rows:
+        peer_offset = 0
+        for b, m in peer_rows:
             low, high = max(a, b), min(a + n, b + m)
             if low < high:
-                found.append(
-                    (slice(at + low - a, at + high - a), slice(there + low - b, there + high - b))
+                overlaps.append(
+                    (
+                        slice(own_offset + low - a, own_offset + high - a),
+                        slice(peer_offset + low - b, peer_offset + high - b),
+                    )
                 )
-            there += m
-        at += n
-    return found
+            peer_offset += m
+        own_offset += n
+    return overlaps
 
 
 class _Round:
@@ -363,11 +368,11 @@ def _forward(
 
 def _dry(way: RingLayout) -> bool:
     """Return True in a dry run, where only shapes matter. The ranks still meet, once."""
-    here = world()
-    if here.dry:
+    this_world = world()
+    if this_world.dry:
         for ranks in (way.ring, way.merged):
-            here.comm(ranks).barrier()
-    return here.dry
+            this_world.comm(ranks).barrier()
+    return this_world.dry
 
 
 def _some_forward(
@@ -515,12 +520,12 @@ def _backward(
     slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
     shares = _shares(q, k, v, way)
     if _dry(way):
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     elif len(shares) == 1:
-        found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
+        gradients = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
     else:
         # Keys that several groups of rows share get the sum of the gradients.
-        found = [
+        gradients = [
             torch.zeros_like(t, dtype=kind, memory_format=torch.contiguous_format)
             for t, kind in ((q, q.dtype), (k, total.dtype), (v, total.dtype))
         ]
@@ -531,11 +536,13 @@ def _backward(
             some = _some_backward(
                 of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way
             )
-            for gradient in found:
+            for gradient in gradients:
                 of(gradient).add_(some.pop(0))
-        found = [gradient.to(q.dtype) for gradient in found]
+        gradients = [gradient.to(q.dtype) for gradient in gradients]
     of_mask = None if slopes is None or mask is None else slopes.to(mask.dtype)
-    return tuple(g if wanted else None for g, wanted in zip((*found, of_mask), needed, strict=True))
+    return tuple(
+        g if wanted else None for g, wanted in zip((*gradients, of_mask), needed, strict=True)
+    )
 
 
 def _some_backward(
@@ -688,7 +695,7 @@ class _AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        with log.exchanges(f"backward of {BACKWARD}"):
+        with log.exchanges("backward of {}", BACKWARD):
             return _Scattered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
 
 
@@ -702,5 +709,5 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        with log.exchanges(f"backward of {BACKWARD}"):
+        with log.exchanges("backward of {}", BACKWARD):
             return _AllGatherRows.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]

@@ -310,15 +310,17 @@ class _Call:
             )
         if self.method != "auto":
             return ways[self.method] or rows
-        found = ways["ring"]
+        signatures = ways["ring"]
         if self._heads_divide(axis):
-            found += ways["heads"]
-        if self._held(axis) <= _SMALL or not found:
-            found += rows
+            signatures += ways["heads"]
+        if self._held(axis) <= _SMALL or not signatures:
+            signatures += rows
         # Where the queries are already split over batch or heads, keys and values may be boxed to
         # match.
         own = self.op.dims[self.query.index][q.dim] if q.is_split else None
-        return found + [s for s in derived if own is not None and own != _L and s.factor == own]
+        return signatures + [
+            s for s in derived if own is not None and own != _L and s.factor == own
+        ]
 
     def _with_keys(self, rows: Signature, unit: int) -> Signature:
         """Return the signature that splits the rows and also the keys."""

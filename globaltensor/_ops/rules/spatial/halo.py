@@ -133,7 +133,7 @@ class Geometry:
     stop: int
     left: int
     right: int
-    mine: Interval  # the windows whose results this rank computes
+    out_interval: Interval  # the windows whose results this rank computes
 
 
 def settle_windows(
@@ -143,20 +143,24 @@ def settle_windows(
 
     Dims of the result must have the same positions as those of the operand.
     """
-    found = []
+    geometries = []
     for d, w in windows.items():
-        mine = interval(split.outs[0], split.rank, d)
-        start, stop = w.span(*mine)
+        out_interval = interval(split.outs[0], split.rank, d)
+        start, stop = w.span(*out_interval)
         if d in split_dims:
             reach = reach_of(split, d, d, lambda a, b, w=w: [clipped(w.span(a, b), w.size)])  # type: ignore[misc]
             low, high = clipped((start, stop), w.size)
             left = min(stop - start, max(0, -start))
-            found.append(
-                Geometry(d, reach, start, stop, left, stop - start - left - (high - low), mine)
+            geometries.append(
+                Geometry(
+                    d, reach, start, stop, left, stop - start - left - (high - low), out_interval
+                )
             )
         else:
-            found.append(Geometry(d, None, start, stop, -start, max(0, stop - w.size), mine))
-    return found
+            geometries.append(
+                Geometry(d, None, start, stop, -start, max(0, stop - w.size), out_interval)
+            )
+    return geometries
 
 
 def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Tensor:

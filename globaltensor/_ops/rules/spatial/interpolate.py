@@ -71,15 +71,15 @@ def _interpolate(
             if 0 in split.out_shape():
                 return zeros_connected(split.out_shape(), split.outs[0].dtype, [input])
             # Dims that are already resampled keep their size.
-            given: dict[str, Any] = {"size": split.out_shape()[2:]}
+            size_kwargs: dict[str, Any] = {"size": split.out_shape()[2:]}
             if any(f is not None for f in factors):
-                given = {
+                size_kwargs = {
                     "scale_factor": [
                         1.0 if d in over else f for d, f in zip(space, factors, strict=True)
                     ],
                     "recompute_scale_factor": False,
                 }
-            return F.interpolate(input, mode=mode, align_corners=align_corners, **given)
+            return F.interpolate(input, mode=mode, align_corners=align_corners, **size_kwargs)
 
         return run
 
@@ -114,10 +114,12 @@ def _nearest(n: int, m: int, mode: str, factor: float | None) -> np.ndarray:
 
     torch itself is asked for them.
     """
-    given: dict[str, Any] = (
+    size_kwargs: dict[str, Any] = (
         {"size": m} if factor is None else {"scale_factor": factor, "recompute_scale_factor": False}
     )
-    found = F.interpolate(torch.arange(n, dtype=torch.float64).view(1, 1, n), mode=mode, **given)
+    found = F.interpolate(
+        torch.arange(n, dtype=torch.float64).view(1, 1, n), mode=mode, **size_kwargs
+    )
     return found.view(-1).long().numpy()  # type: ignore[no-any-return]
 
 

@@ -230,7 +230,7 @@ def _counted(g: Geometry, w: Window, padding: bool) -> list[int]:
     With ``padding`` the padding counts. Positions beyond the padding never count.
     """
     first, last = (-w.left, w.size + w.left) if padding else (0, w.size)
-    starts = [o * w.stride - w.left for o in range(*g.mine)]
+    starts = [o * w.stride - w.left for o in range(*g.out_interval)]
     return [min(s + w.kernel, last) - max(s, first) for s in starts]
 
 
@@ -288,16 +288,16 @@ def _adaptive(function: Any, space: int) -> None:
                 return whole(split)
             geometry = settle_windows(split, {d: w for d, w in windows.items() if d in over}, over)
             starts = {g.dim: g.start for g in geometry}
-            here = split.out_shape()
+            out_shape = split.out_shape()
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 call = _read_adaptive(*args, **kwargs)
                 x = laid_out(call["input"], geometry)
-                if 0 in here:
+                if 0 in out_shape:
                     return _nothing(split, x)
                 if len(split.outs) == 1:
-                    return function(x, here[lead:])
-                values, at = function(x, here[lead:], *[True] * bool(call["return_indices"]))
+                    return function(x, out_shape[lead:])
+                values, at = function(x, out_shape[lead:], *[True] * bool(call["return_indices"]))
                 return values, _global_indices(
                     at, x.shape[lead:], [starts.get(d, 0) for d in sizes], split.ins[0].shape[lead:]
                 )

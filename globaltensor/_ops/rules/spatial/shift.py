@@ -154,17 +154,17 @@ def _pad(
     }
 
     def rest(part: Tensor, whole: list[int]) -> Tensor:
-        here = [
+        local_pad = [
             n
             for k in range(len(pad) // 2)
             for n in (pad[2 * k : 2 * k + 2] if input.ndim - 1 - k in whole else (0, 0))
         ]
         if not whole or part.numel():
-            return F.pad(part, here, mode, value) if whole else part
+            return F.pad(part, local_pad, mode, value) if whole else part
         # The other modes refuse empty local tensors, which have nothing to reflect.
         return connected_zeros(
-            F.pad(part, here).shape,
-            F.pad(dummy_like(part, *[n or 1 for n in part.shape]), here, mode, value),
+            F.pad(part, local_pad).shape,
+            F.pad(dummy_like(part, *[n or 1 for n in part.shape]), local_pad, mode, value),
         )
 
     _moves(
