@@ -38,6 +38,7 @@ from . import state_dict as state
 from .capture.capture import CaptureResult, Result, capture
 from .capture.dry_world import DryWorld
 from .capture.module_hooks import lying, stages_of, watched
+from .capture.replicated_uses import compare_uses
 from .config import Config
 from .grad_clip import clip
 from .microbatch import MicrobatchSplit
@@ -96,10 +97,10 @@ class CompiledShape:
         if self.staged is not None:
             outs: Any = self.staged(micros, scale)
         else:
-            outs, here = [], reducer()
+            outs, gradient_reducer = [], reducer()
             for i, inputs in enumerate(micros):
                 with (
-                    here.deferring()
+                    gradient_reducer.deferring()
                     if training and i < len(micros) - 1
                     else contextlib.nullcontext()
                 ):
@@ -349,11 +350,14 @@ class Graph:
             agree(self.name, Text(settings(self, ())))  # before any code acts on them
         self._attach()
         args, kwargs = self._brought(args, kwargs)
-        self._check_inputs(args, kwargs)
+        compared = self._check_inputs(args, kwargs)
         cutting = MicrobatchSplit(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
         built = self._for(*micros[0], len(micros))
+        inputs = object_tensors(kwargs, object_tensors(args, []))
+        compare_uses(built.captured.replicated, () if compared else inputs, self.name, built.digest)
         world().history_of_all().record(built.digest)
+        self._record(built, inputs)
         if built.staged is not None:
             built.staged.pipeline.trace = self.config.timeline
         with torch.set_grad_enabled(self.training):
@@ -364,21 +368,40 @@ class Graph:
             )
         return cutting.join(outs)
 
-    def _check_inputs(self, args: Any, kwargs: Any) -> None:
-        """Check that plain inputs of a graph of global tensors are the same on every rank."""
-        given = object_tensors(kwargs, object_tensors(args, []))
-        here = world()
-        if here.compares and any(
-            isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)
+    def _record(self, built: CompiledShape, inputs: Sequence[torch.Tensor]) -> None:
+        """Add the call to the histories of the placements of its global tensors.
+
+        The serials of inputs and captured tensors make ranks diverge that pass other tensors."""
+        this_world = world()
+        if not this_world.compares:
+            return
+        serials: defaultdict[Placement, list[int]] = defaultdict(list)
+        for t in (*inputs, *built.captured.global_states):
+            if isinstance(t, GlobalTensor):
+                serials[t._spec.shown.placement].append(t._serial)
+        for placement, operands in serials.items():
+            this_world.history((placement,)).record(built.digest, *operands)
+
+    def _check_inputs(self, args: Any, kwargs: Any) -> bool:
+        """Check that plain inputs of a graph of global tensors are the same on every rank.
+
+        Returns False if no input or parameter is global: then `compare_uses` checks the inputs that
+        build() uses with global tensors of its own."""
+        inputs = object_tensors(kwargs, object_tensors(args, []))
+        this_world = world()
+        if this_world.compares and any(
+            isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *inputs)
         ):
-            for i, t in enumerate(given):
+            for i, t in enumerate(inputs):
                 if not isinstance(t, GlobalTensor):
                     check_replicated(
                         t,
-                        tuple(range(here.size)),
+                        tuple(range(this_world.size)),
                         f"input {i} of {self.name}",
                         place=(self.name, i),
                     )
+            return True
+        return False
 
     def _step(self, built: CompiledShape, micros: Sequence[Any]) -> list[Any]:
         """Run forward and backward of each micro-batch, then one step of each optimizer."""
@@ -447,20 +470,20 @@ class Graph:
         first stage, with its sbp unchanged. Without stages, the arguments are returned unchanged.
         """
         places = self._places()
-        given = object_tensors(kwargs, object_tensors(args, []))
+        inputs = object_tensors(kwargs, object_tensors(args, []))
         if not places or not any(
-            isinstance(t, GlobalTensor) and t.placement not in places for t in given
+            isinstance(t, GlobalTensor) and t.placement not in places for t in inputs
         ):
             return args, kwargs
         first = places[0]
 
-        def there(t: Any) -> Any:
+        def move_to_stage(t: Any) -> Any:
             if not isinstance(t, GlobalTensor) or t.placement in places:
                 return t
             return t.to_global(placement=first, sbp=layout_for(first, t.sbp))
 
-        these = iter([there(t) for t in given])
-        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
+        moved_inputs = iter([move_to_stage(t) for t in inputs])
+        return replaced_in_objects(args, moved_inputs), replaced_in_objects(kwargs, moved_inputs)
 
     def _places(self) -> list[Placement]:
         """Return the placements of the stages that modules are assigned to."""
@@ -491,13 +514,13 @@ class Graph:
     def _for(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         key = self._key(args, kwargs)
         try:
-            found = self._built.get(key)
+            compiled_shape = self._built.get(key)
         except TypeError as error:
             raise GraphError(
                 f"{self.name}: the arguments of a graph are tensors and values that can be "
                 f"compared (numbers, strings, None): {error}"
             ) from None
-        if found is None:
+        if compiled_shape is None:
             try:
                 if self.config.auto is not None and self._plan is None:
                     self.__dict__["_arranged"] = GRAPH_PLANNERS["auto"](
@@ -505,16 +528,18 @@ class Graph:
                     )  # the planner may change layouts of parameters
                     self._held_now()
                     key = self._key(args, kwargs)
-                found = self._build(args, kwargs, micros)
-                self._built[(*key[:-1], rebound([*self._built.values(), found]))] = found
+                compiled_shape = self._build(args, kwargs, micros)
+                self._built[(*key[:-1], rebound([*self._built.values(), compiled_shape]))] = (
+                    compiled_shape
+                )
             finally:
                 self.__dict__["_arranged"] = None
             while len(self._built) > max(1, self._size):
                 self._built.popitem(last=False)
         else:
             self._built.move_to_end(key)
-        self.__dict__["_last"] = found
-        return found
+        self.__dict__["_last"] = compiled_shape
+        return compiled_shape
 
     def _build(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         texts: list[str] = []
@@ -551,17 +576,16 @@ class Graph:
         micros: int,
     ) -> CompiledShape:
         """Return this rank's programs. Collective."""
-        owners = {
-            id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors
-        }
+        outside = [*captured.global_states, *self._held_now().tensors]
+        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in outside}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
             passes.choose_recompute(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
-            given = object_tensors(kwargs, object_tensors(args, []))
+            inputs = object_tensors(kwargs, object_tensors(args, []))
             how = self.config.schedule, self.config.buffers, self.name, self.config.backend
             built = CompiledShape(
-                captured, None, PipelinedGraph(captured, stages, given, states, micros, *how)
+                captured, None, PipelinedGraph(captured, stages, inputs, states, micros, *how)
             )
         else:
             captured.program = passes.agreed({0: captured.program})[0]
@@ -599,7 +623,7 @@ class Graph:
                 return self.build(*args, **kwargs)
 
         hooks: Callable[..., Any] = functools.partial(
-            watched, self._modules, self._blocks, own=self.__dict__
+            watched, self._modules, self._blocks, own=self.__dict__, build=self.build
         )
         applied = self._arranged or (None if self._plan is None else PlanFollower(self._plan))
         return capture(
@@ -723,12 +747,17 @@ def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
     ]
 
 
-def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
+def _filled(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Return build()'s result, filled with this run's tensors."""
-    outs = []
-    for result in object_tensors(structure, [], Result):
-        local = next(found).detach()
-        outs.append(local if result.spec is None else GlobalTensor.wrap(local, result.spec))
+    outs: list[torch.Tensor] = []
+    this_world = world()
+    for i, result in enumerate(object_tensors(structure, [], Result)):
+        out: torch.Tensor = next(tensors).detach()
+        if result.spec is not None:
+            history = this_world.history((result.spec.shown.placement,))
+            out = GlobalTensor.wrap(out, result.spec)
+            out._serial = hash((history.serial, i))
+        outs.append(out)
     return replaced_in_objects(structure, iter(outs), Result)
 
 

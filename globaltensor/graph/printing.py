@@ -35,21 +35,21 @@ def _of_a_rank(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose plain tensors are this rank's own.
 
     They follow from a rank's local tensor, or serve only such nodes."""
-    found: set[fx.Node] = set()
+    own_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_plain(node) and (
-            node.target == "to_local" or any(a in found for a in node.all_input_nodes)
+            node.target == "to_local" or any(a in own_nodes for a in node.all_input_nodes)
         ):
-            found.add(node)
+            own_nodes.add(node)
     for node in reversed(graph.nodes):
         if (
             _is_plain(node)
             and node.op != "placeholder"
             and node.users
-            and all(user in found for user in node.users)
+            and all(user in own_nodes for user in node.users)
         ):
-            found.add(node)
-    return found
+            own_nodes.add(node)
+    return own_nodes
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -63,12 +63,12 @@ def _line(node: fx.Node, own: bool = False) -> str:
         if isinstance(node.target, str)
         else getattr(node.target, "__name__", repr(node.target))
     )
-    given = ", ".join(
+    arguments = ", ".join(
         [_text(a, own) for a in node.args]
         + [f"{k}={_text(v, own)}" for k, v in node.kwargs.items()]
     )
     outs = " ".join(_kind(t, own) for t in tensors_in(node.meta.get("val"), []))
-    return f"{node.name} = {target}({given})" + (f"  # {outs}" if outs else "")
+    return f"{node.name} = {target}({arguments})" + (f"  # {outs}" if outs else "")
 
 
 def _text(a: Any, own: bool) -> str:
@@ -101,7 +101,7 @@ def describe(graph: Any) -> str:
         out.extend(
             f"  (INPUT:{_line(n).split('  # ')[0].split(' = ')[0]}: "
             f"{' '.join(_kind(t) for t in tensors_in(n.meta['val'], []))})"
-            for n in _given(graph)
+            for n in _input_nodes(graph)
         )
     for name, module in graph._modules.items():
         for path, part in module.named_modules():
@@ -121,7 +121,7 @@ def describe(graph: Any) -> str:
     return "\n".join([*out, ")"])
 
 
-def _given(graph: Any) -> list[fx.Node]:
+def _input_nodes(graph: Any) -> list[fx.Node]:
     return [
         n
         for n in graph._last.captured.logical.nodes
@@ -159,12 +159,12 @@ class Debug:
     def wanted(self) -> bool:
         if self.level < 0:
             return False
-        here = world().rank
+        own_rank = world().rank
         return (
-            here == 0
+            own_rank == 0
             if self.ranks is None
             else any(
-                r in (-1, here)
+                r in (-1, own_rank)
                 for r in ([self.ranks] if isinstance(self.ranks, int) else self.ranks)
             )
         )

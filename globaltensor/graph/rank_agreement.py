@@ -19,7 +19,7 @@ from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..errors import GraphError, noted
 from ..sharding.placement import Placement
-from .capture.dry_world import INSIDE, Left
+from .capture.dry_world import GRAPH, INSIDE, Left
 from .program.nodes import RandomCall
 
 __all__ = ["Text", "agree", "agreed", "seed_of", "settings"]
@@ -97,19 +97,19 @@ def agree(name: str, report: Text | Exception | None) -> None:
     ``report`` is the text, an error of this rank, or None to report success only. A rank that
     passes its own error returns, and its caller raises that error; the other ranks raise
     GraphError. Collective among all ranks."""
-    here = world()
-    if here.size == 1:
+    this_world = world()
+    if this_world.size == 1:
         return
-    comm = here.comm(tuple(range(here.size)))
+    comm = this_world.comm(tuple(range(this_world.size)))
     bad = isinstance(report, Exception)
-    mine = (
+    own_report = (
         f"{type(report).__name__}: {report}"
         if bad
         else None
         if report is None
         else (_digest(report.settings), _digest(report.ops), report.seed)
     )  # type: ignore[union-attr]
-    everyone = comm.all_gather_object((bad, mine))
+    everyone = comm.all_gather_object((bad, own_report), GRAPH)
     inside = [r for r, (what, _) in enumerate(everyone) if what == INSIDE]
     if inside:
         if bad:
@@ -161,15 +161,15 @@ def agreed(name: str, make: Callable[[], tuple[T, Text | None]], doing: str = ""
     Raises the error that ``make`` raises on this rank, with a note of what ``doing`` describes, and
     GraphError as `agree` does. Collective among all ranks."""
     try:
-        found, told = make()
+        result, report = make()
     except Exception as error:
         if not isinstance(error, Left):  # Left: the other ranks have left already
             agree(name, error)
         if doing:
             noted(error, f"(while {doing})")
         raise
-    agree(name, told)
-    return found
+    agree(name, report)
+    return result
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -199,7 +199,7 @@ def _compare(
     odd = _odd(digests)
     if odd is None:
         return
-    texts = comm.all_gather_object(list(lines))
+    texts = comm.all_gather_object(list(lines), GRAPH)
     usual, other = texts[odd[0]], texts[odd[1]]
     at = next(
         (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b),

@@ -87,7 +87,7 @@ class PlannedOp:
     boxings: tuple[Moved, ...] = field(default=())
 
     def __str__(self) -> str:
-        given = ", ".join(
+        operands_text = ", ".join(
             f"{o.of} {_show(o.came)}"
             + (f"->{_show(o.wanted)}" if o.came and o.came != o.wanted else "")
             for o in self.operands
@@ -95,7 +95,7 @@ class PlannedOp:
         where = f"  @{self.module}" if self.module else ""
         stage = f"  stage {self.stage}" if self.stage is not None else ""
         head = (
-            f"{self.name} = {self.function}({given}) -> "
+            f"{self.name} = {self.function}({operands_text}) -> "
             f"{', '.join(map(_show, self.results)) or 'nothing'}  "
             f"{self.placement}{where}{stage}"
         )
@@ -127,12 +127,12 @@ class ShardingPlan:
         return iter(self.ops)
 
     def __getitem__(self, name: str) -> PlannedOp:
-        found = next((op for op in self.ops if op.name == name), None)
-        if found is None:
+        planned_op = next((op for op in self.ops if op.name == name), None)
+        if planned_op is None:
             raise GraphError(
                 f"the plan has no op {name!r}; it has {', '.join(op.name for op in self.ops)}"
             )
-        return found
+        return planned_op
 
     def wanting(self, name: str, operand: int, sbp: Sbp | Sequence[Sbp]) -> ShardingPlan:
         """Return the same plan with another layout for one operand.
@@ -169,13 +169,13 @@ class ShardingPlan:
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
         """Read what `save` has written. Raises GraphError for a file that is no plan."""
         try:
-            told = json.loads(Path(path).read_text())
-            if told["version"] != VERSION:
+            content = json.loads(Path(path).read_text())
+            if content["version"] != VERSION:
                 raise GraphError(
-                    f"{os.fspath(path)} is a plan of version {told['version']}, this is version "
+                    f"{os.fspath(path)} is a plan of version {content['version']}, this is version "
                     f"{VERSION}"
                 )
-            return cls(tuple(_op(op) for op in told["ops"]))
+            return cls(tuple(_op(op) for op in content["ops"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GraphError(
                 f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
@@ -188,19 +188,19 @@ class ShardingPlan:
         empty if the plans are equal."""
         if self == other:
             return ""
-        mine, theirs = {op.name: op for op in self.ops}, {op.name: op for op in other.ops}
+        own_ops, other_ops = {op.name: op for op in self.ops}, {op.name: op for op in other.ops}
         lines = [
             f"- {op.name} = {op.function}: only in this plan"
-            for name, op in mine.items()
-            if name not in theirs
+            for name, op in own_ops.items()
+            if name not in other_ops
         ]
         lines += [
             f"+ {op.name} = {op.function}: only in the other plan"
-            for name, op in theirs.items()
-            if name not in mine
+            for name, op in other_ops.items()
+            if name not in own_ops
         ]
-        for name, a in mine.items():
-            b = theirs.get(name)
+        for name, a in own_ops.items():
+            b = other_ops.get(name)
             if b is not None and a != b:
                 lines.append(f"  {name}: {'; '.join(_parting(a, b))}")
         return "\n".join(
@@ -237,14 +237,14 @@ def _show(layout: Layout) -> str:
     return " ".join(layout) or "plain"
 
 
-def _op(told: dict[str, Any]) -> PlannedOp:
+def _op(fields: dict[str, Any]) -> PlannedOp:
     return PlannedOp(
         **{
-            **told,
+            **fields,
             "operands": tuple(
-                Operand(o["of"], tuple(o["came"]), tuple(o["wanted"])) for o in told["operands"]
+                Operand(o["of"], tuple(o["came"]), tuple(o["wanted"])) for o in fields["operands"]
             ),
-            "results": tuple(map(tuple, told["results"])),
+            "results": tuple(map(tuple, fields["results"])),
             "boxings": tuple(
                 Moved(
                     **{
@@ -254,7 +254,7 @@ def _op(told: dict[str, Any]) -> PlannedOp:
                         "moves": tuple(b["moves"]),
                     }
                 )
-                for b in told["boxings"]
+                for b in fields["boxings"]
             ),
         }
     )
@@ -299,8 +299,8 @@ def _planned(node: fx.Node) -> PlannedOp:
                 () if dst is None else _layout(dst),
             )
         )
-    given = node.meta["given"]
-    placed = next((s.placement for s in [*given, *came] if s is not None), None)
+    result_specs = node.meta["result_specs"]
+    placed = next((s.placement for s in [*result_specs, *came] if s is not None), None)
     moved = []
     for src, dst, why in node.meta["boxes"]:
         route = route_of(src, dst)
@@ -327,18 +327,18 @@ def _planned(node: fx.Node) -> PlannedOp:
         node.meta.get("stage"),
         where,
         tuple(operands),
-        tuple(map(_layout, given)),
+        tuple(map(_layout, result_specs)),
         tuple(moved),
     )
 
 
 def _names(node: fx.Node) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     fx.node.map_arg(
         (node.args, node.kwargs),
-        lambda n: found.append(n.name) if tensors_in(n.meta.get("val"), []) else None,
+        lambda n: names.append(n.name) if tensors_in(n.meta.get("val"), []) else None,
     )
-    return found
+    return names
 
 
 def _final(
@@ -392,13 +392,13 @@ class PlanFollower:
         rule = rule_of(func, kwargs)
         inplace = rule is not None and rule.inplace
         called = name_of(func)
-        these = iter(
+        boxed_operands = iter(
             [
                 t if inplace and i == 0 else self._brought(op, i, t, called)
                 for i, t in enumerate(tensors)
             ]
         )
-        return replaced(args, these), replaced(kwargs, these)
+        return replaced(args, boxed_operands), replaced(kwargs, boxed_operands)
 
     def _brought(self, op: PlannedOp, i: int, t: Any, called: str) -> Any:
         wanted = op.operands[i].wanted
@@ -417,13 +417,13 @@ class PlanFollower:
             if "_is_param" in t.__dict__ and parameter_gather.gather_axes(t._spec, spec):
                 # Parameters are gathered as ops gather them. Left to the op, the parameter would be
                 # taken in its stored layout where that is cheaper than the plan's.
-                there = GlobalTensor.wrap(
+                boxed = GlobalTensor.wrap(
                     parameter_gather.gather_param(t, t._spec, spec, why), spec
                 )
             else:
-                there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=why), spec)
-            self._moved.append((t, there, there._local._version))
-            return there
+                boxed = GlobalTensor.wrap(box(t._local, t._spec, spec, why=why), spec)
+            self._moved.append((t, boxed, boxed._local._version))
+            return boxed
         except (ValueError, RuntimeError) as error:
             what = f"operand {i} ({op.operands[i].of}, {t._spec!r})"
             raise GraphError(
@@ -435,11 +435,11 @@ class PlanFollower:
 
         An op may write running statistics, for example."""
         quiet = args[1:3] if func in _QUIET and kwargs.get(_QUIET[func]) else ()
-        for t, there, version in self._moved:
-            if there._local._version != version or any(there is a for a in quiet):
+        for t, boxed, version in self._moved:
+            if boxed._local._version != version or any(boxed is a for a in quiet):
                 with torch.no_grad():
                     t._local.copy_(
-                        box(there._local, there._spec, t._spec, why="what an op has written")
+                        box(boxed._local, boxed._spec, t._spec, why="what an op has written")
                     )
 
     def after(self, node: fx.Node, func: Any, args: Any, kwargs: Any) -> None:
@@ -459,9 +459,10 @@ class PlanFollower:
                 if op is not None
                 else f"nothing more after {len(self.plan.ops)} ops"
             )
-            here = f"{node.name} = {target} of {len(node.meta['came'])} tensors"
+            description = f"{node.name} = {target} of {len(node.meta['came'])} tensors"
             raise GraphError(
-                f"the plan is of another graph: build() calls {here}, where the plan has {said}"
+                f"the plan is of another graph: build() calls {description}, where the plan has "
+                f"{said}"
             )
         self.next += 1
         for i, taken in enumerate(node.meta["took"]):

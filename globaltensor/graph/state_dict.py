@@ -49,10 +49,10 @@ def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
     for name, module in graph._modules.items():
         if name in saved:
             module.load_state_dict(saved[name], strict=strict)
-    for entry, kept in zip(graph._optimizers, saved.get("optimizers", ()), strict=False):
-        entry.optimizer.load_state_dict(kept)
-    for entry, kept in zip(graph._optimizers, saved.get("lr_schedulers", ()), strict=False):
-        for schedule, one in zip(_schedules(entry), kept, strict=False):
+    for entry, entry_state in zip(graph._optimizers, saved.get("optimizers", ()), strict=False):
+        entry.optimizer.load_state_dict(entry_state)
+    for entry, entry_state in zip(graph._optimizers, saved.get("lr_schedulers", ()), strict=False):
+        for schedule, one in zip(_schedules(entry), entry_state, strict=False):
             schedule.load_state_dict(one)
     if graph._scaler is not None and "grad_scaler" in saved:
         graph._scaler.load_state_dict(saved["grad_scaler"])
@@ -85,12 +85,12 @@ def _check(graph: Any, saved: Any) -> None:
             "have: pass strict=False to ignore these"
         )
     if graph._optimizers:
-        has = [len(kept) for kept in saved["lr_schedulers"]]
-        mine = [len(_schedules(entry)) for entry in graph._optimizers]
-        if len(saved["optimizers"]) != len(mine) or has != mine:
+        has = [len(schedules) for schedules in saved["lr_schedulers"]]
+        own_counts = [len(_schedules(entry)) for entry in graph._optimizers]
+        if len(saved["optimizers"]) != len(own_counts) or has != own_counts:
             raise RuntimeError(
                 f"{graph.name}: the state is of {len(saved['optimizers'])} optimizers with {has} "
-                f"schedulers, the graph has {len(mine)} with {mine}: add as "
+                f"schedulers, the graph has {len(own_counts)} with {own_counts}: add as "
                 "many, or pass strict=False to load those that both have"
             )
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
+from .capture.reachable_containers import identity
 
 __all__ = [
     "apply_settings",
@@ -84,12 +85,12 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
             f"loss.backward() there, or leave out add_optimizer"
         )
     read = {id(t) for t in captured.states}
-    mine = {id(p) for p in graph._held_now().tensors}
+    held_ids = {id(p) for p in graph._held_now().tensors}
     for entry in graph._optimizers:
         for group in entry.optimizer.param_groups:
             for p in group["params"]:
                 if (
-                    id(p) not in mine
+                    id(p) not in held_ids
                     and id(p._local if isinstance(p, GlobalTensor) else p) not in read
                 ):
                     raise GraphError(
@@ -148,23 +149,21 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def rebound(programs: Iterable[Any]) -> frozenset[Any]:
-    """Return the ids of the tensors in the attributes that programs read or keep a state in.
+    """Return the ids of the tensors in the entries that programs read or keep a state in.
 
-    A tensor that the user assigns to such an attribute replaces the former one from then on."""
+    These are entries of modules, variables, lists, dicts and objects. A tensor that the user
+    assigns to such an entry replaces the former one from then on."""
     slots = {(id(held), k): held for built in programs for held, k in built.captured.slots}
-    return frozenset(
-        (where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), [])))
-        for (where, k), held in slots.items()
-    )
+    return frozenset([(where, k, identity(held, k)) for (where, k), held in slots.items()])
 
 
 def attributes(graph: Any) -> tuple[Any, ...]:
     """Return the graph's attributes that its programs depend on: plain values and tensor ids."""
-    found: list[Any] = []
+    fingerprint: list[Any] = []
     for name, value in graph.__dict__.items():
         if not name.startswith("_") and name not in ("name", "config"):
             if isinstance(value, (int, float, str, bool, type(None))):
-                found.append((name, type(value), value))
+                fingerprint.append((name, type(value), value))
             elif isinstance(value, (torch.Tensor, tuple, list, dict)):
-                found += [(name, id(t)) for t in tensors_in(value, [])]
-    return tuple(found)
+                fingerprint += [(name, id(t)) for t in tensors_in(value, [])]
+    return tuple(fingerprint)

@@ -283,11 +283,11 @@ def _viewed(blob: Blob, mirrored: bool) -> Blob:
 
 
 def _times(blobs: list[Blob]) -> int:
-    found = {b.times for b in blobs if b.times > 1}
-    if len(found) > 1:
-        told = ", ".join(f"{b!r} comes in {b.times} pieces" for b in blobs if b.times > 1)
+    piece_counts = {b.times for b in blobs if b.times > 1}
+    if len(piece_counts) > 1:
+        pieces_text = ", ".join(f"{b!r} comes in {b.times} pieces" for b in blobs if b.times > 1)
         raise JobError(
-            f"an op of blobs in different numbers of pieces: {told}; flow.pack or flow.acc brings "
-            f"pieces together, flow.repeat repeats a blob"
+            f"an op of blobs in different numbers of pieces: {pieces_text}; flow.pack or flow.acc "
+            f"brings pieces together, flow.repeat repeats a blob"
         )
-    return found.pop() if found else 1
+    return piece_counts.pop() if piece_counts else 1

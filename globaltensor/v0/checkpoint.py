@@ -69,13 +69,13 @@ class FileBacked:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read the value. Raise SessionError if the file's size does not match the shape."""
-        found = np.fromfile(self.folder / "out", dtype=self._kind)
-        if found.size != int(np.prod(self.shape)):
+        flat = np.fromfile(self.folder / "out", dtype=self._kind)
+        if flat.size != int(np.prod(self.shape)):
             raise SessionError(
-                f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta has "
+                f"checkpoint.get: {self.folder / 'out'} has {flat.size} elements, its meta has "
                 f"the shape {list(self.shape)}: it is damaged"
             )
-        return found.reshape(self.shape)
+        return flat.reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
@@ -89,8 +89,8 @@ def get_all_variables() -> dict[str, Variable]:
 
     Optimizer states are not among them; `save` saves those too.
     """
-    here = session()
-    return {name: Variable(name, *here.shape_of(name)) for name in here.names()}
+    this_session = session()
+    return {name: Variable(name, *this_session.shape_of(name)) for name in this_session.names()}
 
 
 def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
@@ -106,9 +106,9 @@ def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
             f"checkpoint.save: {folder} holds something already: name a folder that is not there "
             f"yet"
         )
-    here = session()
+    this_session = session()
     arrays = (
-        here.fetch(here.saved_names())
+        this_session.fetch(this_session.saved_names())
         if var_dict is None
         else {name: np.asarray(_value(v)) for name, v in var_dict.items()}
     )
@@ -173,20 +173,20 @@ def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) 
     names and for variables without a value. Raise JobError for a value of another shape, or one
     that is not numeric.
     """
-    here = session()
-    known, own = set(here.saved_names()), here.names()
+    this_session = session()
+    known, own = set(this_session.saved_names()), this_session.names()
     strange = sorted(set(value_dict) - known)
     missing = sorted(set(own) - set(value_dict))
     if (strange or missing) and not ignore_mismatch:
-        told = [f"no job has {', '.join(strange)}"] * bool(strange) + [
+        problems = [f"no job has {', '.join(strange)}"] * bool(strange) + [
             f"no value is given for {', '.join(missing)}"
         ] * bool(missing)
-        raise SessionError(f"load_variables: {'; '.join(told)}")
+        raise SessionError(f"load_variables: {'; '.join(problems)}")
     if strange:
         logger.info("load_variables: no job has %s", ", ".join(strange))
     arrays = {
         name: np.asarray(_value(value_dict[name]))
-        for name in here.saved_names()
+        for name in this_session.saved_names()
         if name in value_dict
     }
     # Check all values before loading any: an error halfway would leave the devices out of step.
@@ -194,7 +194,7 @@ def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) 
         name,
         array,
     ) in arrays.items():
-        shape = here.shape_of(name)[0]
+        shape = this_session.shape_of(name)[0]
         if array.shape != shape:
             raise JobError(
                 f"load_variables: {'variable ' if name in own else ''}{name} has shape "
@@ -205,7 +205,7 @@ def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) 
                 f"load_variables: numbers are wanted for {name}, got an array of {array.dtype}"
             )
     if arrays:
-        here.load(arrays)
+        this_session.load(arrays)
 
 
 def _value(given: Any) -> Any:

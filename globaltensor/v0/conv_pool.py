@@ -47,16 +47,16 @@ def numbers(what: str, value: Any, dims: int) -> tuple[int, ...]:
 
     Raise JobError for other values.
     """
-    found = (
+    sizes = (
         (value,) * dims
         if isinstance(value, int)
         else tuple(value) * (dims if len(value) == 1 else 1)
         if isinstance(value, (list, tuple))
         else ()
     )
-    if len(found) != dims or not all(isinstance(n, int) and n > 0 for n in found):
+    if len(sizes) != dims or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise JobError(f"{what}: a positive integer, or one for each of {dims} dims; got {value!r}")
-    return found
+    return sizes
 
 
 def padding_of(

@@ -65,12 +65,12 @@ def _found(folder: Path, name: str) -> Path:
     ):
         if (folder / candidate).is_file():
             return folder / candidate
-    told = f"load_mnist: there is no {name} (or {name}.gz) in {folder.resolve()}"
+    problem = f"load_mnist: there is no {name} (or {name}.gz) in {folder.resolve()}"
     mend = (
         f"put MNIST's four IDX files ({', '.join(_FILES)}), or mnist.npz, there, or name their "
         f"folder with out_dir="
     )
-    raise SessionError(f"{told}; nothing is downloaded: {mend}")
+    raise SessionError(f"{problem}; nothing is downloaded: {mend}")
 
 
 def read_idx(path: Path) -> np.ndarray[Any, Any]:

@@ -46,13 +46,13 @@ def machine(*val: Any) -> None:
     reach the machine if its ports are forwarded. The first machine is the master. Raise
     SessionError for an invalid address, a duplicate, or an empty list.
     """
-    given = (
+    nodes = (
         list(val[0])
         if len(val) == 1 and isinstance(val[0], Iterable) and not isinstance(val[0], (str, Mapping))
         else list(val)
     )
-    found = []
-    for node in given:
+    machines = []
+    for node in nodes:
         known = (
             {"addr": node}
             if isinstance(node, str)
@@ -71,16 +71,16 @@ def machine(*val: Any) -> None:
             for name in ("ctrl_port_agent", "data_port_agent")
             if known.get(name) is not None
         }
-        found.append(Machine(known["addr"].strip(), **ports))
-    addresses = [m.addr for m in found]
+        machines.append(Machine(known["addr"].strip(), **ports))
+    addresses = [m.addr for m in machines]
     twice = sorted({a for a in addresses if addresses.count(a) > 1})
-    if twice or not found:
+    if twice or not machines:
         raise SessionError(
             f"env.machine: {twice[0]} is in the list twice"
             if twice
             else "env.machine: the list is empty"
         )
-    settings.machines = found
+    settings.machines = machines
 
 
 @setting

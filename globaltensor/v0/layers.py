@@ -137,7 +137,11 @@ def _convolution(dims: int, channels_first: str) -> Callable[..., Blob]:
         )
 
         def variable(
-            given: str | None, kind: str, size: tuple[int, ...], start: Any, regularizer: Any
+            variable_name: str | None,
+            kind: str,
+            size: tuple[int, ...],
+            start: Any,
+            regularizer: Any,
         ) -> Blob:
             options = {
                 "initializer": start,
@@ -147,8 +151,8 @@ def _convolution(dims: int, channels_first: str) -> Callable[..., Blob]:
                 "dtype": inputs.dtype,
                 "reuse": False,
             }
-            if given is not None:
-                return get_variable(given, size, **options)
+            if variable_name is not None:
+                return get_variable(variable_name, size, **options)
             with namespace(name):
                 return get_variable(kind, size, **options)
 

@@ -161,15 +161,15 @@ def split_like(
     input: Blob, like: Sequence[Blob], axis: int = 0, name: str | None = None
 ) -> tuple[Blob, ...]:
     """Split a blob along a dim into pieces as long as those of ``like``."""
-    found: list[Blob] = []
+    pieces: list[Blob] = []
     at = 0
     for i, one in enumerate(like):
         begin: list[int | None] = [None] * len(input.shape)
         size: list[int | None] = [None] * len(input.shape)
         begin[axis], size[axis] = at, one.shape[axis]
-        found.append(slice(input, begin, size, None if name is None else f"{name}-{i}"))
+        pieces.append(slice(input, begin, size, None if name is None else f"{name}-{i}"))
         at += one.shape[axis]
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _gather(x: torch.Tensor, indices: torch.Tensor, axis: int) -> torch.Tensor:

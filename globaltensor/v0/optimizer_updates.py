@@ -45,10 +45,10 @@ class Update(torch.optim.Optimizer):
         }
         super().__init__([{"params": list(params), **lists}], {"lr": 1.0, "steps": 0, **options})
         for p in params:
-            for name in self.kept(options):
+            for name in self.state_names(options):
                 self.state[p][name] = torch.zeros_like(p.detach())
 
-    def kept(self, options: dict[str, Any]) -> tuple[str, ...]:
+    def state_names(self, options: dict[str, Any]) -> tuple[str, ...]:
         return self.states
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class SGDUpdate(Update):
 
     states = ("momentum",)
 
-    def kept(self, options: dict[str, Any]) -> tuple[str, ...]:
+    def state_names(self, options: dict[str, Any]) -> tuple[str, ...]:
         return self.states if options["beta"] else ()
 
     def change(
@@ -180,7 +180,7 @@ class RMSPropUpdate(Update):
 
     states = ("mean_square", "mean_gradient")
 
-    def kept(self, options: dict[str, Any]) -> tuple[str, ...]:
+    def state_names(self, options: dict[str, Any]) -> tuple[str, ...]:
         return self.states if options["centered"] else self.states[:1]
 
     def change(

@@ -41,12 +41,12 @@ class SimpleCheckPointManager:
 
     def list_checkpoints(self) -> list[str]:
         """Return the names of the complete snapshots, oldest first."""
-        found = [
+        snapshots = [
             p
             for p in self.root.glob(f"{self.prefix}*")
             if (p / checkpoint.DONE).exists() and p.name[len(self.prefix) :].isdecimal()
         ]
-        return [p.name for p in sorted(found, key=lambda p: int(p.name[len(self.prefix) :]))]
+        return [p.name for p in sorted(snapshots, key=lambda p: int(p.name[len(self.prefix) :]))]
 
     def latest_checkpoint(self) -> str | None:
         """Return the name of the newest snapshot, or None if there is none."""
@@ -55,11 +55,11 @@ class SimpleCheckPointManager:
 
     def initialize_or_restore(self) -> None:
         """Load the newest snapshot. If there is none, start with the initializers' values."""
-        found = self.latest_checkpoint()
-        if found is None:
+        latest = self.latest_checkpoint()
+        if latest is None:
             session().start()
         else:
-            checkpoint.load_variables(checkpoint.get(str(self.root / found)))
+            checkpoint.load_variables(checkpoint.get(str(self.root / latest)))
 
     def next_path(self) -> str:
         """Return the path of the next snapshot."""

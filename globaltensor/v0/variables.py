@@ -51,8 +51,8 @@ def get_variable(
     """
     tape = recording()
     full = current_scope().named(name)
-    found = tape.blobs_of.get(full)
-    if found is not None:
+    existing_blob = tape.blobs_of.get(full)
+    if existing_blob is not None:
         if not reuse:
             raise JobError(
                 f"variable {full} exists already in job {tape.record.name}: give the layers "
@@ -64,8 +64,11 @@ def get_variable(
                 f"variable {full} has shape {list(known.shape)} and {known.dtype}, but is named "
                 f"again with {list(shape)} and {dtype}"
             )
-        if found.mirrored == tape.scoped_view() and found.devices == tape.scoped_devices():
-            return found  # type: ignore[no-any-return]
+        if (
+            existing_blob.mirrored == tape.scoped_view()
+            and existing_blob.devices == tape.scoped_devices()
+        ):
+            return existing_blob  # type: ignore[no-any-return]
         shape, dtype, trainable = known.shape, known.dtype, known.trainable
     elif shape is None or dtype is None:
         raise JobError(f"variable {full}: the first get_variable must set its shape and dtype")
@@ -81,7 +84,7 @@ def get_variable(
             f"variable {full} of shape {list(shape)} has no dim {distribute.sbp.dim} to be split"
         )
     trained = dtype.is_floating_point if trainable is None else bool(trainable)
-    if found is None:
+    if existing_blob is None:
         start = Constant(0) if initializer is None else initializer
         if not isinstance(start, Initializer):
             raise JobError(
@@ -147,17 +150,17 @@ def merged(records: Sequence[Any]) -> dict[str, Declared]:
 
     Raise JobError for a name with two shapes or dtypes.
     """
-    found: dict[str, Declared] = {}
+    variables: dict[str, Declared] = {}
     for record in records:
         for name, declared in record.variables.items():
-            first = found.setdefault(name, declared)
+            first = variables.setdefault(name, declared)
             if (first.shape, first.dtype) != (declared.shape, declared.dtype):
-                told = (
+                conflict = (
                     f"variable {name} is {list(first.shape)} {first.dtype} in one job and "
                     f"{list(declared.shape)} {declared.dtype} in {record.name}"
                 )
-                raise JobError(f"{told}: jobs share variables by name, so they must agree")
-    return found
+                raise JobError(f"{conflict}: jobs share variables by name, so they must agree")
+    return variables
 
 
 def created(

@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import world
-from globaltensor.errors import GraphError
+from globaltensor.distributed.world import set_world, world
+from globaltensor.errors import BoxingError, GraphError
+from globaltensor.graph.capture.dry_world import DryWorld
 from globaltensor.graph.passes import pass_manager
 from globaltensor.graph.program.coalesced import (
     CoalescedCollective,
@@ -458,6 +459,29 @@ def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) ->
             torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
 
     simulate(3 if grid == [0, 1, 2] else 4, body)
+
+
+def test_a_joint_in_a_dry_world_logs_its_boxings() -> None:
+    def body() -> tuple[list[str], list[str]]:
+        where = Placement("cpu", [0, 1])
+        ends = [tuple(Spec.make(s, F64, where, e) for e in (P, B)) for s in ((5, 3), (2, 6))]
+        several = CoalescedCollective([(a, b, f"op {i}") for i, (a, b) in enumerate(ends)])
+        single = CoalescedCollective([(*ends[0], "op 0")])
+        locals_ = [values(*a.local_shape(world().rank)) for a, _ in ends]
+        real = world()
+        set_world(DryWorld(real))
+        try:
+            with flow.boxing_log() as together:
+                several(*locals_)
+            with flow.boxing_log() as alone:
+                single(locals_[0])
+            with pytest.raises(BoxingError, match="op 0"), flow.no_boxing():
+                several(*locals_)
+        finally:
+            set_world(real)
+        return [r.op for r in together], [r.op for r in alone]
+
+    assert simulate(2, body) == [(["op 0", "op 1"], ["op 0"])] * 2
 
 
 # -------------------------------------------------------------------------------------------- early

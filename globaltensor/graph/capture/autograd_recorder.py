@@ -150,20 +150,20 @@ class Differentiated(Recorder):
     def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
         """Return a leaf's gradient after the last backward pass, or None if it has none."""
         local = self.standing(x._local)
-        found = self._grads.get(id(local))
-        if found is None or isinstance(found, GlobalTensor):
-            return found
+        grad = self._grads.get(id(local))
+        if grad is None or isinstance(grad, GlobalTensor):
+            return grad
         self.read = True
         if self.within(local):  # not a parameter: its gradient is summed only here
             self.modes()
             out = self.made(local.shape, local.dtype, local.device, [])
             self.node(getattr, (self.of(local), "grad"), {}, out, effect=True)
             with self:
-                found = self._grads[id(local)] = GlobalTensor.wrap(out, x._spec.dual()).to_global(
+                grad = self._grads[id(local)] = GlobalTensor.wrap(out, x._spec.dual()).to_global(
                     sbp=x.sbp
                 )
-            return found
-        shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
+            return grad
+        shares = x._leaf.grad_spec if x._leaf is not None else x._grad_shard or x._spec
         self.modes()
         out = self.made(
             shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,),
@@ -178,8 +178,8 @@ class Differentiated(Recorder):
             out,
             effect=True,
         )
-        found = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
-        return found
+        grad = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
+        return grad
 
     def _set_grad(self, x: GlobalTensor, value: GlobalTensor | None) -> None:
         if value is not None and not isinstance(value, GlobalTensor):
@@ -218,7 +218,7 @@ class Differentiated(Recorder):
             options.get("allow_unused") or options.get("materialize_grads"),
             options.get("materialize_grads"),
         )
-        found: list[Any] = []
+        input_grads: list[Any] = []
         if not torch.is_grad_enabled() and not any(o.requires_grad for o in outs):
             raise GraphError(
                 "build() asks for gradients of a tensor that was computed without autograd: a "
@@ -226,16 +226,18 @@ class Differentiated(Recorder):
                 "under torch.enable_grad(), from x.detach().requires_grad_() where x is an "
                 f"input\n  {line()}"
             )
-        for t, here in zip(wanted, reached(outs, wanted), strict=True):
-            if not here and not unused:
+        for t, is_reached in zip(wanted, reached(outs, wanted), strict=True):
+            if not is_reached and not unused:
                 raise RuntimeError(
                     "One of the differentiated Tensors appears to not have been used in the "
                     "graph. Set allow_unused=True if this is desired."
                 )
             linked = [*outs, *[s for s in seeds if s is not None]] if create_graph else []
-            found.append(self.made(t.shape, t.dtype, t.device, linked) if here or zeros else None)
+            input_grads.append(
+                self.made(t.shape, t.dtype, t.device, linked) if is_reached or zeros else None
+            )
         self.modes()
-        given = (
+        call_args = (
             outs,
             wanted,
             None if grad_outputs is None else seeds,
@@ -244,9 +246,13 @@ class Differentiated(Recorder):
             *args,
         )
         self.node(
-            torch.autograd.grad, self.arg(given), self.arg(options), tuple(found), effect=True
+            torch.autograd.grad,
+            self.arg(call_args),
+            self.arg(options),
+            tuple(input_grads),
+            effect=True,
         )
-        return tuple(found)
+        return tuple(input_grads)
 
     def _retained(self, *args: Any) -> None:
         raise GraphError(

@@ -23,13 +23,13 @@ __all__ = ["averaged"]
 def averaged(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
     """Replace the forward of such layers of ``modules``, so that they read no value of a tensor."""
     parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
-    found = [part for part in parts if isinstance(part, BatchNorm) and _counts(part)]
-    for norm in found:
+    norms = [part for part in parts if isinstance(part, BatchNorm) and _counts(part)]
+    for norm in norms:
         vars(norm)["forward"] = functools.partial(_forward, norm)
     try:
         yield
     finally:
-        for norm in found:
+        for norm in norms:
             del vars(norm)["forward"]
 
 

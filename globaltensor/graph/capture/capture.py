@@ -18,7 +18,7 @@ from ..._base import torch_private
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.dispatch import fresh_plans
 from ..._ops.rules.deferred_mean import materialize
-from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.global_tensor import ORDINARY, GlobalTensor
 from ..._tensor.gradients.reducer import reducer
 from ..._tensor.view_tracking import refresh_view
 from ...distributed.world import set_world, world
@@ -30,6 +30,7 @@ from .dry_world import DryWorld
 from .local_recorder import LocalRecorder
 from .logical_recorder import LogicalRecorder
 from .recorder_base import of_user
+from .replicated_uses import ReplicatedUse, replicated_uses
 from .single_device import on_one_device
 
 __all__ = ["CaptureResult", "Result", "capture"]
@@ -59,9 +60,13 @@ class CaptureResult:
     read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # makes the logical graph a module of plain tensors
     logical_constants: dict[str, Any]  # values of the logical graph's get_attr nodes
-    slots: list[
-        tuple[Any, Any]
-    ]  # (dict or list, key) of attributes whose tensors the program reads or writes into
+    #: Global tensors from outside that the program reads or writes: parameters, variables.
+    global_states: list[GlobalTensor]
+    #: Values from outside, and inputs, that must be the same on every rank.
+    replicated: list[ReplicatedUse]
+    #: (container, key) of entries whose tensors the program reads or writes into, and of entries
+    #: that lead to them.
+    slots: list[tuple[Any, Any]]
 
 
 def capture(
@@ -88,13 +93,13 @@ def capture(
             {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()},
         )
         logical = LogicalRecorder(fake, local, {id(t): path for path, t in named.items()})
-        stand_ins = [
-            _stand_in(t, fake, imagined) for t in object_tensors(kwargs, object_tensors(args, []))
-        ]
+        inputs = object_tensors(kwargs, object_tensors(args, []))
+        stand_ins = [_stand_in(t, fake, imagined) for t in inputs]
         these = iter(stand_ins)
         args, kwargs = replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
         for i, s in enumerate(stand_ins):
-            local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
+            node = local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
+            node.meta["input"] = i
             logical.placeholder(f"input_{i}", s)
         logical.remember(named.values())
         try:
@@ -120,6 +125,7 @@ def capture(
         settled = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))
+        replicated = _replicated(dry, local, logical, inputs)
     return CaptureResult(
         logical.graph,
         local.graph,
@@ -131,7 +137,24 @@ def capture(
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
         logical.constants,
-        logical.slots,
+        [t for t in logical.states if isinstance(t, GlobalTensor) and type(t) in ORDINARY],
+        replicated,
+        list({(id(held), k): (held, k) for held, k in logical.slots}.values()),
+    )
+
+
+def _replicated(
+    dry: DryWorld, local: LocalRecorder, logical: LogicalRecorder, inputs: list[torch.Tensor]
+) -> list[ReplicatedUse]:
+    """Return the values from outside that build() uses as the same on every rank."""
+    parts = {id(part) for _, part, *_ in logical.real.values()}
+    nodes = {i: local.node_of(use.tensor) for i, use in enumerate(dry.replicated)}
+    return replicated_uses(
+        dry.replicated,
+        {i: node for i, node in nodes.items() if node is not None},
+        [None if isinstance(t, GlobalTensor) else t for t in inputs],
+        [None if id(t) in parts else t for t in local.states],
+        local.constants,
     )
 
 

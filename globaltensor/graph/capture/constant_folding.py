@@ -62,12 +62,12 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 
     Raises NotConstant if such a node is not constant."""
     writers = [(n, _written(n)) for n in graph.nodes if n.meta.get("writes")]
-    found: set[fx.Node] = set()
+    dependencies: set[fx.Node] = set()
     memories: set[int] = set()
     todo = list(wanted)
     while todo:
         node = todo.pop()
-        if node in found:
+        if node in dependencies:
             continue
         if (
             node.op == "placeholder"
@@ -75,14 +75,14 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
             or node.meta.get("random")
         ):
             raise NotConstant
-        found.add(node)
+        dependencies.add(node)
         todo += node.all_input_nodes
         new = {
             torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])
         } - memories
         memories |= new
         todo += [w for w, into in writers if into & new]
-    return found
+    return dependencies
 
 
 def _written(node: fx.Node) -> set[int]:

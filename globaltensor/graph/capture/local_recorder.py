@@ -83,9 +83,14 @@ _BY_CHANCE: Final = (
 )
 
 
+def _returns_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if a function returns values of tensors as Python numbers, text or arrays."""
+    return func in _READING or bool(func is torch.Tensor.__format__ and args[1])
+
+
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if a function returns values of tensors, or makes a tensor from some."""
-    if func in _READING or (func is torch.Tensor.__format__ and args[1]):
+    if _returns_values(func, args):
         return True
     makes = func in _MAKING and args and isinstance(args[0], (tuple, list))
     return bool(makes and tensors_in(args[0], []))
@@ -111,10 +116,10 @@ class LocalRecorder(Differentiated):
         self._reals: dict[int, torch.Tensor] = {}  # id of a fake tensor -> its real tensor
         self._grad, self._cast = torch.is_grad_enabled(), casting()
         self.start = self._grad, self._cast
-        here = world()
+        this_world = world()
         self._seed = (
             None
-            if isinstance(getattr(here, "real", here), SimulatedWorld)
+            if isinstance(getattr(this_world, "real", this_world), SimulatedWorld)
             else torch.default_generator.initial_seed()
         )
         self.boxed: list[tuple[Spec, Spec, str]] = []  # boxings, in order: (src, dst, why)
@@ -188,6 +193,14 @@ class LocalRecorder(Differentiated):
         found = self.known.get(id(stand))
         return found if found is not None else self.state(t)
 
+    def real_of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor from outside that a fake tensor represents, or None."""
+        return self._reals.get(id(t))
+
+    def node_of(self, t: torch.Tensor) -> fx.Node | None:
+        """Return the node of a tensor, or None if the program does not have the tensor."""
+        return self.known.get(id(self._fakes.get(id(t), t)))
+
     def state(self, t: torch.Tensor) -> fx.Node:
         if torch_private.is_fake(t):
             raise GraphError("a tensor inside build() was made where the graph could not see it")
@@ -227,9 +240,9 @@ class LocalRecorder(Differentiated):
         """Run a call on fake tensors, add it to the program as a node, and return its result.
 
         ``target``: the node's function, if it is not ``func``. ``effect``: the call does more than
-        to return its result, so that the node is never removed. A call that needs values is
-        evaluated if they follow from the code alone, or runs by a variant that needs none. Raises
-        GraphError where neither is possible."""
+        return its result, so the node is never removed. A call may need values of tensors. If the
+        code alone determines the values, the call is evaluated. Otherwise a variant of the function
+        that needs no values runs. Raises GraphError if there is no such variant."""
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
         tensors = tensors_in(kwargs, tensors_in(args, []))
         versions = [0 if t.is_inference() else t._version for t in tensors]
@@ -270,8 +283,9 @@ class LocalRecorder(Differentiated):
         """Run a call whose values are unknown by a variant that needs none.
 
         Raises GraphError if the values are random, and ``error`` where there is no such variant."""
-        reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
-        variant = None if reading else DATA_FREE_VARIANTS.get(func) or python_body(func)
+        variant = None
+        if not _returns_values(func, args):
+            variant = DATA_FREE_VARIANTS.get(func) or python_body(func)
         if variant is not None:
             with self:
                 return variant(*args, **kwargs)
@@ -405,9 +419,9 @@ class LocalRecorder(Differentiated):
         return out
 
     def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
-        given = tensors_in(kwargs, tensors_in(args, []))
+        operands = tensors_in(kwargs, tensors_in(args, []))
         reached = Reached()
-        if not any(isinstance(t, GlobalTensor) for t in given):
+        if not any(isinstance(t, GlobalTensor) for t in operands):
             with torch_private.real_among_fake(self.fake):
                 out = self.record(
                     reached.around(function.apply),
@@ -418,7 +432,9 @@ class LocalRecorder(Differentiated):
             self.reaches(reached.leaves)
             return out
         with self:
-            locals_ = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in given]
+            locals_ = [
+                materialize(t)._local if isinstance(t, GlobalTensor) else t for t in operands
+            ]
         step = autograd_function.LocalFunction(
             function, args, kwargs
         )  # its backward acts on global tensors too, so the program runs it as one call
@@ -428,9 +444,9 @@ class LocalRecorder(Differentiated):
             )
         self.reaches(reached.leaves)
         for i, part in zip(step.written, written, strict=True):
-            given[i]._local = part
+            operands[i]._local = part
         wrapped = [
-            given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o)
+            operands[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o)
             for o, part in zip(step.outs, parts, strict=True)
         ]
         return replaced(step.result, iter(wrapped))

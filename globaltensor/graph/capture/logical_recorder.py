@@ -53,7 +53,7 @@ class LogicalRecorder(Recorder):
         self.names = names  # id of a parameter or buffer -> its path
         self.count = 0
         self.joins = False  # whether an op that mixes stages runs in the latest of them
-        self.here: Placement | None = None  # placement of the stage whose module runs
+        self.stage_placement: Placement | None = None  # placement of the stage whose module runs
         self.moved: dict[
             tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]
         ] = {}  # a tensor that several ops need is moved to a stage once
@@ -91,9 +91,9 @@ class LogicalRecorder(Recorder):
             return self._staged(*args)
         if (
             func is torch.Tensor.__bool__
-            and (told := decided(self.known.get(id(args[0])))) is not None
+            and (known_value := decided(self.known.get(id(args[0])))) is not None
         ):
-            return told
+            return known_value
         if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
             return False  # PyTorch takes no shortcut, and the mask itself still masks
         self.remember(tensors_in(kwargs, tensors_in(args, [])))
@@ -136,14 +136,14 @@ class LogicalRecorder(Recorder):
         ]
         node.meta["reached"] = max(reached, default=None)  # the latest stage that it follows from
         node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()), func=func)
-        given = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
-        if any(came) or given:  # for the plan: how operands came and were taken, what moved
+        result_specs = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
+        if any(came) or result_specs:  # for the plan: how operands came and were taken, what moved
             node.meta.update(
                 came=came,
                 took=took,
                 boxes=tuple(self.local.boxed[first:]),
                 called=name_of(func),
-                given=given,
+                result_specs=result_specs,
             )
             if self.applied is not None:
                 self.applied.after(node, func, *taken)
@@ -166,25 +166,25 @@ class LogicalRecorder(Recorder):
 
         This is the placement of the running stage, or else of the latest stage among the operands.
         An op that writes into another stage is left as it is, and fails."""
-        given = tensors_in(kwargs, tensors_in(args, []))
-        placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
+        operands = tensors_in(kwargs, tensors_in(args, []))
+        placements = {t._spec.placement for t in operands if isinstance(t, GlobalTensor)}
         if len(placements) < 2 or getattr(func, "__name__", "") == "backward":
             return args, kwargs
         latest = max(
-            (t for t in given if isinstance(t, GlobalTensor)),
+            (t for t in operands if isinstance(t, GlobalTensor)),
             key=lambda t: _or_first(self.of(t).meta.get("reached")),
         )
-        where = self.here or latest._spec.placement
-        if writes(func) and not lies_at(given[0], where):
+        where = self.stage_placement or latest._spec.placement
+        if writes(func) and not lies_at(operands[0], where):
             return args, kwargs
         with self:
-            these = [
+            moved_operands = [
                 self.brought(t, where)
                 if isinstance(t, GlobalTensor) and t._spec.placement is not where
                 else t
-                for t in given
+                for t in operands
             ]
-        return replaced(args, found := iter(these)), replaced(kwargs, found)
+        return replaced(args, replacements := iter(moved_operands)), replaced(kwargs, replacements)
 
     def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
         """Move ``t`` to ``placement``, and let what is computed from it belong to the stage."""
@@ -214,11 +214,24 @@ class LogicalRecorder(Recorder):
                     self.count += 1
                     node.meta.update(value=self.count, spec=t._spec)
 
+    def of(self, t: torch.Tensor) -> fx.Node:
+        """Return the node of a tensor.
+
+        ``torch.from_numpy`` inside build() returns the fake tensor of a tensor from outside: the
+        node is that tensor's."""
+        real = self._real_of(t)
+        return super().of(t if real is None else real)
+
+    def _real_of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor from outside that a fake tensor represents, if this graph has it."""
+        real = self.local.real_of(t)
+        return real if real is not None and id(real) in self.known else None
+
     def _beneath(self, given: Any) -> bool:
         """Return True if a call acts on local tensors, inside one of this package's functions."""
         tensors = tensors_in(given, [])
         return any(
-            id(t) in self.local.known and id(t) not in self.known
+            id(t) in self.local.known and id(t) not in self.known and self._real_of(t) is None
             for t in tensors
             if not isinstance(t, GlobalTensor)
         )

@@ -52,17 +52,19 @@ def watched(
     blocks: Mapping[int, ModuleSettings],
     logical: LogicalRecorder,
     own: dict[str, Any] | None = None,
+    build: Any = None,
 ) -> Iterator[None]:
     """Report the path, stage and recomputed region of the running module to ``logical``.
 
-    The context is entered around build(). ``own`` holds the attributes of the graph."""
+    The context is entered around build(). ``own`` holds the attributes of the graph, and
+    ``build`` is the function that runs."""
     watcher = _Watcher(logical)
     logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
     try:
         for name, module in modules.items():
             for path, part in module.named_modules():
                 watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
-        with averaged(modules), restoring_modules(modules, own or {}, logical):
+        with averaged(modules), restoring_modules(modules, own or {}, logical, build):
             yield
     finally:
         watcher.leave()
@@ -74,7 +76,7 @@ class _Watcher:
         self.regions = itertools.count()
         self.handles: list[Any] = []
         self.before: list[tuple[Any, ...]] = []
-        self.here: Placement | None = None  # placement of the stage that runs
+        self.stage_placement: Placement | None = None  # placement of the stage that runs
         self.borrowed: list[tuple[torch.nn.Module, str, Any]] = []
         self.places: dict[int, Placement] = {}  # placements of the stages that have run
         self.ran: set[int] = set()  # ids of modules with a stage that have run
@@ -86,38 +88,48 @@ class _Watcher:
 
     def around(self, path: str, block: ModuleSettings | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            logical, given = self.logical, object_tensors(kwargs, object_tensors(args, []))
+            logical, inputs = self.logical, object_tensors(kwargs, object_tensors(args, []))
             self.before.append(
-                (logical.path, logical.stage, logical.region, self.here, len(self.borrowed))
+                (
+                    logical.path,
+                    logical.stage,
+                    logical.region,
+                    self.stage_placement,
+                    len(self.borrowed),
+                )
             )
             logical.path = [path]
             if block is not None:
                 if block.activation_checkpointing and logical.region is None:
                     logical.region = next(self.regions)
-                stage, where = self.turn(module, block, given)
+                stage, where = self.turn(module, block, inputs)
                 if stage is not None:
                     logical.stage = stage
                 if where is not None:
-                    self.here = logical.here = where
-            if self.here is not None:
+                    self.stage_placement = logical.stage_placement = where
+            if self.stage_placement is not None:
                 self.borrow(module)
             if block is None or block.placement is None:
                 return None
-            these = iter([self.brought(t) for t in given])
-            return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
+            boxed = iter([self.brought(t) for t in inputs])
+            return replaced_in_objects(args, boxed), replaced_in_objects(kwargs, boxed)
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            self.logical.path, self.logical.stage, self.logical.region, self.here, held = (
-                self.before.pop()
-            )
-            self.logical.here = self.here
+            (
+                self.logical.path,
+                self.logical.stage,
+                self.logical.region,
+                self.stage_placement,
+                held,
+            ) = self.before.pop()
+            self.logical.stage_placement = self.stage_placement
             self.give_back(held)
 
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
 
     def turn(
-        self, module: torch.nn.Module, block: ModuleSettings, given: list[torch.Tensor]
+        self, module: torch.nn.Module, block: ModuleSettings, inputs: list[torch.Tensor]
     ) -> tuple[int | None, Placement | None]:
         """Return the stage and the placement in which a module runs.
 
@@ -130,7 +142,7 @@ class _Watcher:
         again = id(module) in self.ran
         self.ran.add(id(module))
         if again and self.logical.joins:
-            nodes = [self.logical.known.get(id(t)) for t in given]
+            nodes = [self.logical.known.get(id(t)) for t in inputs]
             stage = max(
                 [
                     stage,
@@ -145,15 +157,22 @@ class _Watcher:
 
     def brought(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the placement of the running stage, with its sbp unchanged."""
-        if not isinstance(t, GlobalTensor) or t._spec.placement is self.here or self.here is None:
+        if (
+            not isinstance(t, GlobalTensor)
+            or t._spec.placement is self.stage_placement
+            or self.stage_placement is None
+        ):
             return t
-        return self.logical.brought(t, self.here)
+        return self.logical.brought(t, self.stage_placement)
 
     def borrow(self, module: torch.nn.Module) -> None:
         """Move weights of other stages (tied weights) to the running stage for the module's run."""
         for held in (module._parameters, module._buffers):
             for name, t in held.items():
-                if isinstance(t, GlobalTensor) and t._spec.shown.placement is not self.here:
+                if (
+                    isinstance(t, GlobalTensor)
+                    and t._spec.shown.placement is not self.stage_placement
+                ):
                     self.borrowed.append((module, name, t))
                     held[name] = self.brought(t)  # type: ignore[assignment]
 
@@ -173,7 +192,7 @@ def stages_of(
 
     Raises GraphError if stages are not numbered from 0, or if a stage has two placements. Also
     raises it if a weight that only one stage uses is not on the stage's placement."""
-    found: dict[int, Placement] = {}
+    stage_placements: dict[int, Placement] = {}
     users: dict[
         int, set[int | None]
     ] = {}  # id of a weight -> the stages of the modules that hold it
@@ -186,7 +205,7 @@ def stages_of(
             continue
         where = (
             block.placement
-            or found.get(stage)
+            or stage_placements.get(stage)
             or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
         )
         if where is None:
@@ -194,10 +213,10 @@ def stages_of(
                 f"{name}: {path} is in stage {stage}, but has no global parameters: name its "
                 "placement with set_stage(..., placement)"
             )
-        if found.setdefault(stage, where) is not where:
+        if stage_placements.setdefault(stage, where) is not where:
             raise GraphError(
-                f"{name}: stage {stage} is on {found[stage]!r}, but its module {path} is on "
-                f"{where!r}: a stage has one placement"
+                f"{name}: stage {stage} is on {stage_placements[stage]!r}, but its module {path} "
+                f"is on {where!r}: a stage has one placement"
             )
         for own, t in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(t, GlobalTensor) and t.placement is not where:
@@ -212,34 +231,38 @@ def stages_of(
     for node in logical.nodes:
         stage = node.meta.get("starts")
         if stage is not None:
-            here = node.meta["val"].placement
-            if found.setdefault(stage, here) is not here:
+            node_placement = node.meta["val"].placement
+            if stage_placements.setdefault(stage, node_placement) is not node_placement:
                 raise GraphError(
-                    f"{name}: stage {stage} is on {found[stage]!r}, but its tensor {node.name} is "
-                    f"on {here!r}: a stage has one placement"
+                    f"{name}: stage {stage} is on {stage_placements[stage]!r}, but its tensor "
+                    f"{node.name} is on {node_placement!r}: a stage has one placement"
                 )
-    if sorted(found) != list(range(len(found))):
-        missing = min(set(range(len(found))) - set(found))
+    if sorted(stage_placements) != list(range(len(stage_placements))):
+        missing = min(set(range(len(stage_placements))) - set(stage_placements))
         raise GraphError(
             f"{name}: pipeline stages are numbered from 0 without gaps, but there are "
-            f"{sorted(found)}: set_stage({missing}, ...) is missing"
+            f"{sorted(stage_placements)}: set_stage({missing}, ...) is missing"
         )
-    return [found[k] for k in range(len(found))]
+    return [stage_placements[k] for k in range(len(stage_placements))]
 
 
 def lying(
     modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
 ) -> list[Placement]:
     """Return the placements of the stages, stage 0 first, by the settings of the modules alone."""
-    found: dict[int, Placement] = {}
+    stage_placements: dict[int, Placement] = {}
     for _, part, block in _staged(modules, blocks):
-        if block is not None and block.stage_id is not None and block.stage_id not in found:
+        if (
+            block is not None
+            and block.stage_id is not None
+            and block.stage_id not in stage_placements
+        ):
             where = block.placement or next(
                 (p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None
             )
             if where is not None:
-                found[block.stage_id] = where
-    return [found[k] for k in sorted(found)]
+                stage_placements[block.stage_id] = where
+    return [stage_placements[k] for k in sorted(stage_placements)]
 
 
 def _staged(

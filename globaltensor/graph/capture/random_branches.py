@@ -47,16 +47,16 @@ def decided(node: fx.Node | None) -> bool | None:
 
 def drawn(node: fx.Node | None) -> bool:
     """Return True if a value follows from random numbers alone."""
-    todo, seen, found = [node], set(), False
+    todo, seen, is_random = [node], set(), False
     while todo:
         one = todo.pop()
         if one is None or one.op == "placeholder":
             return False
         if one not in seen:
             seen.add(one)
-            found = found or bool(one.meta.get("random"))
+            is_random = is_random or bool(one.meta.get("random"))
             todo += one.all_input_nodes
-    return found
+    return is_random
 
 
 def _fine(node: fx.Node) -> bool:

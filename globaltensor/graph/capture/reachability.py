@@ -15,7 +15,7 @@ __all__ = ["leaves", "reached"]
 def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Tensor]]:
     """Return (functions that a backward pass runs, leaves that it reaches, by id)."""
     seen: set[Any] = set()
-    found = {id(t): t for t in starts if t.requires_grad and t.grad_fn is None}
+    leaves_by_id = {id(t): t for t in starts if t.requires_grad and t.grad_fn is None}
     todo = [t.grad_fn for t in starts if t.grad_fn is not None]
     while todo:
         function = todo.pop()
@@ -24,9 +24,9 @@ def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Te
         seen.add(function)
         leaf = getattr(function, "variable", None)
         if leaf is not None:
-            found[id(leaf)] = leaf
+            leaves_by_id[id(leaf)] = leaf
         todo += [f for f, _ in function.next_functions]
-    return seen, found
+    return seen, leaves_by_id
 
 
 def leaves(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -36,5 +36,7 @@ def leaves(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def reached(starts: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each of ``wanted``, whether a backward pass from ``starts`` reaches it."""
-    functions, found = _nodes(starts)
-    return [id(t) in found or (t.grad_fn is not None and t.grad_fn in functions) for t in wanted]
+    functions, leaves_by_id = _nodes(starts)
+    return [
+        id(t) in leaves_by_id or (t.grad_fn is not None and t.grad_fn in functions) for t in wanted
+    ]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,22 +19,25 @@ from ..._base.user_code import warn_user
 from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GraphError
 from .logical_recorder import LogicalRecorder
-from .recorder_base import Recorder, of_user
+from .reachable_containers import Containers, TensorContainer, named, put_back
+from .recorder_base import Recorder
 
 __all__ = ["restoring_modules"]
-
-_OWN = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
 def restoring_modules(
-    modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: LogicalRecorder
+    modules: Mapping[str, torch.nn.Module],
+    own: dict[str, Any],
+    logical: LogicalRecorder,
+    build: Any = None,
 ) -> Iterator[None]:
     """Restore the modules and the graph after build(), and record their updates.
 
     build() runs inside this context. Afterwards the modules, and the graph whose attributes are
-    ``own``, hold what they held before. A buffer that build() has replaced by a new tensor gets the
-    new values at each step. So does a tensor that is an attribute, or in a list or dict there.
+    ``own``, hold what they held before, and so do the variables outside that ``build`` refers to. A
+    buffer that build() has replaced by a new tensor gets the new values at each step. So does a
+    tensor that is an attribute or a variable, or in a list or dict there.
 
     Raises GraphError if a module has gained or lost a parameter or buffer, or if numbers were drawn
     that a program would repeat for ever.
@@ -56,9 +57,12 @@ def restoring_modules(
             "parameter"
         )
     before = {path: (dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
-    places: dict[int, _TensorContainer] = {}
-    for path, held in [("", own), *((path, vars(part)) for path, part in parts.items())]:
-        _find(path, held, places)
+    containers = Containers(parts.values())
+    for path, attributes in [("", own), *((path, vars(part)) for path, part in parts.items())]:
+        containers.add_attributes(path, attributes)
+    for function in dict.fromkeys([build, *map(type, parts.values())]):
+        containers.add_function(function)
+    places = containers.found
     drawn = random.getstate(), _numpy_state()
     done = False
     try:
@@ -80,11 +84,15 @@ def restoring_modules(
         writes += [
             w
             for place in places.values()
-            for w in place.restored(places, moved, logical if done else None)
+            for w in _restored_container(place, places, moved, logical if done else None)
         ]
         if done:
+            logical.slots += containers.modules
             logical.slots += [
-                (place.held, k) for place in places.values() for k in place.read(logical)
+                slot
+                for place in places.values()
+                for k in _read(place, logical)
+                for slot in place.slots(k)
             ]
     if random.getstate() != drawn[0] or _numpy_state() != drawn[1]:
         raise GraphError(
@@ -115,129 +123,66 @@ def _fits(old: Any, new: Any) -> bool:
     )
 
 
-class _TensorContainer:
-    """A dict, list or object in which build() may leave a tensor, and its contents before.
-
-    It belongs to a module or to the graph."""
-
-    def __init__(self, path: str, held: Any) -> None:
-        self.path, self.held = path, held
-        self.then: dict[Any, Any] = {k: v for k, v in _items(held) if k not in _OWN}
-
-    def changed(self) -> dict[Any, Any]:
-        return {
-            k: v
-            for k, v in _items(self.held)
-            if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])
-        }
-
-    def read(self, logical: LogicalRecorder) -> list[Any]:
-        """Return the keys of tensors that are inputs of the program."""
-        return [
-            k
-            for k, v in self.then.items()
-            if any(id(t) in logical.known for t in tensors_in(v, []))
-        ]
-
-    def restored(
-        self,
-        places: Mapping[int, _TensorContainer],
-        moved: set[int],
-        logical: LogicalRecorder | None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put back entries that build() has replaced by fake tensors, or by one of ``moved``.
-
-        ``moved`` are tensors that were elsewhere before. Returns (tensor, new value) for tensors
-        that get the new value at each step. Warns of other replaced entries."""
-        given = {
-            k: v
-            for k, v in self.changed().items()
-            if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))
-        }
-        for k in given if isinstance(self.held, dict) else ():
-            if k in self.then:
-                self.held[k] = self.then[k]
-            else:
-                del self.held[k]
-        if given and not isinstance(self.held, dict):
-            self.held.clear()
-            self.held.extend(self.then.values())
-        writes = []
-        for k, new in given.items() if logical is not None else ():
-            olds, news = tensors_in(self.then.get(k), []), tensors_in(new, [])
-            pairs = list(zip(olds, news, strict=True)) if len(olds) == len(news) else []
-            if pairs and not any(_follows(logical, new, moved) for _, new in pairs):
-                continue
-            if pairs and all(
-                _fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs
-            ):
-                writes += pairs
-                logical.slots.append((self.held, k))  # type: ignore[union-attr]
-            else:
-                warn_user(
-                    f"{_named(self.path, self.held, k)} is given a tensor inside build(), which "
-                    "runs once, on tensors without values: its old value was restored. Return "
-                    "the tensor from build() instead, or keep it in a buffer",
-                )
-        return writes
+def _read(container: TensorContainer, logical: LogicalRecorder) -> list[Any]:
+    """Return the keys of tensors that are inputs of the program."""
+    return [
+        k
+        for k, v in container.then.items()
+        if any(id(t) in logical.known for t in tensors_in(v, []))
+    ]
 
 
-def _items(held: Any) -> list[tuple[Any, Any]]:
-    return list(held.items() if isinstance(held, dict) else enumerate(held))
+def _restored_container(
+    container: TensorContainer,
+    places: Mapping[int, TensorContainer],
+    moved: set[int],
+    logical: LogicalRecorder | None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put back entries that build() has replaced by fake tensors, or by one of ``moved``.
 
-
-def _find(path: str, value: Any, places: dict[int, _TensorContainer]) -> None:
-    """Add the lists, dicts and objects of the user's classes in a pytree to ``places``.
-
-    Modules are left out."""
-    todo = deque([(path, value)])
-    while todo:
-        path, value = todo.popleft()
-        held = vars(value) if _is_object(value) else value
-        if isinstance(held, (dict, list, deque)):
-            if id(held) in places:
-                continue
-            places[id(held)] = _TensorContainer(path, held)
-        elif not isinstance(held, tuple):
+    ``moved`` are tensors that were elsewhere before. Returns (tensor, new value) for tensors
+    that get the new value at each step. Warns of other replaced entries."""
+    replaced_entries = {
+        k: v
+        for k, v in container.changed().items()
+        if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))
+    }
+    put_back(container, replaced_entries)
+    writes = []
+    for k, new in replaced_entries.items() if logical is not None else ():
+        olds, news = tensors_in(container.then.get(k), []), tensors_in(new, [])
+        pairs = list(zip(olds, news, strict=True)) if len(olds) == len(news) else []
+        if pairs and not any(_follows(logical, new, moved) for _, new in pairs):
             continue
-        todo += [
-            (_named(path, held, k), v) for k, v in _items(held) if k not in _OWN and _may_hold(v)
-        ]
-
-
-def _named(path: str, held: Any, k: Any) -> str:
-    return f"{path}.{k}".lstrip(".") if isinstance(held, dict) else f"{path}[{k}]"
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, (dict, list, deque, tuple)) or _is_object(value)
-
-
-def _is_object(value: Any) -> bool:
-    if (
-        not hasattr(value, "__dict__")
-        or isinstance(value, (type, torch.Tensor, torch.nn.Module, dict, list, tuple, deque))
-        or "_modules" in vars(value)
-    ):
-        return False
-    return of_user(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<")
+        if pairs and all(
+            _fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs
+        ):
+            writes += pairs
+            logical.slots.extend(container.slots(k))  # type: ignore[union-attr]
+        else:
+            warn_user(
+                f"{named(container.path, container.held, k)} is given a tensor inside build(), "
+                "which runs once, on tensors without values: its old value was restored. Return "
+                "the tensor from build() instead, or keep it in a buffer",
+            )
+    return writes
 
 
 def _stands_in(t: torch.Tensor) -> bool:
     return torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t)
 
 
-def _alone(old: torch.Tensor, places: Mapping[int, _TensorContainer]) -> bool:
-    """Return True if no other name of a module or the graph refers to the same tensor.
+def _alone(old: torch.Tensor, places: Mapping[int, TensorContainer]) -> bool:
+    """Return True if no other name of a module, the graph or a variable has the same tensor.
 
     Writing into a shared tensor would change the other name's value too."""
-    named = (
+    held_values = (
         v
         for place in places.values()
         for v in place.then.values()
         if isinstance(v, (torch.Tensor, tuple))
     )
-    return sum(t is old for v in named for t in tensors_in(v, [])) == 1
+    return sum(t is old for v in held_values for t in tensors_in(v, [])) == 1
 
 
 def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:

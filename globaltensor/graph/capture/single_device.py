@@ -52,8 +52,8 @@ def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -
 
 def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return a copy of a state's full value. Tied states share one copy."""
-    found = copies.get(id(t))
-    if found is None:
+    full_copy = copies.get(id(t))
+    if full_copy is None:
         if torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t):
             raise GraphError(
                 "a tensor inside build() was made where the graph could not see it: it has no "
@@ -62,12 +62,12 @@ def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
         value = (
             gather_global_value(t).clone() if isinstance(t, GlobalTensor) else t.detach().clone()
         )
-        found = copies[id(t)] = (
+        full_copy = copies[id(t)] = (
             torch.nn.Parameter(value, t.requires_grad)
             if isinstance(t, torch.nn.Parameter)
             else value.requires_grad_(t.requires_grad)
         )
-    return found
+    return full_copy
 
 
 def _switch(graph: fx.Graph, now: Any, wanted: Any) -> Any:

@@ -72,7 +72,7 @@ def modes(graph: fx.Graph) -> dict[fx.Node, int]:
 
     Two nodes have the same number if nothing between them changes what they would do. Such changes
     are a mode, a backward pass, another stage or another region."""
-    found, number = {}, 0
+    mode_of, number = {}, 0
     last: Any = None
     for node in graph.nodes:
         where = node.meta.get("stage"), node.meta.get("region")
@@ -82,8 +82,8 @@ def modes(graph: fx.Graph) -> dict[fx.Node, int]:
             number += 1
         if node.op not in ("placeholder", "get_attr"):
             last = where
-        found[node] = number
-    return found
+        mode_of[node] = number
+    return mode_of
 
 
 class AliasSets:

@@ -1,10 +1,10 @@
-"""Compilation: hand the parts of a program that are only torch calls to ``torch.compile``.
+"""Compilation: pass the parts of a program that consist of torch calls to ``torch.compile``.
 
 Between these parts are the steps of this package (boxings, draws, gathered parameters, the backward
-pass) and changes of states. These steps are not compiled, so the compiler meets no code at which it
-would have to break the graph. Collectives are issued in the same order as without a compiler. If
-many layers are alike, a few are compiled once, and called with the parameters of the next few.
-`lower` calls `compile_parts`.
+pass) and changes of states. These steps are not compiled, so the compiler finds no code at which it
+would break the graph. Collectives start in the same order as without a compiler. If many layers are
+alike, a group of them is compiled once. The compiled function then runs the other groups with their
+parameters. `lower` calls `compile_parts`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ __all__ = ["Compiled", "compile_parts"]
 
 _EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
 _MIN_CALLS = 2  # with fewer calls there is nothing to fuse
-_LAYER_CALLS = 6  # a smaller repeated part is not worth a boundary that stops fusion
-# Each call of a compiled function costs 0.2 ms with its backward. A function therefore serves
-# several layers, as long as compiling stays quick.
+# The boundary of a compiled part stops fusion. A repeated part with fewer calls than this gains
+# less than it loses by that.
+_LAYER_CALLS = 6
+# Each call of a compiled function costs 0.2 ms with its backward, so a function contains several
+# layers. The limit on their calls keeps the time of compilation short.
 _MAX_FUSED_CALLS = 200
 _VIEWS = frozenset(
     (
@@ -61,7 +63,9 @@ class Compiler:
 
 
 class Compiled(torch.nn.Module):
-    """A part of a program, compiled at its first call, and run uncompiled if that fails."""
+    """A part of a program that is compiled at its first call.
+
+    If the compilation fails, the part runs uncompiled."""
 
     def __init__(self, body: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()
@@ -89,9 +93,9 @@ class Compiled(torch.nn.Module):
 
 
 def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: Any) -> None:
-    """Replace pure parts of the graph by calls of modules ``compiled_<n>``, put into ``constants``.
+    """Replace pure parts of the graph by calls of modules ``compiled_<n>``.
 
-    Parts of what the graph recomputes are replaced too."""
+    The modules are added to ``constants``. Parts of recomputed regions are replaced too."""
     _compile(graph, constants, Compiler(backend), {})
 
 
@@ -101,7 +105,7 @@ def _compile(
     for node in [n for n in graph.nodes if n.op == "call_module"]:
         inner = constants[node.target]
         if isinstance(inner, Recomputed):
-            body = fx.Graph()  # new: a module's graph only accepts calls of its attributes
+            body = fx.Graph()  # a new one, as a module's graph accepts only calls of its attributes
             body.output(body.graph_copy(inner.body.graph, {}))
             _compile(body, constants, compiler, known)
             inner.body = fx.GraphModule(constants, body, node.target)
@@ -120,9 +124,9 @@ def _compile(
 
 
 def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield runs of consecutive nodes that are functions of tensors.
+    """Yield runs of consecutive nodes that are pure functions of tensors.
 
-    They may write to memory that they have made themselves."""
+    A node may also write to memory that the same run has allocated."""
     run: dict[fx.Node, None] = {}
     made: set[int] = set()
 
@@ -156,7 +160,7 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
-    """Yield the runs, cut between layers where that makes parts that are alike."""
+    """Yield the runs, cut between layers where this gives several parts that are alike."""
     alike = Counter(_key(Subgraph(run)) for run in runs)
     cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Subgraph(run))] == 1}
     repeated = Counter(
@@ -185,9 +189,10 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
 
 
 def _together(layers: int, calls: int) -> int:
-    """Return how many of ``layers`` alike layers, of ``calls`` calls each, are compiled as one.
+    """Return the number of layers to compile as one function.
 
-    A number that divides the layers evenly is preferred to a somewhat larger one that does not.
+    There are ``layers`` layers that are alike, of ``calls`` calls each. A number that divides
+    ``layers`` is preferred to a number less than twice as large that does not.
 
     >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
     (4, 8, 7, 1)
@@ -198,7 +203,7 @@ def _together(layers: int, calls: int) -> int:
 
 
 def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Return a run, cut where it goes from one layer to another: an entry of a list of modules."""
+    """Return the pieces of a run, one for each layer. A layer is an entry of a list of modules."""
     return [
         list(nodes)
         for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))
@@ -218,7 +223,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _key(part: Subgraph) -> Any:
-    """Return a key that is equal for parts that one compiled function can serve.
+    """Return a key that is equal for parts that can share one compiled function.
 
     Such parts have the same calls, on tensors with the same shapes, strides, dtypes and devices."""
     number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}

@@ -104,15 +104,15 @@ def _hoist(graph: fx.Graph, count: fx.Node) -> None:
     """Move the count to the program's start if it depends on the program's inputs alone.
 
     If gradients of several passes are added up, the count's own reduction starts there."""
-    chain, given = ancestors(count), [n for n in graph.nodes if n.op == "placeholder"]
+    chain, placeholders = ancestors(count), [n for n in graph.nodes if n.op == "placeholder"]
     if (
         chain is None
-        or not given
+        or not placeholders
         or not AliasSets(graph).fixed(*chain)
         or any(n.meta.get("region") is not None or n.target is autocast for n in graph.nodes)
     ):
         return
-    last = given[-1]
+    last = placeholders[-1]
     for node in (*[n for n in chain if n.op != "placeholder"], count):
         last.append(node)
         last = node

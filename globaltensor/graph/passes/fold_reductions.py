@@ -97,9 +97,9 @@ def _tensors_of(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
         or not isinstance(node.args[0], fx.Node)
     ):
         return None
-    val, given = node.meta.get("val"), node.args[0].meta.get("val")
-    if isinstance(val, torch.Tensor) and isinstance(given, torch.Tensor):
-        return val, given
+    val, operand = node.meta.get("val"), node.args[0].meta.get("val")
+    if isinstance(val, torch.Tensor) and isinstance(operand, torch.Tensor):
+        return val, operand
     return None
 
 
@@ -121,16 +121,19 @@ def _moves(node: fx.Node) -> bool:
     tensors = _tensors_of(node)
     if tensors is None or any(isinstance(a, fx.Node) for a in node.args[1:]):
         return False
-    val, given = tensors
+    val, operand = tensors
     if node.target in _SHAPES:
-        return val.dtype is given.dtype and val.numel() == given.numel()
+        return val.dtype is operand.dtype and val.numel() == operand.numel()
     wider = (
-        given.is_floating_point()
+        operand.is_floating_point()
         and val.is_floating_point()
-        and torch.promote_types(val.dtype, given.dtype) is val.dtype
+        and torch.promote_types(val.dtype, operand.dtype) is val.dtype
     )
     return (
-        node.target in _CASTS and wider and val.device == given.device and val.shape == given.shape
+        node.target in _CASTS
+        and wider
+        and val.device == operand.device
+        and val.shape == operand.shape
     )
 
 

@@ -34,6 +34,7 @@ from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ...errors import GraphError
+from ..capture.dry_world import GRAPH
 from ..program.nodes import (
     BoxingCall,
     GatherCall,
@@ -187,9 +188,9 @@ def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
     """Return the bytes that autograd saves for backward when the program runs unchanged.
 
     Parameters and the call's inputs do not count."""
-    kept = SavedActivations(graph, constants)
-    return sum(kept.own.values()) + sum(
-        kept.sizes[k] for k in set().union(*kept.shared.values(), set())
+    activations = SavedActivations(graph, constants)
+    return sum(activations.own.values()) + sum(
+        activations.sizes[k] for k in set().union(*activations.shared.values(), set())
     )
 
 
@@ -216,7 +217,7 @@ def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[RecomputeUnit]:
     """Return this rank's figures of each call."""
-    kept, calls = SavedActivations(graph, constants), _calls(graph)
+    activations, calls = SavedActivations(graph, constants), _calls(graph)
     place = {node: i for i, call in enumerate(calls) for node in call}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -228,14 +229,14 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[RecomputeUnit]
             used.update(
                 (torch_private.storage_key(t), i) for t in object_tensors(n.meta.get("val"), [])
             )
-        saver.update((key, i) for key in kept.shared.get(node, ()))
+        saver.update((key, i) for key in activations.shared.get(node, ()))
     n = len(calls)
-    saved = [sum(kept.own.get(node, 0) for node in call) for call in calls]
+    saved = [sum(activations.own.get(node, 0) for node in call) for call in calls]
     crossing, later, unsaved = [0] * n, [0] * n, [0] * n
     for key, first in made.items():
-        if key in kept.free:
+        if key in activations.free:
             continue
-        size, last = kept.sizes[key], used.get(key, first)
+        size, last = activations.sizes[key], used.get(key, first)
         if key in saver:
             saved[first] += size
         if last - first > n // 2 and n > 8:
@@ -247,20 +248,22 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[RecomputeUnit]
     return [
         RecomputeUnit(
             call[0].meta.get("call", i), call[0].meta.get("stage") or 0, saved[i],
-            sum(kept.seconds.get(node, 0.0) for node in call),
+            sum(activations.seconds.get(node, 0.0) for node in call),
             call[0].meta.get("region") is not None, crossing[i], later[i], unsaved[i],
         )
         for i, call in enumerate(calls)
     ]  # fmt: skip
 
 
-def _agreed(mine: list[RecomputeUnit]) -> list[RecomputeUnit]:
+def _agreed(own_chain: list[RecomputeUnit]) -> list[RecomputeUnit]:
     """Return the same chain on every rank, with each call's maximum over the ranks. Collective."""
-    here = world()
-    if here.size == 1:
-        return mine
+    this_world = world()
+    if this_world.size == 1:
+        return own_chain
     merged: dict[tuple[int, int], RecomputeUnit] = {}
-    for chain in here.comm(tuple(range(here.size))).all_gather_object([tuple(c) for c in mine]):
+    for chain in this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        [tuple(c) for c in own_chain], GRAPH
+    ):
         for fields in chain:
             call = RecomputeUnit(*fields)
             had = merged.get((call.stage, call.number))
@@ -322,13 +325,13 @@ def segments(calls: Sequence[RecomputeUnit], limit: int) -> list[tuple[int, int]
     tried = {
         fitting[round(i * (len(fitting) - 1) / max(1, _MAX_PEAKS - 1))] for i in range(_MAX_PEAKS)
     } | {least[1]}
-    found = min(
+    cheapest = min(
         (best for w in sorted(tried) if (best := chain.cheapest(w, limit)) is not None),
         key=lambda best: best[0],
         default=None,
     )
     chosen = (
-        found[1] if found is not None else chain.tightest(least[1])
+        cheapest[1] if cheapest is not None else chain.tightest(least[1])
     )  # only rounding excluded it
     return [(chain.cuts[i], chain.cuts[j]) for i, j in chosen if not calls[chain.cuts[i]].fixed]
 

@@ -107,24 +107,24 @@ def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple
 
 def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node, int]) -> None:
     """Start a boxing as early, and await it as late, as the nodes around it permit."""
-    parts, here = _results(node), mode[node]
+    parts, node_mode = _results(node), mode[node]
     own = {node, *parts}
     changed = {memory.of(n) for n in node.all_input_nodes}
     start = node.prev
-    while mode.get(start) == here and not is_border(start):
+    while mode.get(start) == node_mode and not is_border(start):
         if start in node.all_input_nodes or _issues(start) or memory.writes(start) & changed:
             break
         start = start.prev
     wanted = {user for part in parts for user in part.users} - own
     wait = node.next
-    while mode.get(wait) == here and wait not in wanted and not is_border(wait):
+    while mode.get(wait) == node_mode and wait not in wanted and not is_border(wait):
         wait = wait.next
     at, useful = start.next, False
     while at is not wait:
         useful = useful or (at not in own and _works(at))
         at = at.next
     if useful:
-        mode.update(dict.fromkeys(_cut(graph, node, start, wait), here))
+        mode.update(dict.fromkeys(_cut(graph, node, start, wait), node_mode))
 
 
 def _hoist(graph: fx.Graph) -> None:
@@ -133,16 +133,20 @@ def _hoist(graph: fx.Graph) -> None:
     Only plain functions may lead from the inputs to them."""
     nodes = list(graph.nodes)
     memory, own = AliasSets(graph), AliasSets(graph, views=False)
-    given = [n for n in nodes if n.op == "placeholder"]
-    found = [
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    candidates = [
         n
         for n in nodes
         if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None
     ]
-    if not given or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
+    if not placeholders or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
         return  # the stages of a pipeline begin on their own
-    last, placed, casts = given[-1], set(given), any(n.target is autocast for n in nodes)
-    for node in found:
+    last, placed, casts = (
+        placeholders[-1],
+        set(placeholders),
+        any(n.target is autocast for n in nodes),
+    )
+    for node in candidates:
         wanted = {user for part in _results(node) for user in part.users}
         chain = ancestors(node)
         if (
@@ -178,18 +182,18 @@ def ancestors(node: fx.Node) -> list[fx.Node] | None:
 
     They cannot if one of them has an effect, communicates, has a gradient, or is a step of this
     package."""
-    found: dict[fx.Node, None] = {}
+    visited: dict[fx.Node, None] = {}
     todo = list(node.all_input_nodes)
     while todo:
         at = todo.pop()
-        if at in found:
+        if at in visited:
             continue
         if at.meta.get("effect") or isinstance(at.target, ProgramCall) or differentiable(at):
             return None
         if at.op not in ("placeholder", "get_attr"):
             todo.extend(at.all_input_nodes)
-        found[at] = None
-    return [n for n in node.graph.nodes if n in found]
+        visited[at] = None
+    return [n for n in node.graph.nodes if n in visited]
 
 
 def _nbytes(node: fx.Node) -> int:

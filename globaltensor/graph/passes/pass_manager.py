@@ -14,6 +14,7 @@ from torch import fx
 
 from ...distributed.world import world
 from ...errors import GraphError
+from ..capture.dry_world import GRAPH
 from ..program.coalesced import CoalescedCollective, StartCollective, WaitCollective
 from ..program.nodes import BoxingCall, GatherCall
 from .boxing_cse import eliminate_common_boxings
@@ -53,30 +54,30 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
     pass has another result. The ranks therefore compare the order in which they would communicate.
     If the orders differ, all ranks use graphs in which no pass has moved a boxing. Collective among
     all ranks. Raises GraphError if a pass fails on any rank."""
-    here = world()
-    if here.size == 1:
+    this_world = world()
+    if this_world.size == 1:
         for graph in graphs.values():
             run(graph)
         return dict(graphs)
     before = {k: copy.deepcopy(graph) for k, graph in graphs.items()}
-    mine: dict[tuple[int, ...], str] = {}
+    own_digests: dict[tuple[int, ...], str] = {}
     failed: Exception | None = None
     try:
         for graph in graphs.values():
             run(graph)
-            for members, digest in meetings(graph, here.rank).items():
-                mine[members] = mine.get(members, "") + digest
+            for members, digest in meetings(graph, this_world.rank).items():
+                own_digests[members] = own_digests.get(members, "") + digest
     except Exception as error:
         failed = error
-    everyone = here.comm(tuple(range(here.size))).all_gather_object(
-        (mine, str(failed) if failed is not None else "")
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        (own_digests, str(failed) if failed is not None else ""), GRAPH
     )
     if failed is not None:
         raise failed  # the original error; the other ranks name this rank
     for rank, (_, error) in enumerate(everyone):
         if error:
             raise GraphError(f"a pass over the program of rank {rank} has failed: {error}")
-    if same([told for told, _ in everyone]):
+    if same([digests for digests, _ in everyone]):
         return dict(graphs)
     for graph in before.values():
         run(graph, PLAIN)
@@ -147,7 +148,7 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
 
     The digest covers the boxings and their order. It must be the same on all ranks of the set, or
     they would wait for each other."""
-    found: dict[tuple[int, ...], list[str]] = {}
+    boxing_lines: dict[tuple[int, ...], list[str]] = {}
     for node in graph.nodes:
         step = node.target
         if isinstance(step, BoxingCall):
@@ -166,10 +167,12 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
             continue
         members = tuple(sorted({r for a, b in routes for s in (a, b) for r in s.placement.flat}))
         if rank in members:
-            found.setdefault(members, []).append(f"{how} {[(repr(a), repr(b)) for a, b in routes]}")
+            boxing_lines.setdefault(members, []).append(
+                f"{how} {[(repr(a), repr(b)) for a, b in routes]}"
+            )
     return {
         members: hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        for members, lines in found.items()
+        for members, lines in boxing_lines.items()
     }
 
 

@@ -1,9 +1,9 @@
-"""Recomputation: intermediate values of a part are not saved, but computed again in backward.
+"""Recomputation: backward computes intermediate values of a region again instead of saving them.
 
-Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016. Nodes with the
-same ``meta["region"]`` are one part. A region is a module with ``activation_checkpointing``, a call
-of ``torch.utils.checkpoint`` in the model's code, or a choice of `memory_budget`. `lower` calls
-`fold`.
+The method is from Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
+Nodes with the same ``meta["region"]`` form a region. A region is a module with
+``activation_checkpointing``, a call of ``torch.utils.checkpoint`` in the model's code, or a choice
+of `memory_budget`. `lower` calls `fold`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["Recomputed", "fold"]
 class Recomputed(torch.nn.Module):
     """A module that runs ``body`` and saves only the inputs for backward.
 
-    Backward runs ``body`` again, with the same random numbers, and the same boxings on all ranks.
+    Backward runs ``body`` again with the same random numbers. All ranks run the same boxings again.
 
-    ``copied`` holds the positions of inputs that are written to, here or later. Backward starts
-    from their former values. It writes to a copy, so that running statistics and counters change
-    once.
+    ``copied``: the positions of inputs that this module or a later node writes to. The second run
+    starts from copies of their former values. It writes to the copies, so running statistics and
+    counters change once.
     """
 
     def __init__(self, body: fx.GraphModule, copied: Sequence[int], random: bool) -> None:
         super().__init__()
         self.body, self.copied, self.random = body, tuple(copied), random
-        # Whether to run again to the end, rather than to the last value that is needed. torch stops
-        # early by an exception, which compiled code cannot raise.
+        # If True, the second run does not stop at the last value that is needed. torch stops it by
+        # an exception, which compiled code cannot raise.
         self.whole = False
 
     def forward(self, *args: Any) -> Any:
@@ -52,22 +52,25 @@ class Recomputed(torch.nn.Module):
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return the body for one call.
+        """Return the function that runs the body for one call.
 
-        The first run takes its inputs as they are. Each later run takes copies of their former
-        values."""
+        Its first run uses the inputs themselves. Each later run uses copies of the former values of
+        the inputs that are written to."""
         count = len(args)
         now = {i: args[i] for i in self.copied}
-        kept = {i: (a.detach().clone(), a.requires_grad) for i, a in now.items()}
+        saved_copies = {i: (a.detach().clone(), a.requires_grad) for i, a in now.items()}
 
         def run(*rest: Any) -> Any:
             # Autograd forbids writing to a leaf. So each copy is not a leaf, but part of a graph if
             # the input is.
-            these = dict(now) or {
-                i: a.detach().requires_grad_(needs).clone() for i, (a, needs) in kept.items()
+            mutated_inputs = dict(now) or {
+                i: a.detach().requires_grad_(needs).clone()
+                for i, (a, needs) in saved_copies.items()
             }
             others = iter(rest)
-            every = [these[i] if i in these else next(others) for i in range(count)]
+            every = [
+                mutated_inputs[i] if i in mutated_inputs else next(others) for i in range(count)
+            ]
             now.clear()
             return self.body.forward(*every)
 
@@ -78,11 +81,11 @@ class Recomputed(torch.nn.Module):
 
 
 def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``.
+    """Replace each region by one call of a module ``recomputed_<n>``, added to ``constants``.
 
-    If other nodes are between those of a region, each run of its nodes is recomputed separately.
-    Raises GraphError for a region that cannot run twice. Such a region has a backward pass in it,
-    or writes to memory that it reads under several names."""
+    If there are other nodes between those of a region, each consecutive run of the region's nodes
+    is recomputed separately. Raises GraphError for a region that cannot run twice. Such a region
+    contains a backward pass, or writes to memory that it reads under several names."""
     runs = list(extract(graph, lambda node: node.meta.get("region")))
     if not runs:
         return
@@ -120,16 +123,19 @@ def _check(part: Subgraph) -> None:
             )
 
 
-def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
-    """Return the positions of the inputs that are written to from here on.
+def _copied(part: Subgraph, later: Sequence[set[int]], own_writes: Sequence[set[int]]) -> list[int]:
+    """Return the positions of the inputs that this part or a later node writes to.
 
-    Memory that is read only by other ranks' gradients needs no copy."""
+    ``later``: the memory that each of these nodes writes to. ``own_writes``: the same for the
+    nodes of the part. Raises GraphError if two inputs share memory that the part writes to."""
     changed: set[int] = set().union(*later) if later else set()
-    mine: set[int] = set().union(*here) if here else set()
+    own_memory: set[int] = set().union(*own_writes) if own_writes else set()
     where = [storages(n) for n in part.needs]
-    found = [i for i, keys in enumerate(where) if keys & changed]
-    for i in found:
-        twin = next((j for j in range(len(where)) if j != i and where[j] & where[i] & mine), None)
+    positions = [i for i, keys in enumerate(where) if keys & changed]
+    for i in positions:
+        twin = next(
+            (j for j in range(len(where)) if j != i and where[j] & where[i] & own_memory), None
+        )
         if twin is not None:
             raise GraphError(
                 f"a part that is recomputed (in {part.nodes[0].meta.get('module') or 'build()'}) "
@@ -137,13 +143,13 @@ def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]])
                 f"{part.needs[twin].name}: it cannot run twice; write out of place (x + y instead "
                 f"of x += y), or clone one of them before"
             )
-    return found
+    return positions
 
 
 def _random(node: fx.Node) -> bool:
-    """Return True if a node may draw other numbers when it runs again.
+    """Return True if a node may draw different random numbers when it runs again.
 
-    Such nodes have effects although they write to none of their operands."""
+    Such a node has an effect although it writes to none of its operands."""
     if isinstance(node.target, RandomCall):
         return not node.target.repeats
     return bool(node.meta.get("effect") and not node.meta.get("writes"))

@@ -37,10 +37,10 @@ def simplify_boxings(graph: fx.Graph) -> None:
         if unmoved(step.src, step.dst) and differentiable(node) == differentiable(before):
             replace(node, before)
         elif _chained(before) and mode[before] == mode[node] and memory.fixed(before.args[0]):
-            here = mode[node]
+            node_mode = mode[node]
             made = _shorten(graph, before, node)
             if made is not None:
-                mode[made] = here
+                mode[made] = node_mode
 
 
 def unmoved(src: Spec, dst: Spec) -> bool:

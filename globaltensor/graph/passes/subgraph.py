@@ -122,12 +122,12 @@ def put_back(
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the tensors that a node is called with, in the order of its arguments."""
-    found: list[fx.Node] = []
+    operand_nodes: list[fx.Node] = []
     fx.node.map_arg(
         (node.args, node.kwargs),
-        lambda n: found.append(n) if object_tensors(n.meta.get("val"), []) else None,
+        lambda n: operand_nodes.append(n) if object_tensors(n.meta.get("val"), []) else None,
     )
-    return found
+    return operand_nodes
 
 
 #: Calls that write their running statistics without changing the tensors' versions. Listed are the
@@ -144,8 +144,8 @@ _AS_KERNELS: Mapping[Any, tuple[int, int, int]] = {
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands whose memory a node writes to."""
-    given = operands(node)
-    found = [given[i] for i in node.meta.get("writes", ()) if i < len(given)]
+    operand_nodes = operands(node)
+    mutated = [operand_nodes[i] for i in node.meta.get("writes", ()) if i < len(operand_nodes)]
     entry = _STATISTICS.get(getattr(node.target, "__name__", ""))
     if entry is not None and node.op == "call_function":
         at = _AS_KERNELS.get(node.target) or tuple(i for i, _ in entry)
@@ -154,8 +154,8 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
             for i, (_, name) in zip(at, entry, strict=True)
         )
         if when or when is None:  # instance_norm's default is True; batch_norm's call always says
-            found += [n for n in (mean, var) if isinstance(n, fx.Node)]
-    return found
+            mutated += [n for n in (mean, var) if isinstance(n, fx.Node)]
+    return mutated
 
 
 def storages(node: fx.Node) -> set[int]:

@@ -35,13 +35,13 @@ def runs(lanes: Sequence[int]) -> list[Run]:
     >>> runs((0, 0, 1))
     [Run(lane=0, first=0, last=1), Run(lane=1, first=2, last=2)]
     """
-    found: list[Run] = []
+    result: list[Run] = []
     for stage, lane in enumerate(lanes):
-        if found and found[-1].lane == lane:
-            found[-1] = found[-1]._replace(last=stage)
+        if result and result[-1].lane == lane:
+            result[-1] = result[-1]._replace(last=stage)
         else:
-            found.append(Run(lane, stage, stage))
-    return found
+            result.append(Run(lane, stage, stage))
+    return result
 
 
 def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
@@ -115,49 +115,49 @@ def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> lis
     (Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023). If a lane has
     several runs, they share it, each in this order.
     """
-    found = runs(lanes)
+    lane_runs = runs(lanes)
     orders: list[list[tuple[str, int]]] = []
-    for k in range(len(found)):
-        warm = _warm(len(found) - 1 - k, micros, eager)
+    for k in range(len(lane_runs)):
+        warm = _warm(len(lane_runs) - 1 - k, micros, eager)
         order = [("F", micro) for micro in range(warm)]
         for micro in range(micros):
             order.append(("B", micro))
             if micro + warm < micros:
                 order.append(("F", micro + warm))
         orders.append(order)
-    if len(found) == max(lanes) + 1:
+    if len(lane_runs) == max(lanes) + 1:
         return [
             list(expand(run, order))
             for _, run, order in sorted(
-                zip((run.lane for run in found), found, orders, strict=True)
+                zip((run.lane for run in lane_runs), lane_runs, orders, strict=True)
             )
         ]
-    return _merge(found, orders)
+    return _merge(lane_runs, orders)
 
 
-def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[Action]]:
+def _merge(lane_runs: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[Action]]:
     """Merge the orders of the runs into rows of the lanes.
 
     Each run keeps its order, and runs of one lane take turns. The action that can start first is
     next, where a backward counts as two forwards. The merge ends for any lanes, because the orders
     would end with a lane for each run."""
     waiting = [deque(order) for order in orders]
-    free, done = [0] * (max(run.lane for run in found) + 1), dict[tuple[str, int, int], int]()
+    free, done = [0] * (max(run.lane for run in lane_runs) + 1), dict[tuple[str, int, int], int]()
     rows: list[list[Action]] = [[] for _ in free]
     while True:
         ready = []
-        for k, (run, order) in enumerate(zip(found, waiting, strict=True)):
+        for k, (run, order) in enumerate(zip(lane_runs, waiting, strict=True)):
             if order:
                 kind, micro = order[0]
                 before = k - 1 if kind == "F" else k + 1
-                if not 0 <= before < len(found) or (kind, before, micro) in done:
+                if not 0 <= before < len(lane_runs) or (kind, before, micro) in done:
                     ready.append(
                         (max(free[run.lane], done.get((kind, before, micro), 0)), kind, -k)
                     )
         if not ready:
             return rows
         start, kind, k = min(ready)  # B before F, then the later run
-        run, (_, micro) = found[-k], waiting[-k].popleft()
+        run, (_, micro) = lane_runs[-k], waiting[-k].popleft()
         free[run.lane] = done[kind, -k, micro] = start + run.size * (1 if kind == "F" else 2)
         rows[run.lane] += expand(run, [(kind, micro)])
 
@@ -202,18 +202,21 @@ def interleaved(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     than lanes are a group with some left out."""
     rows = []
     for lane in range(max(lanes) + 1):
-        mine, warm, groups = (
+        lane_stages, warm, groups = (
             [k for k, where in enumerate(lanes) if where == lane],
             _start(lanes, lane, micros),
             _groups(lanes, micros),
         )
         forwards = [
-            Action("F", stage, micro) for group in groups for stage in mine for micro in group
+            Action("F", stage, micro)
+            for group in groups
+            for stage in lane_stages
+            for micro in group
         ]
         backwards = [
             Action("B", stage, micro)
             for group in groups
-            for stage in reversed(mine)
+            for stage in reversed(lane_stages)
             for micro in group
         ]
         row = forwards[:warm]

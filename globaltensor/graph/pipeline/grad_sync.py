@@ -22,7 +22,7 @@ class Grads:
     Every rank has the same parameters in the same order."""
 
     def __init__(self) -> None:
-        self._told: tuple[list[int], frozenset[int]] | None = (
+        self._with_grad: tuple[list[int], frozenset[int]] | None = (
             None  # ids of the parameters; indices of those that get a gradient on some rank
         )
 
@@ -37,15 +37,17 @@ class Grads:
             isinstance(p, GlobalTensor) and p.placement.coordinate(rank) is None for p in parameters
         ]
         ids = [id(p) for p in parameters]
-        if self._told is None or self._told[0] != ids:
-            here = world()
-            mine = [
+        if self._with_grad is None or self._with_grad[0] != ids:
+            this_world = world()
+            own_indices = [
                 i
                 for i, (p, away) in enumerate(zip(parameters, elsewhere, strict=True))
                 if not away and p.grad is not None
             ]
-            everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
-            self._told = ids, frozenset(i for found in everyone for i in found)
+            everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+                own_indices, "the gradients of a pipeline's stages"
+            )
+            self._with_grad = ids, frozenset(i for indices in everyone for i in indices)
         for i, (p, away) in enumerate(zip(parameters, elsewhere, strict=True)):
-            if away and i in self._told[1]:
+            if away and i in self._with_grad[1]:
                 p.grad = GlobalTensor.wrap(placeholder(p._spec), p._spec)  # type: ignore[attr-defined]

@@ -21,17 +21,19 @@ def measured(pipeline: Pipeline, path: str | os.PathLike[str] | None = None) -> 
 
     With ``path``, rank 0 writes a trace there. The trace also holds the simulator's prediction from
     the run's own costs, a line for each lane. Collective among all ranks."""
-    here, ranks = world(), sorted(pipeline.lanes)
-    mine = [(*span.action, span.start, span.end) for span in pipeline.spans], pipeline.stepped
-    everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
+    this_world, ranks = world(), sorted(pipeline.lanes)
+    own_run = [(*span.action, span.start, span.end) for span in pipeline.spans], pipeline.stepped
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        own_run, "measured_timeline"
+    )
     spans, steps = [], []
     for i, rank in enumerate(ranks):
-        found, step = everyone[rank]
-        spans += [Span(i, Action(*action), start, end) for *action, start, end in found]
+        rank_spans, step = everyone[rank]
+        spans += [Span(i, Action(*action), start, end) for *action, start, end in rank_spans]
         if step is not None:
             steps.append((i, *step))
     line = timeline(spans, steps, [f"rank {rank}" for rank in ranks])
-    if path is not None and here.rank == 0:
+    if path is not None and this_world.rank == 0:
         seconds: dict[int, list[float]] = {lane: [] for lane in range(len(pipeline.schedule.rows))}
         for i, start, end in steps:
             seconds[pipeline.lanes[ranks[i]]].append(end - start)

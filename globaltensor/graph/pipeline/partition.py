@@ -23,6 +23,7 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
 from ..capture.capture import CaptureResult
+from ..capture.dry_world import GRAPH
 from ..passes.alias_analysis import AliasSets
 from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
 from .stage_assignment import stages_of_nodes
@@ -89,7 +90,7 @@ class StagePartitioner:
         placements: Sequence[Placement],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        self.captured, self.placements, self.given = captured, placements, inputs
+        self.captured, self.placements, self.call_inputs = captured, placements, inputs
         self.rank = world().rank
         self.held = [k for k, p in enumerate(placements) if p.coordinate(self.rank) is not None]
         self.parts: dict[int, StagePart] = {}
@@ -156,17 +157,17 @@ class StagePartitioner:
             _place(always[loss[0]], ("loss",))
         # A value that a stage must provide may come from another stage in turn. Repeat until no
         # stage needs more.
-        told: dict[int, list[Need]] = {k: [] for k in always}
+        stage_needs: dict[int, list[Need]] = {k: [] for k in always}
         while True:
             outputs = {k: list(keys) for k, keys in always.items()}
             for k in always:
-                for need in told[k]:
+                for need in stage_needs[k]:
                     if need.source >= 0:
                         _place(outputs[need.source], need.key)
-            before, told = told, self._told(outputs, values)
-            if told == before:
+            before, stage_needs = stage_needs, self._gather_needs(outputs, values)
+            if stage_needs == before:
                 break
-        edges, fed = self._edges(told, outputs)
+        edges, fed = self._edges(stage_needs, outputs)
         for part in self.parts.values():
             part.outputs = outputs[part.number]
             if loss is not None and loss[0] == part.number:
@@ -181,20 +182,20 @@ class StagePartitioner:
         The program has the stage's own nodes, and the nodes without a stage that those or the
         outputs need."""
         roots = [self._output(key, values) for key in part.wanted]
-        mine = [
+        own_nodes = [
             n
             for n in self.nodes
             if self.stages[n] == part.number and n.op != "output" and not self._special(n)
         ]
-        floating = self._floating(part, [*mine, *roots])
+        floating = self._floating(part, [*own_nodes, *roots])
         leaving: dict[fx.Node, list[Key]] = {}
         for key in part.wanted:
             leaving.setdefault(self._leaves_at(key, part), []).append(key)
-        here = set(mine)
+        own_node_set = set(own_nodes)
         for node in self.nodes:
             for key in leaving.get(node, ()):
                 part.leaving[key] = self._leaving(part, key, values)
-            if node in here or node in floating:
+            if node in own_node_set or node in floating:
                 self._emit(node, part)
         outs = [part.leaving[key] for key in part.wanted]
         self._switch(part, (True, part.now[1]) if part.now[0] is False else part.now)
@@ -207,7 +208,7 @@ class StagePartitioner:
         """Return the calls without a stage that ``roots`` need.
 
         Calls that write into the memory of these are included."""
-        found: set[fx.Node] = set()
+        floating: set[fx.Node] = set()
         todo, seen = list(roots), set[fx.Node]()
         while todo:
             node = todo.pop()
@@ -216,11 +217,11 @@ class StagePartitioner:
             seen.add(node)
             todo += node.all_input_nodes
             if self.stages[node] is None and node.op.startswith("call_"):
-                found.add(node)
+                floating.add(node)
                 todo += [
                     w for w in self.writers.get(self.memory.of(node), ()) if self.stages[w] is None
                 ]
-        return found
+        return floating
 
     def _leaves_at(self, key: Key, part: StagePart) -> fx.Node:
         """Return the node before which a value leaves the stage.
@@ -246,12 +247,12 @@ class StagePartitioner:
 
     def _loss(self) -> tuple[int, fx.Node, Spec] | None:
         """Return the stage, the node and the spec of the tensor on which backward() is called."""
-        found = [node for node in self.nodes if node.target is backward]
+        backward_calls = [node for node in self.nodes if node.target is backward]
         for node in self.captured.logical.nodes:
-            given = (
+            gradient_args = (
                 [*node.args[1:2], node.kwargs.get("gradient")] if node.target == "backward" else ()
             )
-            if any(v is not None for v in given):
+            if any(v is not None for v in gradient_args):
                 raise GraphError(
                     f"backward(gradient) in a pipeline: multiply the loss by it, sum, and call "
                     f"backward()\n  {node.meta.get('where', '')}"
@@ -263,10 +264,10 @@ class StagePartitioner:
                     f"gradients in a hook of the optimizer (optimizer.register_step_pre_hook)\n  "
                     f"{node.meta.get('where', '')}"
                 )
-        if not found:
+        if not backward_calls:
             return None
-        tensors: Any = found[0].args[0]
-        if len(found) > 1 or len(tensors) != 1:
+        tensors: Any = backward_calls[0].args[0]
+        if len(backward_calls) > 1 or len(tensors) != 1:
             raise GraphError(
                 "a pipeline has one loss, of which backward() is called once: add the losses and "
                 "call backward() of the sum"
@@ -340,7 +341,7 @@ class StagePartitioner:
 
     def _input(self, node: fx.Node, part: StagePart) -> fx.Node:
         number, where = self.inputs[node], self.placements[part.number]
-        t = self.given[number]
+        t = self.call_inputs[number]
         if isinstance(t, GlobalTensor):
             spec = t._spec
             if spec.placement is not where:
@@ -353,22 +354,22 @@ class StagePartitioner:
         return self.need(node, part, Need(("input", number), -1, spec, spec, False))
 
     def need(self, node: fx.Node, part: StagePart, need: Need) -> fx.Node:
-        found = part.inputs.get(need.key)
-        if found is None:
-            found = part.inputs[need.key] = self._placeholder(
+        input_node = part.inputs.get(need.key)
+        if input_node is None:
+            input_node = part.inputs[need.key] = self._placeholder(
                 part, None, f"from_{'_'.join(map(str, need.key))}"
             )
-            found.meta.update(val=node.meta.get("val"))
+            input_node.meta.update(val=node.meta.get("val"))
             part.needs.append(need)
-        part.known[node] = found
+        part.known[node] = input_node
         if any(
             self.stages[w] in (None, part.number)
             for w in self.writers.get(self.memory.of(node), ())
         ):
             # A received value is a leaf, which may be read again. The program therefore writes into
             # a copy.
-            found = part.known[node] = part.graph.call_method("clone", (found,))
-            found.meta.update(
+            input_node = part.known[node] = part.graph.call_method("clone", (input_node,))
+            input_node.meta.update(
                 val=node.meta.get("val"),
                 effect=False,
                 calls=1,
@@ -376,7 +377,7 @@ class StagePartitioner:
                 module="",
                 region=None,
             )
-        return found
+        return input_node
 
     def _crossing(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return the result of a boxing between placements: it is an input of this stage."""
@@ -433,12 +434,12 @@ class StagePartitioner:
     # Edges and results
 
     def _edges(
-        self, told: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]
+        self, stage_needs: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]
     ) -> tuple[list[Edge], dict[tuple[int, int], int]]:
         edges: list[Edge] = []
         fed = {}
         for k in range(len(self.placements)):
-            for i, need in enumerate(told[k]):
+            for i, need in enumerate(stage_needs[k]):
                 if need.source < 0:
                     fed[k, i] = need.key[1]
                     edges.append(Edge(-1, 0, k, i, need.src, need.dst, False))
@@ -489,26 +490,28 @@ class StagePartitioner:
             results.append((node, spec))
         return results
 
-    def _told(
+    def _gather_needs(
         self, outputs: Mapping[int, list[Key]], values: Mapping[Key, fx.Node]
     ) -> dict[int, list[Need]]:
         """Build this rank's parts, with ``outputs``, and return the inputs that each stage needs.
 
         The inputs of a stage come from a rank that holds it. Raises GraphError on all ranks, or on
         none."""
-        mine: dict[int, list[Need]] | str = {}
+        own_needs: dict[int, list[Need]] | str = {}
         try:
             self.parts = {k: StagePart(k, wanted=outputs[k]) for k in self.held}
             for part in self.parts.values():
                 self._emitted(part, values)
-            mine = {k: part.needs for k, part in self.parts.items()}
+            own_needs = {k: part.needs for k, part in self.parts.items()}
         except GraphError as error:
-            mine = str(error)
-        here = world()
+            own_needs = str(error)
+        this_world = world()
         everyone = (
-            here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+            this_world.comm(tuple(range(this_world.size))).all_gather_object(own_needs, GRAPH)
+            if this_world.size > 1
+            else [own_needs]
         )
-        failed = next((r for r, told in enumerate(everyone) if isinstance(told, str)), None)
+        failed = next((r for r, reply in enumerate(everyone) if isinstance(reply, str)), None)
         if failed is not None:
             raise GraphError(everyone[failed])
         return {

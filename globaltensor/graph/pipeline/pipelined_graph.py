@@ -33,15 +33,15 @@ def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the lane of each stage: stages that share ranks share a lane."""
     groups: list[set[int]] = []
     for p in placements:
-        mine = set(p.flat)
-        near = [g for g in groups if g & mine]
-        groups = [g for g in groups if not g & mine] + [mine.union(*near)]
-    found: list[set[int]] = []
+        ranks = set(p.flat)
+        near = [g for g in groups if g & ranks]
+        groups = [g for g in groups if not g & ranks] + [ranks.union(*near)]
+    lane_groups: list[set[int]] = []
     for p in placements:
         group = next(g for g in groups if p.flat[0] in g)
-        if group not in found:
-            found.append(group)
-    return tuple(found.index(next(g for g in groups if p.flat[0] in g)) for p in placements)
+        if group not in lane_groups:
+            lane_groups.append(group)
+    return tuple(lane_groups.index(next(g for g in groups if p.flat[0] in g)) for p in placements)
 
 
 class _Turn:
@@ -171,16 +171,16 @@ class PipelinedGraph:
         }
         for (stage, number), source in self.fed.items():
             if stage in inputs:
-                for i, given in enumerate(micros):
-                    inputs[stage][i][number] = given[source]
+                for i, micro_inputs in enumerate(micros):
+                    inputs[stage][i][number] = micro_inputs[source]
         if self.turn.draws:
             self.turn.first = draws.reserve_keys(self.turn.draws * len(micros))
-        found = self.pipeline.run(inputs, scale)
+        stage_outputs = self.pipeline.run(inputs, scale)
         out = []
         for i in range(len(micros)):
             row = []
             for (stage, number), spec in zip(self.results, self.specs, strict=True):
-                value = found[stage][i][number] if stage in found else None
+                value = stage_outputs[stage][i][number] if stage in stage_outputs else None
                 row.append(placeholder(spec) if value is None else value)
             out.append(row)
         return out

@@ -52,24 +52,24 @@ class Pipeline:
         credits: int = 2,
         trace: bool = False,
     ) -> None:
-        here = world()
-        _check(stages, placements, edges, schedule, credits, here.rank)
+        this_world = world()
+        _check(stages, placements, edges, schedule, credits, this_world.rank)
         self.stages, self.schedule, self.trace = dict(stages), schedule, trace
         self.spans: list[Span] = []
-        self._here = here
+        self._world = this_world
         self.lanes = lanes = lane_of([p.flat for p in placements], schedule)
         #: Pairs of stages (source, target) between which values cross; start and end of the
         #: optimizer steps after a run.
         self.crossing = {(e.source, e.target) for e in edges if e.source >= 0}
         self.stepped: tuple[float, float] | None = None
-        self._lane = lanes.get(here.rank, -1)
+        self._lane = lanes.get(this_world.rank, -1)
         self._row = (
             [action for action in schedule.rows[self._lane] if action.stage in self.stages]
             if self.stages
             else []
         )
         self._split = {action.stage for action in self._row if action.kind == "I"}
-        self._transfer = Transfer(here, edges, schedule, lanes, credits)
+        self._transfer = Transfer(this_world, edges, schedule, lanes, credits)
         values = {r.number: r for r in self._transfer.routes if not r.back}
         #: The route of each input of a stage; None: the call.
         self._into = {
@@ -107,11 +107,11 @@ class Pipeline:
             return {}
         if self._failed:
             raise WorldError(
-                f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of "
+                f"rank {self._world.rank}: this pipeline has failed ({self._failed}); messages of "
                 "the failed run may still be in transit: create a new world"
             )
         _check_inputs(inputs or {}, self._into, self.schedule.micros)
-        found: dict[int, list[tuple[Tensor | None, ...]]] = {
+        outputs: dict[int, list[tuple[Tensor | None, ...]]] = {
             k: [()] * self.schedule.micros for k in self.stages
         }
         self.spans, self.stepped = [], None
@@ -121,7 +121,7 @@ class Pipeline:
                 self._mark = self._clock() if self.trace else 0.0
                 for action in self._row:
                     if action.kind == "F":
-                        found[action.stage][action.micro] = self._forward(action, inputs or {})
+                        outputs[action.stage][action.micro] = self._forward(action, inputs or {})
                     else:
                         self._backward(action, loss_scale)
                 self._transfer.finish()
@@ -131,21 +131,21 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.forget()
             raise
-        return found
+        return outputs
 
     def _forward(self, action: Action, inputs: Inputs) -> tuple[Tensor | None, ...]:
         _, stage, micro = action
         routes = self._into[stage]
-        given = [
+        stage_inputs = [
             inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro)
             for i, route in enumerate(routes)
         ]
         start = self._start()
         self._transfer.go_on()
         outputs = self.stages[stage].forward(
-            micro, given, self.schedule.trains, stage in self._split
+            micro, stage_inputs, self.schedule.trains, stage in self._split
         )
-        del given
+        del stage_inputs
         if len(outputs) <= max(self._taken[stage], default=-1):
             raise ScheduleError(
                 f"stage {stage} returns {len(outputs)} outputs; an edge uses output number "
@@ -177,7 +177,9 @@ class Pipeline:
             grads[output] = grads[output].add_(grad) if output in grads else grad
         start = self._start()
         self._transfer.go_on()
-        found = (stage.backward if kind == "B" else stage.backward_input)(micro, grads, loss_scale)
+        input_grads = (stage.backward if kind == "B" else stage.backward_input)(
+            micro, grads, loss_scale
+        )
         grads.clear()
         leaving = self._transfer.leaving(kind, number)
         # The duals of broadcast inputs are summed within the stage, by all its ranks in the same
@@ -185,7 +187,7 @@ class Pipeline:
         self._hand_over(
             action,
             start,
-            [(route, self._settled(route, found.pop(route.edge.input))) for route in leaving],
+            [(route, self._settled(route, input_grads.pop(route.edge.input))) for route in leaving],
         )
 
     def _hand_over(self, action: Action, start: float, values: list[tuple[Route, Tensor]]) -> None:
@@ -222,7 +224,7 @@ class Pipeline:
     def _clock(self) -> float:
         # Work queued on a device has no time of its own, so a trace waits for it.
         for kind in self._devices:
-            torch.accelerator.synchronize(self._here.device(kind))
+            torch.accelerator.synchronize(self._world.device(kind))
         return time.time()
 
     def _done(self, action: Action, start: float) -> None:
@@ -244,10 +246,10 @@ def _check(
             f"the schedule {schedule.name} is for {schedule.stages} stages, but there are "
             f"{len(placements)} placements"
         )
-    mine = [k for k, p in enumerate(placements) if p.coordinate(rank) is not None]
-    if sorted(stages) != mine:
+    own_stages = [k for k, p in enumerate(placements) if p.coordinate(rank) is not None]
+    if sorted(stages) != own_stages:
         raise ScheduleError(
-            f"rank {rank} is in the placements of stages {mine}, but was passed stages "
+            f"rank {rank} is in the placements of stages {own_stages}, but was passed stages "
             f"{sorted(stages)}"
         )
     if credits < 1:
@@ -316,8 +318,8 @@ def _check_inputs(inputs: Inputs, into: Mapping[int, Sequence[Route | None]], mi
         wanted = {i for i, route in enumerate(routes) if route is None}
         rows = inputs.get(stage, ())
         if wanted and (len(rows) != micros or any(not wanted <= set(row) for row in rows)):
-            given = [sorted(row) for row in rows]
+            passed_numbers = [sorted(row) for row in rows]
             raise ScheduleError(
                 f"stage {stage} needs its inputs {sorted(wanted)} from the call for each of "
-                f"{micros} micro-batches; the call passes {given}"
+                f"{micros} micro-batches; the call passes {passed_numbers}"
             )

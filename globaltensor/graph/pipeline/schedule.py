@@ -140,14 +140,14 @@ class Schedule:
 def _read(data: Any, path: str) -> Schedule:
     keys = ("name", "lanes", "micros", "rows")
     if not isinstance(data, dict) or set(data) != set(keys):
-        found = (
+        description = (
             f"the keys {', '.join(map(repr, data)) or 'none'}"
             if isinstance(data, dict)
             else type(data).__name__
         )
         raise ScheduleError(
             f"{path}: a schedule is an object with the keys {', '.join(map(repr, keys))}, but "
-            f"this has {found}"
+            f"this has {description}"
         )
     name, lanes, micros, rows = (data[key] for key in keys)
     if not isinstance(name, str):
@@ -235,12 +235,12 @@ def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Sc
     >>> schedule("GPipe", [0, 1], micros=2).rows[1]
     (Action(kind='F', stage=1, micro=0), Action(kind='F', stage=1, micro=1), Action(kind='B', stage=1, micro=0), Action(kind='B', stage=1, micro=1))
     """  # noqa: E501
-    found, where, count = find(name, lanes, micros, options)
+    schedule_family, where, count = find(name, lanes, micros, options)
     return Schedule(
-        found.name,
+        schedule_family.name,
         len(where),
         count,
-        tuple(tuple(row) for row in found.rows(where, count, **options)),
+        tuple(tuple(row) for row in schedule_family.rows(where, count, **options)),
         where,
     )
 
@@ -297,20 +297,20 @@ def find(
     """Return the family of this name, with the checked lanes and micros.
 
     Raises ScheduleError where `schedule` does."""
-    found, where, count = _named(name), _lanes(lanes), _micros(micros)
-    if not found.fits(where):
+    schedule_family, where, count = _named(name), _lanes(lanes), _micros(micros)
+    if not schedule_family.fits(where):
         able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
         raise ScheduleError(
-            f"{found.name} needs {found.layout}; the stages are on lanes {list(where)}. For these "
-            f"there are: {able}"
+            f"{schedule_family.name} needs {schedule_family.layout}; the stages are on lanes "
+            f"{list(where)}. For these there are: {able}"
         )
-    unknown = sorted(set(options) - found.options)
+    unknown = sorted(set(options) - schedule_family.options)
     if unknown:
         raise ScheduleError(
-            f"{found.name} has no option {', '.join(unknown)}: it has "
-            f"{', '.join(sorted(found.options)) or 'none'}"
+            f"{schedule_family.name} has no option {', '.join(unknown)}: it has "
+            f"{', '.join(sorted(schedule_family.options)) or 'none'}"
         )
-    return found, where, count
+    return schedule_family, where, count
 
 
 def _named(name: str) -> Family:

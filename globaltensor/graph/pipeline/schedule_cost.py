@@ -1,7 +1,7 @@
-"""The time of a step by each schedule, in closed form: what its pipeline waits for.
+"""Formulas for the time of a training step under each pipeline schedule.
 
-The search over stages (auto/inter_op) prices plans with these formulas, before it simulates the
-best of them. `simulate` runs a schedule on a clock.
+The search over stages (auto/inter_op) computes the time of every plan by these formulas. It then
+simulates only the best plans. `simulate` runs a schedule on a simulated clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["COUNTS_FILLING", "PRICED", "bubble_left", "filling", "modelled", "us
 
 #: Schedules that these formulas know.
 PRICED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved", "zb-v")
-#: Schedules whose formula contains the time of all stages, for the first micro-batch.
+#: Schedules whose formula contains the time of the first micro-batch in all stages.
 COUNTS_FILLING = ("1f1b", "gpipe")
 
 
@@ -36,13 +36,18 @@ def bubble_left(schedule: str, stages: int, micros: int) -> float:
     >>> bubble_left("1f1b", 4, 8), bubble_left("interleaved", 4, 8)
     (1.0, 0.5)
     """
-    short = max(0.0, 1 - micros / (2 * stages - 1))
+    short = _shortage(stages, micros)
     return {
         "interleaved": 0.5,
         "zb-h1": 1 / 3,
         "zb-h2": (1 + short) / 3,
         "zb-v": (0.5 + short) / 3,
     }.get(schedule, 1.0)
+
+
+def _shortage(stages: int, micros: int) -> float:
+    """Return the fraction of 2 p - 1 micro-batches that a step on p stages lacks."""
+    return max(0.0, 1 - micros / (2 * stages - 1))
 
 
 def modelled(
@@ -56,18 +61,19 @@ def modelled(
 ) -> float:
     """Return the time of a step by a schedule's formula.
 
-    Every lane works through all micro-batches; before and after, the pipeline fills and drains.
-    There are p lanes and m micro-batches. A stage takes t seconds for each micro-batch, and u
-    seconds once a step.
+    Every lane runs all micro-batches. The pipeline fills before and drains afterwards. There are p
+    lanes and m micro-batches. A stage takes t seconds for each micro-batch, and u seconds once a
+    step.
 
-    1f1b and gpipe take the sum of t + the maximum of (m - 1) t + u. The other schedules take the
-    busiest lane's m t + u, and a bubble:
+    The time of 1f1b and gpipe is the sum of t plus the maximum of (m - 1) t + u. The time of the
+    other schedules is m t + u of the busiest lane, plus a bubble:
 
-    - interleaved, with v chunks a lane: (p - 1) / v stages' t.
-    - zb-h1, where the backward of weights fills the rest: p - 1 stages' forward.
-    - zb-v: half the bubble of zb-h1. Its lanes start one after the other as soon as half of a stage
-      has gone forward. This holds from 2 p - 1 micro-batches on; with fewer the bubble is larger.
-    - zb-h2, as it is simulated, gains nothing over zb-h1 in a single step.
+    - interleaved: with v chunks a lane, the bubble is t of (p - 1) / v stages.
+    - zb-h1: the bubble is the forward time of p - 1 stages, because the backward of weights fills
+      the rest.
+    - zb-v: the bubble is half that of zb-h1, because a lane starts when half a stage has run its
+      forward. With fewer than 2 p - 1 micro-batches the bubble is larger.
+    - zb-h2: in a single step its simulated time is not less than that of zb-h1.
     """
     count = max(lanes) + 1
     work = [
@@ -78,7 +84,7 @@ def modelled(
         sum(u for u, where in zip(steps, lanes, strict=True) if where == lane)
         for lane in range(count)
     ]
-    if schedule in ("1f1b", "gpipe"):
+    if schedule in COUNTS_FILLING:
         return (
             sum(work)
             + max((micros - 1) * t + u for t, u in zip(work, own, strict=True))
@@ -95,12 +101,11 @@ def modelled(
 def filling(
     schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float
 ) -> float:
-    """Return the seconds of a step for which a lane waits.
+    """Return the seconds for which a lane waits in a step.
 
-    ``work`` is seconds of a micro-batch in all stages together, ``forward`` those of its forward
-    pass.
+    ``work``: seconds of one micro-batch in all stages. ``forward``: seconds of its forward pass.
     """
-    short = max(0.0, 1 - micros / (2 * stages - 1))
+    short = _shortage(stages, micros)
     if schedule == "zb-h2":
         return forward * ((stages - 1) + short * (stages - 2)) / stages
     each = {

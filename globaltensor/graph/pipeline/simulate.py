@@ -117,16 +117,16 @@ def _costs(costs: Mapping[Any, float]) -> Callable[[Action], float]:
 
     def cost(action: Action) -> float:
         kind, stage, micro = action
-        found = of(kind, stage, micro)
-        if found is None and kind == "B":
+        seconds = of(kind, stage, micro)
+        if seconds is None and kind == "B":
             inputs, weights = of("I", stage, micro), of("W", stage, micro)
-            found = None if inputs is None or weights is None else inputs + weights
-        if found is None:
+            seconds = None if inputs is None or weights is None else inputs + weights
+        if seconds is None:
             raise ScheduleError(
                 f"costs lack {kind} of stage {stage}: give it as ({kind!r}, {stage}), or {kind!r} "
                 f"for all stages"
             )
-        return found
+        return seconds
 
     return cost
 
@@ -141,7 +141,9 @@ def _transfer(transfer: float | Mapping[tuple[int, int], float]) -> Callable[[in
     return travel
 
 
-def _peak_bytes(schedule: Schedule, whole: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
+def _peak_bytes(
+    schedule: Schedule, whole: Sequence[int], held_for_weight: Sequence[int]
+) -> tuple[int, ...]:
     peaks = []
     for row in schedule.rows:
         now = peak = 0
@@ -149,8 +151,8 @@ def _peak_bytes(schedule: Schedule, whole: Sequence[int], kept: Sequence[int]) -
             now += {
                 "F": whole[stage],
                 "B": -whole[stage],
-                "I": kept[stage] - whole[stage],
-                "W": -kept[stage],
+                "I": held_for_weight[stage] - whole[stage],
+                "W": -held_for_weight[stage],
             }[kind]
             peak = max(peak, now)
         peaks.append(peak if schedule.trains else max((whole[a.stage] for a in row), default=0))

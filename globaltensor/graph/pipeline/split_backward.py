@@ -188,16 +188,15 @@ def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
 # autograd graph. So the hook that records gradients is on the product itself.
 
 
+def _is_real_matrix_product(input: Tensor, weight: Tensor) -> bool:
+    """Return whether ``weight`` is a matrix, ``input`` has a dim, and both are real."""
+    return weight.ndim == 2 and input.ndim > 0 and not (weight.is_complex() or input.is_complex())
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
     later = _deferring(weight)
-    if (
-        later is None
-        or weight.ndim != 2
-        or not input.ndim
-        or weight.is_complex()
-        or input.is_complex()
-    ):
+    if later is None or not _is_real_matrix_product(input, weight):
         return F.linear(input, weight, bias)
     return _product(_cast(input), weight, bias, False, later)
 
@@ -205,13 +204,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.matmul. A second factor ``[k, n]`` that is a leaf counts as the weight."""
     later = _deferring(other)
-    if (
-        later is None
-        or other.ndim != 2
-        or not input.ndim
-        or other.is_complex()
-        or input.is_complex()
-    ):
+    if later is None or not _is_real_matrix_product(input, other):
         return torch.matmul(input, other)
     return _product(_cast(input), other, None, True, later)
 
@@ -452,14 +445,14 @@ class _Convolution(torch.autograd.Function):
                 )
             )
         now = [wanted[0], wanted[1] and not put_off[0], wanted[2] and not put_off[1]]
-        found = (
+        computed_grads = (
             _convolution_grads(grad, x, weight, ctx.how, now) if any(now) else (None, None, None)
         )
         like = (x, weight, bias)
         return (
             *(
                 g.to(t.dtype) if wants else None
-                for g, t, wants in zip(found, like, now, strict=True)
+                for g, t, wants in zip(computed_grads, like, now, strict=True)
             ),
             None,
             None,
@@ -491,10 +484,10 @@ def _convolution_later(
     def work() -> None:
         # Only shape and dtype of the weight matter here.
         stand_in = grad.new_empty(1).expand(shape) if weight is None else weight.detach()
-        found = _convolution_grads(
+        grads = _convolution_grads(
             grad, x, stand_in, how, [False, weight is not None, bias is not None]
         )
-        for leaf, g in ((weight, found[1]), (bias, found[2])):
+        for leaf, g in ((weight, grads[1]), (bias, grads[2])):
             if leaf is not None:
                 _arrive(leaf, g)
 

@@ -24,7 +24,7 @@ from .split_backward import DeferredWeightGrads
 __all__ = ["Stage"]
 
 
-class _Kept:
+class _SavedForward:
     """The saved state of a micro-batch.
 
     It holds the inputs that get gradients, and the places of the outputs in the autograd graph, but
@@ -74,13 +74,13 @@ class Stage:
         loss: tuple[int, Spec] | None = None,
     ) -> None:
         self.function, self.differentiable, self.loss = function, frozenset(differentiable), loss
-        self._kept: dict[int, _Kept] = {}
+        self._saved: dict[int, _SavedForward] = {}
         self._later: dict[int, DeferredWeightGrads] = {}
 
     @property
     def micros(self) -> tuple[int, ...]:
         """The micro-batches with saved state, for a backward or for weights, in order."""
-        return tuple(sorted({*self._kept, *self._later}))
+        return tuple(sorted({*self._saved, *self._later}))
 
     def forward(
         self, micro: int, inputs: Sequence[Tensor], train: bool = True, split: bool = False
@@ -91,14 +91,16 @@ class Stage:
         if not train:
             with torch.no_grad(), _same_after():
                 return tuple(self.function(*inputs))
-        given = [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)]
+        detached_inputs = [
+            t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)
+        ]
         later = DeferredWeightGrads() if split else None
         with (
             torch.enable_grad(),
             _same_after(),
             later.recording() if later is not None else contextlib.nullcontext(),
         ):
-            outputs = tuple(self.function(*given))
+            outputs = tuple(self.function(*detached_inputs))
         # A gradient edge holds the graph, not the tensor. So an output that was sent takes no
         # memory here, unless an op has saved it.
         roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
@@ -106,8 +108,8 @@ class Stage:
         if self.loss is not None:
             number, spec = self.loss
             start = initial_cotangent(GlobalTensor.wrap(outputs[number].detach(), spec), None)
-        leaves = {i: t for i, t in enumerate(given) if i in self.differentiable}
-        self._kept[micro] = _Kept(leaves, roots, later, start)
+        leaves = {i: t for i, t in enumerate(detached_inputs) if i in self.differentiable}
+        self._saved[micro] = _SavedForward(leaves, roots, later, start)
         return tuple(t.detach() for t in outputs)
 
     def backward(
@@ -119,11 +121,11 @@ class Stage:
         ``grads`` holds gradients by output, in the dual of the output's spec (partial for a
         broadcast one). The results have dual specs too.
         """
-        kept = self._kept.pop(micro)
-        found = self._backward(kept, grads, loss_scale)
-        if kept.later is not None:
-            kept.later.run()
-        return found
+        saved = self._saved.pop(micro)
+        input_grads = self._backward(saved, grads, loss_scale)
+        if saved.later is not None:
+            saved.later.run()
+        return input_grads
 
     def backward_input(
         self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0
@@ -132,10 +134,10 @@ class Stage:
 
         Weights whose gradients can wait (`DeferredWeightGrads`) get them from `backward_weight`.
         Activations are freed, except those that `backward_weight` needs."""
-        kept = self._kept.pop(micro)
-        later = self._later[micro] = DeferredWeightGrads() if kept.later is None else kept.later
+        saved = self._saved.pop(micro)
+        later = self._later[micro] = DeferredWeightGrads() if saved.later is None else saved.later
         with later.holding():
-            return self._backward(kept, grads, loss_scale)
+            return self._backward(saved, grads, loss_scale)
 
     def backward_weight(self, micro: int) -> None:
         """Compute the weight gradients that `backward_input` left, and free the saved state."""
@@ -143,27 +145,31 @@ class Stage:
 
     def forget(self) -> None:
         """Drop all saved state after a run has failed."""
-        self._kept.clear()
+        self._saved.clear()
         self._later.clear()
 
     def _backward(
-        self, kept: _Kept, grads: Mapping[int, Tensor], loss_scale: float
+        self, saved: _SavedForward, grads: Mapping[int, Tensor], loss_scale: float
     ) -> dict[int, Tensor]:
         start: list[tuple[Any, Tensor]] = [
-            (root, grads[i]) for i, root in enumerate(kept.roots) if root is not None and i in grads
+            (root, grads[i])
+            for i, root in enumerate(saved.roots)
+            if root is not None and i in grads
         ]
         if (
             self.loss is not None
-            and kept.seed is not None
-            and (root := kept.roots[self.loss[0]]) is not None
+            and saved.seed is not None
+            and (root := saved.roots[self.loss[0]]) is not None
         ):
-            start.append((root, kept.seed * loss_scale))
-        kept.roots = []
+            start.append((root, saved.seed * loss_scale))
+        saved.roots = []
         if start:
             try:
                 # The second forward pass of a checkpoint must be like its first.
                 with (
-                    kept.later.recording() if kept.later is not None else contextlib.nullcontext(),
+                    saved.later.recording()
+                    if saved.later is not None
+                    else contextlib.nullcontext(),
                     in_this_thread(),
                 ):
                     torch.autograd.backward(
@@ -176,5 +182,5 @@ class Stage:
         # For an input that reached no output, all ranks of the stage still have to send zeros.
         return {
             i: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for i, leaf in kept.leaves.items()
+            for i, leaf in saved.leaves.items()
         }

@@ -36,43 +36,50 @@ def stages_of_nodes(
     an exception: they are drawn once, in the first stage that uses them. ``boxes`` are the boxings
     between placements. Raises GraphError for a tensor on a placement without a stage.
     """
-    found: dict[fx.Node, int | None] = {}
+    stage_of: dict[fx.Node, int | None] = {}
     nodes = list(captured.program.nodes)
-    given = {node: not isinstance(t, GlobalTensor) for node, t in zip(nodes, inputs, strict=False)}
-    plain = _plain(nodes, given, memory)
+    plain_inputs = {
+        node: not isinstance(t, GlobalTensor) for node, t in zip(nodes, inputs, strict=False)
+    }
+    plain = _plain(nodes, plain_inputs, memory)
     calls = _stages_of_calls(captured.logical, placements)
     for node in nodes:
         if node.op in _NO_CALL or node in plain:
-            found[node] = None
+            stage_of[node] = None
             continue
         own = calls.get(node.meta.get("call", -1), node.meta.get("stage"))
         if own is None:
             own = max(
-                (s for a in node.all_input_nodes if (s := found[a]) is not None), default=None
+                (s for a in node.all_input_nodes if (s := stage_of[a]) is not None), default=None
             )
-        found[node] = own
+        stage_of[node] = own
     for node in reversed(nodes):
-        if found[node] is None and node.meta.get("random") and node not in boxes:
-            found[node] = min((s for u in node.users if (s := found[u]) is not None), default=None)
-    return found
+        if stage_of[node] is None and node.meta.get("random") and node not in boxes:
+            stage_of[node] = min(
+                (s for u in node.users if (s := stage_of[u]) is not None), default=None
+            )
+    return stage_of
 
 
-def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSets) -> set[fx.Node]:
+def _plain(
+    nodes: Sequence[fx.Node], plain_inputs: dict[fx.Node, bool], memory: AliasSets
+) -> set[fx.Node]:
     """Return the nodes that follow from constants and plain inputs alone.
 
-    Their values are the same each time. ``given`` states for each input whether it is plain."""
-    found: set[fx.Node] = set()
+    Their values are the same each time. ``plain_inputs`` states for each input whether it is
+    plain."""
+    plain_nodes: set[fx.Node] = set()
     tainted: set[Any] = set()  # memory that other nodes write to
     while True:
         before = len(tainted)
-        found.clear()
+        plain_nodes.clear()
         for node in nodes:
-            ours = given.get(node, False) or node.op == "get_attr"
+            ours = plain_inputs.get(node, False) or node.op == "get_attr"
             if node.op in ("call_function", "call_method"):
                 ours = (
                     not isinstance(node.target, ProgramCall)
                     and not node.meta.get("random")
-                    and all(a in found for a in node.all_input_nodes)
+                    and all(a in plain_nodes for a in node.all_input_nodes)
                 )
                 ours = ours and not any(
                     t.requires_grad for t in tensors_in(node.meta.get("val"), [])
@@ -81,20 +88,20 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSe
                 # of a rank outside the placement.
                 ours = ours and "spec" not in node.meta
             if ours and memory.of(node) not in tainted:
-                found.add(node)
+                plain_nodes.add(node)
             else:
                 tainted |= memory.writes(node)
         if len(tainted) == before:
-            return found
+            return plain_nodes
 
 
 def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict[int, int | None]:
     """Return the stage of each of the user's calls, by its number."""
-    found: dict[fx.Node, int | None] = {}
+    stage_of: dict[fx.Node, int | None] = {}
     floating: list[fx.Node] = []
     for node in logical.nodes:
         if node.op not in ("call_function", "call_method"):
-            found[node] = node.meta.get("starts")
+            stage_of[node] = node.meta.get("starts")
             continue
         where = _placement(node)
         stage = node.meta.get("stage")
@@ -103,7 +110,7 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
                 (
                     s
                     for a in node.all_input_nodes
-                    if (s := a.meta.get("starts", found[a])) is not None
+                    if (s := a.meta.get("starts", stage_of[a])) is not None
                 ),
                 default=None,
             )
@@ -115,18 +122,19 @@ def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict
                         f"on that placement\n  {node.meta.get('where', '')}"
                     )
                 stage = next((k for k in later if k >= stage), later[0])
-        found[node] = stage
+        stage_of[node] = stage
         if stage is None and where is not None:
             floating.append(node)
     for node in reversed(floating):
         where = _placement(node)
-        first = min((s for u in node.users if (s := found.get(u)) is not None), default=None)
-        here = [k for k, p in enumerate(placements) if p is where]
+        first = min((s for u in node.users if (s := stage_of.get(u)) is not None), default=None)
+        candidates = [k for k, p in enumerate(placements) if p is where]
         # the latest possible stage before its users
-        found[node] = max(
-            (k for k in here if first is not None and k <= first), default=here[0] if here else None
+        stage_of[node] = max(
+            (k for k in candidates if first is not None and k <= first),
+            default=candidates[0] if candidates else None,
         )
-    return {node.meta["call"]: stage for node, stage in found.items() if "call" in node.meta}
+    return {node.meta["call"]: stage for node, stage in stage_of.items() if "call" in node.meta}
 
 
 def _placement(node: fx.Node) -> Placement | None:

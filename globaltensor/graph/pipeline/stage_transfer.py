@@ -92,11 +92,11 @@ class Route(NamedTuple):
             self.back and any(i and e.is_broadcast for i, e in zip(where, spec.layout, strict=True))
         )
 
-    def taken(self, rank: int) -> list[tuple[int, Slices, Slices]]:
+    def recv_pieces(self, rank: int) -> list[tuple[int, Slices, Slices]]:
         """Return (sender, slices there, slices here) of each piece that ``rank`` receives."""
         return recv_slices(*self.ends, rank) if self.reaches(rank) else []
 
-    def given(self, rank: int) -> list[tuple[int, Slices]]:
+    def send_pieces(self, rank: int) -> list[tuple[int, Slices]]:
         """Return (receiver, slices here) of each piece that ``rank`` sends."""
         return [piece for piece in send_slices(*self.ends, rank) if self.reaches(piece[0])]
 
@@ -171,13 +171,13 @@ class Transfer:
 
     def __init__(
         self,
-        here: World,
+        this_world: World,
         edges: Sequence[Edge],
         schedule: Schedule,
         lanes: dict[int, int],
         credits: int,
     ) -> None:
-        self._here, self._credits = here, credits
+        self._world, self._credits = this_world, credits
         used = {
             (action.kind == "F", action.stage)
             for row in schedule.rows
@@ -189,9 +189,9 @@ class Transfer:
             Route(number, edge, True) for number, edge in crossing if edge.differentiable
         ]
         self.routes = [route for route in routes if (not route.back, route.stages[0]) in used]
-        self._taken = {route: route.taken(here.rank) for route in self.routes}
-        self._given = {route: route.given(here.rank) for route in self.routes}
-        self._shape = {route: route.ends[1].local_shape(here.rank) for route in self.routes}
+        self._recv_pieces = {route: route.recv_pieces(this_world.rank) for route in self.routes}
+        self._send_pieces = {route: route.send_pieces(this_world.rank) for route in self.routes}
+        self._shape = {route: route.ends[1].local_shape(this_world.rank) for route in self.routes}
         self._pools: dict[Route, _Pool] = {route: _Pool(credits) for route in self.routes}
         self._arrivals: dict[tuple[Route, int], _Arrival] = {}
         self._sent: list[tuple[Message, Route, int, int]] = []
@@ -208,18 +208,19 @@ class Transfer:
 
         Messages from each rank are in the order in which that rank sends them."""
         for who in sorted(
-            {piece[0] for pieces in self._taken.values() for piece in pieces} - {self._here.rank}
+            {piece[0] for pieces in self._recv_pieces.values() for piece in pieces}
+            - {self._world.rank}
         ):
             for action in schedule.rows[lanes[who]]:
                 for route in self.leaving(action.kind, action.stage):
-                    if any(piece[0] == who for piece in self._taken[route]):
+                    if any(piece[0] == who for piece in self._recv_pieces[route]):
                         yield route, action.micro, who
 
     def _connect(self) -> None:
-        me = self._here.rank
+        me = self._world.rank
         out = {
             (to, _wire(route))
-            for route, pieces in self._given.items()
+            for route, pieces in self._send_pieces.items()
             for to, _ in pieces
             if to != me
         }
@@ -228,7 +229,7 @@ class Transfer:
         ]
         # Opening a channel may wait for its other side, so all ranks use one order.
         for source, target, wire in sorted(ways):
-            channel = self._here.channel(source, target, self._here.device(wire))
+            channel = self._world.channel(source, target, self._world.device(wire))
             try:
                 channel.connect()
             except WorldError as error:
@@ -263,23 +264,23 @@ class Transfer:
         The value must not be changed until the run ends. Pieces that this rank needs itself are
         copied."""
         self._check_part(route, value)
-        wire = self._here.device(_wire(route))
-        for to, where in self._given[route]:
+        wire = self._world.device(_wire(route))
+        for to, where in self._send_pieces[route]:
             piece = value[where].to(wire)
             try:
                 with log.exchanges("pipeline: from one stage to another"):
-                    message = self._here.channel(self._here.rank, to, wire).send(piece)
+                    message = self._world.channel(self._world.rank, to, wire).send(piece)
             except WorldError as error:
                 raise WorldError(self._undelivered(route, micro, to, error)) from error
             self._sent.append((message, route, micro, to))
-        for who, there, into in self._taken[route]:
-            if who == self._here.rank:
-                self._arrival(route, micro).out[into] = value[there].to(wire)
+        for who, source_slices, into in self._recv_pieces[route]:
+            if who == self._world.rank:
+                self._arrival(route, micro).out[into] = value[source_slices].to(wire)
         self.collect()
 
     def _check_part(self, route: Route, value: Tensor) -> None:
         spec = route.ends[0]
-        shape = spec.local_shape(self._here.rank)
+        shape = spec.local_shape(self._world.rank)
         if value.shape != shape or value.dtype is not spec.dtype:
             what = (
                 f"a gradient of input {route.edge.input}"
@@ -287,7 +288,7 @@ class Transfer:
                 else f"output {route.edge.output}"
             )
             raise ScheduleError(
-                f"rank {self._here.rank}: stage {route.stages[0]} returns {what} of {value.dtype} "
+                f"rank {self._world.rank}: stage {route.stages[0]} returns {what} of {value.dtype} "
                 f"{list(value.shape)}; its edge expects {spec.dtype} {list(shape)}, this rank's "
                 f"local tensor of {spec}"
             )
@@ -298,13 +299,13 @@ class Transfer:
         A gradient has the dual spec of its output. The caller must call `go_on` afterwards. Raises
         WorldError, with what was awaited, where, and from which rank.
         """
-        device = self._here.device(route.ends[1].placement.type)
-        if not route.reaches(self._here.rank):
+        device = self._world.device(route.ends[1].placement.type)
+        if not route.reaches(self._world.rank):
             return torch.zeros(self._shape[route], dtype=route.edge.src.dtype, device=device)
         intakes = [
             self._intakes[who, _wire(route)]
-            for who, _, _ in self._taken[route]
-            if who != self._here.rank
+            for who, _, _ in self._recv_pieces[route]
+            if who != self._world.rank
         ]
         for intake in intakes:
             self._ask(intake, intake.places[route, micro])
@@ -369,24 +370,28 @@ class Transfer:
             else f"output {route.edge.output}",
         )
         return (
-            f"rank {self._here.rank}: stage {source} could not send the {what} of micro-batch "
+            f"rank {self._world.rank}: stage {source} could not send the {what} of micro-batch "
             f"{micro} to stage {target} on rank {to}: {error}"
         )
 
     def _lost(self, route: Route, micro: int, who: int, error: WorldError) -> str:
         source, target = route.stages
         return (
-            f"rank {self._here.rank}: stage {target} waited for {route.what} of micro-batch "
+            f"rank {self._world.rank}: stage {target} waited for {route.what} of micro-batch "
             f"{micro} from stage {source} on rank {who}: {error}"
         )
 
     def _arrival(self, route: Route, micro: int) -> _Arrival:
-        found = self._arrivals.get((route, micro))
-        if found is None:
-            shape, spec, device = self._shape[route], route.ends[1], self._here.device(_wire(route))
+        arrival = self._arrivals.get((route, micro))
+        if arrival is None:
+            shape, spec, device = (
+                self._shape[route],
+                route.ends[1],
+                self._world.device(_wire(route)),
+            )
             flat = self._pools[route].take(math.prod(shape), spec.dtype, device)
-            found = self._arrivals[route, micro] = _Arrival(flat.view(shape))
-        return found
+            arrival = self._arrivals[route, micro] = _Arrival(flat.view(shape))
+        return arrival
 
     def _ask(self, intake: _Intake, upto: int = -1) -> None:
         """Post receives in order.
@@ -399,7 +404,7 @@ class Transfer:
                 return
             assert intake.channel is not None
             arrival, who = self._arrival(route, micro), intake.source
-            into = next(into for giver, _, into in self._taken[route] if giver == who)
+            into = next(into for giver, _, into in self._recv_pieces[route] if giver == who)
             place, flat = arrival.out[into], None
             if not place.is_contiguous():
                 flat = self._pools[route].take(place.numel(), place.dtype, place.device)
@@ -420,13 +425,13 @@ def _wire(route: Route) -> str:
 
 def lane_of(placements: Sequence[Sequence[int]], schedule: Schedule) -> dict[int, int]:
     """Return rank -> lane. Raises ScheduleError if a rank would be on two lanes."""
-    found: dict[int, int] = {}
+    lane_of_rank: dict[int, int] = {}
     for stage, ranks in enumerate(placements):
         lane = schedule.lanes[stage]
         for rank in ranks:
-            if found.setdefault(rank, lane) != lane:
+            if lane_of_rank.setdefault(rank, lane) != lane:
                 raise ScheduleError(
                     f"rank {rank} holds stage {stage} on lane {lane} and another on lane "
-                    f"{found[rank]}: stages that share ranks belong on one lane"
+                    f"{lane_of_rank[rank]}: stages that share ranks belong on one lane"
                 )
-    return found
+    return lane_of_rank

@@ -75,10 +75,10 @@ class Timeline:
         """The costs that `simulate` accepts: (kind, stage) -> seconds.
 
         Each is the median over micro-batches and ranks."""
-        found: dict[tuple[str, int], list[float]] = {}
+        durations: dict[tuple[str, int], list[float]] = {}
         for _, action, start, end in self.spans:
-            found.setdefault((action.kind, action.stage), []).append(end - start)
-        return {key: median(times) for key, times in sorted(found.items())}
+            durations.setdefault((action.kind, action.stage), []).append(end - start)
+        return {key: median(times) for key, times in sorted(durations.items())}
 
     @property
     def each(self) -> dict[Action, float]:
@@ -86,10 +86,10 @@ class Timeline:
 
         With these costs `simulate` shows the waiting that is unavoidable, whatever disturbed an
         action."""
-        found: dict[Action, list[float]] = {}
+        durations: dict[Action, list[float]] = {}
         for _, action, start, end in self.spans:
-            found.setdefault(action, []).append(end - start)
-        return {action: median(times) for action, times in found.items()}
+            durations.setdefault(action, []).append(end - start)
+        return {action: median(times) for action, times in durations.items()}
 
     def _times(self) -> list[tuple[int, float, float]]:
         return [*((span.lane, span.start, span.end) for span in self.spans), *self.steps]
@@ -144,12 +144,12 @@ def timeline(
 
     ``names`` are the names of lanes 0, 1, ...; by default "lane 0" and so on. Raises ScheduleError
     for a span that ends before it starts."""
-    found = tuple(
+    measured_spans = tuple(
         Span(lane, Action.parse(action) if isinstance(action, str) else action, start, end)
         for lane, action, start, end in spans
     )
     each = tuple(steps)
-    wrong = [span for span in found if span.end < span.start or span.lane < 0]
+    wrong = [span for span in measured_spans if span.end < span.start or span.lane < 0]
     if wrong:
         raise ScheduleError(
             f"{tuple(wrong[0])} is not a span: a span is (lane or rank, action, start, end) with "
@@ -157,10 +157,10 @@ def timeline(
         )
     called = tuple(names)
     lanes = 1 + max(
-        [span.lane for span in found] + [lane for lane, _, _ in each] + [len(called) - 1],
+        [span.lane for span in measured_spans] + [lane for lane, _, _ in each] + [len(called) - 1],
         default=-1,
     )
-    return Timeline(found, lanes, each, names=called)
+    return Timeline(measured_spans, lanes, each, names=called)
 
 
 def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:

@@ -133,16 +133,16 @@ def _counts(schedule: Schedule) -> Iterator[str]:
     places: dict[Action, list[int]] = {}
     for lane, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
-            here = f"lane {lane} at position {position} has {action}"
+            entry = f"lane {lane} at position {position} has {action}"
             if action.kind not in KINDS:
-                yield f"{here}, but kinds are {', '.join(KINDS)}"
+                yield f"{entry}, but kinds are {', '.join(KINDS)}"
             elif not (0 <= action.stage < schedule.stages and 0 <= action.micro < schedule.micros):
                 yield (
-                    f"{here}, but there are stages 0 to {schedule.stages - 1} and micro-batches "
+                    f"{entry}, but there are stages 0 to {schedule.stages - 1} and micro-batches "
                     f"0 to {schedule.micros - 1}"
                 )
             elif schedule.lanes[action.stage] != lane:
-                yield f"{here}, but stage {action.stage} is on lane {schedule.lanes[action.stage]}"
+                yield f"{entry}, but stage {action.stage} is on lane {schedule.lanes[action.stage]}"
             else:
                 places.setdefault(action, []).append(position)
     for action, positions in places.items():
@@ -277,5 +277,5 @@ def max_activations(
     >>> max_activations("1f1b", (0, 1, 2), 8), max_activations("gpipe", (0, 1, 2), 8)
     ((3, 2, 1), (8, 8, 8))
     """
-    found, where, count = find(name, lanes, micros, options)
-    return found.promise(where, count, **options)
+    family, where, count = find(name, lanes, micros, options)
+    return family.promise(where, count, **options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Final
 
@@ -23,13 +23,13 @@ from ..._base import torch_private
 from ...boxing import Move, log, plan_boxing
 from ...distributed.communicator import Handle, flatten
 from ...distributed.world import world
+from ...distributed.world_base import World
 from ...sharding.spec import Spec
 from .nodes import ProgramCall
 
 __all__ = ["CoalescedCollective", "StartCollective", "WaitCollective", "move_of"]
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter")
-_UNNAMED: Final = nullcontext()
 _DTYPES: Final = frozenset(
     (
         torch.float16,
@@ -108,29 +108,34 @@ class CoalescedCollective(ProgramCall):
         """Start the collective, and return a function that waits and returns the results.
 
         ``locals_`` may be written to meanwhile."""
-        if log.forbidden():
+        this_world, placement = world(), self.moves[0].src.placement
+        if this_world.dry:  # nothing is sent, so no communicator reports it
+            for src, dst, why in self.routes:
+                log.record_boxing(plan_boxing(src, dst), why)
+        elif log.forbidden():
             for src, dst, why in self.routes:
                 log.check(plan_boxing(src, dst), why)
-        here, placement = world(), self.moves[0].src.placement
-        if here.rank not in placement._coordinates:
+        if this_world.rank not in placement._coordinates:
             kept = [t.detach() for t in locals_]
             return lambda: kept
-        peers = placement.fiber(here.rank, self.moves[0].axes)
+        peers = placement.fiber(this_world.rank, self.moves[0].axes)
         flats = [
             t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_
         ]
-        with self._named():
-            return _BEGIN[self.kind](self, flats, here.comm(peers), peers, here.rank)
+        with self._logged(this_world):
+            return _BEGIN[self.kind](self, flats, this_world.comm(peers), peers, this_world.rank)
 
-    def _named(self) -> AbstractContextManager[Any]:
+    @cached_property
+    def reasons(self) -> str:
+        """The reasons of the boxings, each once."""
+        return ", ".join(dict.fromkeys(why or log.EXPLICIT for _, _, why in self.routes))
+
+    def _logged(self, this_world: World) -> AbstractContextManager[Any]:
         """Return the block that logs the collective: one boxing, or several together."""
-        if len(self.routes) == 1:
+        if len(self.routes) == 1 and not this_world.dry:
             src, dst, why = self.routes[0]
             return log.boxing_sent_here(plan_boxing(src, dst), why)
-        if not log.watched():
-            return _UNNAMED
-        reasons = dict.fromkeys(why or log.EXPLICIT for _, _, why in self.routes)
-        return log.exchanges(f"{len(self.routes)} boxings: {', '.join(reasons)}")
+        return log.exchanges("{} boxings: {}", len(self.routes), self.reasons)
 
 
 def _joined(flats: Sequence[Tensor]) -> Tensor:
@@ -164,9 +169,9 @@ def _all_gather(
         [m.src.local_shape(r) for r in peers] for m in joint.moves
     ]  # for each tensor, the shape of its local tensor on each rank
     numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
-    mine = _joined(locals_)
-    buffer = mine.new_empty(sum(map(sum, numels)))
-    handle: Handle = comm.all_gather_into_async(mine, [sum(n) for n in numels], buffer)
+    own_shard = _joined(locals_)
+    buffer = own_shard.new_empty(sum(map(sum, numels)))
+    handle: Handle = comm.all_gather_into_async(own_shard, [sum(n) for n in numels], buffer)
 
     def finish() -> list[Tensor]:
         handle.wait()

@@ -75,11 +75,11 @@ class JobFunction:
 
     def _input(self, tape: Tape, name: str, leaf: Any) -> Blob:
         mirrored = leaf.kind.mirrored
-        given = Given(
+        job_input = Given(
             name, tape.number(), leaf.shape, leaf.dtype, mirrored, leaf.batch_axis, tape.devices
         )
-        tape.record.inputs.append(given)
-        return tape.input(given, Blob)  # type: ignore[no-any-return]
+        tape.record.inputs.append(job_input)
+        return tape.input(job_input, Blob)  # type: ignore[no-any-return]
 
     def _trained(self, record: Record) -> None:
         if not self.training:
@@ -96,13 +96,13 @@ class JobFunction:
         wanted = record.optimizer.variables
         strange = [] if wanted is None else [name for name in wanted if name not in record.trained]
         if strange or wanted == []:
-            told = (
+            problem = (
                 f"names {', '.join(map(repr, strange))}, which it does not train"
                 if strange
                 else "names none"
             )
             raise JobError(
-                f"job {self.name}: its optimizer's list of variables {told}; it trains "
+                f"job {self.name}: its optimizer's list of variables {problem}; it trains "
                 f"{', '.join(record.trained)}"
             )
 

@@ -66,13 +66,20 @@ class Tape:
         devices = current_scope().devices
         return self.devices if devices is None else self.layout.check(devices)
 
-    def input(self, given: Given, blob: Any) -> Any:
+    def input(self, job_input: Given, blob: Any) -> Any:
         """Create the blob of an input; ``blob`` is the class `Blob`."""
-        self.record.mirrored_of[given.index] = given.mirrored
+        self.record.mirrored_of[job_input.index] = job_input.mirrored
         step = RecordedOp(
-            "input", (), {}, (given.index,), given.devices, given.mirrored, 1, given.name
+            "input",
+            (),
+            {},
+            (job_input.index,),
+            job_input.devices,
+            job_input.mirrored,
+            1,
+            job_input.name,
         )
-        return blob(self, given.index, given.shape, given.dtype, step)
+        return blob(self, job_input.index, job_input.shape, job_input.dtype, step)
 
     def number(self) -> int:
         return next(self._values)

@@ -79,17 +79,18 @@ class _Replay:
         self.values: dict[int, Pieces] = {}
         self._brought: dict[tuple[int, int, Placement], torch.Tensor] = {}
 
-    def take(self, given: Given, value: torch.Tensor) -> None:
+    def take(self, job_input: Given, value: torch.Tensor) -> None:
         """Box an input to the job's devices, split along its batch dim if it has one.
 
         In the mirrored view, ``value`` holds the devices' arrays along a new first dim.
         """
-        where = self.layout.placement(given.devices)
-        if given.mirrored:
+        where = self.layout.placement(job_input.devices)
+        if job_input.mirrored:
             value = value.to_global(where, split(0)).to_local()[0]  # type: ignore[attr-defined]
         else:
-            value = value.to_global(where, broadcast if given.split is None else split(given.split))  # type: ignore[attr-defined]
-        self.values[given.index] = [value]
+            sbp = broadcast if job_input.split is None else split(job_input.split)
+            value = value.to_global(where, sbp)  # type: ignore[attr-defined]
+        self.values[job_input.index] = [value]
 
     def run(self, step: RecordedOp) -> None:
         own = getattr(self, f"_{step.op}") if isinstance(step.op, str) else None
@@ -139,22 +140,22 @@ class _Replay:
         if mirrored or not isinstance(value, GlobalTensor) or value.placement is where:
             return value
         key = ref.index, i, where
-        found = self._brought.get(key)
-        if found is None:
-            found = self._brought[key] = moved(value, where)
-        return found
+        boxed = self._brought.get(key)
+        if boxed is None:
+            boxed = self._brought[key] = moved(value, where)
+        return boxed
 
     # The replay's own steps: methods that turn (step, placement, arguments) into pieces
 
     def _variable(self, step: RecordedOp, where: Placement, name: str, trainable: bool) -> Pieces:
-        found = self.variables[name]
+        value = self.variables[name]
         if not trainable:
-            found = found.detach()
-        if found.placement is not where:  # type: ignore[attr-defined]
-            found = moved(found, where)
+            value = value.detach()
+        if value.placement is not where:  # type: ignore[attr-defined]
+            value = moved(value, where)
         if step.mirrored:
-            found = found.to_global(sbp=broadcast).to_local()  # type: ignore[attr-defined]
-        return [found]
+            value = value.to_global(sbp=broadcast).to_local()  # type: ignore[attr-defined]
+        return [value]
 
     def _cast(
         self, step: RecordedOp, where: Placement, ref: BlobRef, sbp: Sbp | None, grad: Sbp | None

@@ -138,16 +138,18 @@ class JobSignature:
                     _outputs(self.job, "result", self.returns, results)
                 )
             }
-        found = []
+        result_arrays = []
         for i, ref in enumerate(object_tensors(results, [], BlobRef)):
             parts = pieces[ref.index]
             if not mirrored[ref.index]:
-                found.append(_joined(parts))
+                result_arrays.append(_joined(parts))
             elif kinds.get(i) is ListListNumpy:
-                found.append([[part[d] for part in parts] for d in range(len(parts[0]))])
+                result_arrays.append([[part[d] for part in parts] for d in range(len(parts[0]))])
             else:
-                found.append([_joined([part[d] for part in parts]) for d in range(len(parts[0]))])
-        return replaced_in_objects(results, iter(found), BlobRef)
+                result_arrays.append(
+                    [_joined([part[d] for part in parts]) for d in range(len(parts[0]))]
+                )
+        return replaced_in_objects(results, iter(result_arrays), BlobRef)
 
 
 def array_of(

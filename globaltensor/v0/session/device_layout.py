@@ -41,7 +41,7 @@ class Devices:
         """
         if tag not in _TAGS:
             raise JobError(f'placement: the device tag is "gpu" or "cpu", got {tag!r}')
-        found: list[tuple[int, int]] = []
+        device_ids: list[tuple[int, int]] = []
         for text in [ids] if isinstance(ids, str) else list(ids):
             match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
             if match is None or (match[3] is not None and int(match[3]) < int(match[2])):
@@ -49,18 +49,18 @@ class Devices:
                     f'placement: devices are named "machine:device" or "machine:first-last", like '
                     f'"0:0" and "0:0-3"; got {text!r}'
                 )
-            found += [
+            device_ids += [
                 (int(match[1]), device)
                 for device in range(int(match[2]), int(match[3] or match[2]) + 1)
             ]
-        if not found:
+        if not device_ids:
             raise JobError("placement: at least one device must be named")
-        twice = sorted({d for d in found if found.count(d) > 1})
+        twice = sorted({d for d in device_ids if device_ids.count(d) > 1})
         if twice:
             raise JobError(
                 f"placement: device {twice[0][0]}:{twice[0][1]} is named twice in {ids!r}"
             )
-        return Devices(_TAGS[tag], tuple(found))
+        return Devices(_TAGS[tag], tuple(device_ids))
 
     def __str__(self) -> str:
         return f'"{self.tag}", "{", ".join(f"{m}:{d}" for m, d in self.ids)}"'
@@ -93,7 +93,7 @@ class Layout:
         """Return ``devices``. Raise JobError if this layout lacks some of them."""
         missing = [f"{m}:{d}" for m, d in devices.ids if m >= self.machines or d >= self.each]
         if missing:
-            there = (
+            available = (
                 f"{self.machines} machine{'s' if self.machines > 1 else ''} with {self.each} "
                 f"device{'s' if self.each > 1 else ''} each"
             )
@@ -103,7 +103,7 @@ class Layout:
                 else "env.machine([...])"
             )
             raise JobError(
-                f"placement({devices}): there is no device {', '.join(missing)}, only {there}; "
+                f"placement({devices}): there is no device {', '.join(missing)}, only {available}; "
                 f"{how} says how many there are"
             )
         return devices

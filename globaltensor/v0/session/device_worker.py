@@ -51,18 +51,18 @@ class Instruction:
     token: str
 
 
-def joined(told: Instruction, variables: Mapping[str, str]) -> Engine:
+def joined(instruction: Instruction, variables: Mapping[str, str]) -> Engine:
     """Join the world as the rank that ``variables`` name, and create the engine. Collective."""
-    if told.layout.size > 1:
+    if instruction.layout.size > 1:
         if running() is not None:
             reset_world()
         with as_rank(variables):
             world()
-    if told.rdma:
+    if instruction.rdma:
         init_rdma()
-    if told.tensor_float is not None:
-        torch.backends.cuda.matmul.allow_tf32 = told.tensor_float
-    return Engine(told.records, told.layout, told.seed, told.debug)
+    if instruction.tensor_float is not None:
+        torch.backends.cuda.matmul.allow_tf32 = instruction.tensor_float
+    return Engine(instruction.records, instruction.layout, instruction.seed, instruction.debug)
 
 
 def main() -> None:
@@ -75,17 +75,17 @@ def main() -> None:
     torch.relu(torch.empty(1, device="meta"))
     try:
         rank, variables, interfaces = pickle.load(sys.stdin.buffer)
-        told: Instruction = pickle.load(sys.stdin.buffer)
+        instruction: Instruction = pickle.load(sys.stdin.buffer)
     except EOFError:  # the session did not start
         return
     os.environ.update(interfaces)
-    line = Line(reached(*told.master, _CONNECT_SECONDS), "the master")
-    line.send(device=rank, token=told.token)
-    follow(line, told, variables, None)
+    line = Line(reached(*instruction.master, _CONNECT_SECONDS), "the master")
+    line.send(device=rank, token=instruction.token)
+    follow(line, instruction, variables, None)
 
 
 def follow(
-    line: Line, told: Instruction, variables: Mapping[str, str], workers: Workers | None
+    line: Line, instruction: Instruction, variables: Mapping[str, str], workers: Workers | None
 ) -> None:
     """Execute the master's orders, then end this process.
 
@@ -115,7 +115,7 @@ def follow(
         while True:
             order = orders.get()
             if order["do"] == "join":
-                engine = joined(told, variables)
+                engine = joined(instruction, variables)
             elif order["do"] == "end":
                 reset_world()
                 leave("", 0)

@@ -101,12 +101,12 @@ class Engine:
                 self.counts[_SCALE + record.name] = _scale(scaler)
         self.counts[_STEP + record.name] = _steps(update, schedule)
         for name in names:
-            for kept in update.state[self.variables[name]]:
-                key = f"{name}-{kept}"
+            for state_name in update.state[self.variables[name]]:
+                key = f"{name}-{state_name}"
                 # Another job trains this variable too, and each has its own optimizer.
                 if key in self.states or key in self.variables:
                     key = f"{record.name}-{key}"
-                self.states[key] = self.variables[name], update, kept
+                self.states[key] = self.variables[name], update, state_name
         return graph
 
     def _kinds(self) -> set[str]:
@@ -161,13 +161,15 @@ class Engine:
                 ).numpy()
                 continue
             held: Any = self._held(name).detach()
-            here = (
+            home_value = (
                 held.to_global(placement=HOME, sbp=broadcast)
                 if isinstance(held, GlobalTensor)
                 else held
             )
             if world().rank == 0:
-                out[name] = _array(here._local if isinstance(here, GlobalTensor) else here)
+                out[name] = _array(
+                    home_value._local if isinstance(home_value, GlobalTensor) else home_value
+                )
         return out
 
     def load(
@@ -179,15 +181,17 @@ class Engine:
         """
         for name in names:
             if name in self.counts:
-                given: Any = (
+                own_count: Any = (
                     None if arrays is None else np.asarray(arrays[name]).reshape(-1).tolist()
                 )
-                told = (
-                    [given]
+                counts = (
+                    [own_count]
                     if world().size == 1
-                    else world().comm(tuple(range(world().size))).all_gather_object(given)
+                    else world()
+                    .comm(tuple(range(world().size)))
+                    .all_gather_object(own_count, "a variable's value")
                 )
-                self.counts[name].write(told[0])
+                self.counts[name].write(counts[0])
                 continue
             held: Any = self._held(name)
             value: Any = self._at_home(

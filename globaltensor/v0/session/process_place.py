@@ -42,7 +42,7 @@ class SessionAddress:
 
     def variables(self, rank: int) -> dict[str, str]:
         each = self.layout.each
-        told = {
+        rank_variables = {
             "RANK": rank,
             "WORLD_SIZE": self.layout.size,
             "LOCAL_RANK": rank % each,
@@ -52,7 +52,7 @@ class SessionAddress:
             "MASTER_ADDR": self.addr,
             "MASTER_PORT": self.port,
         }
-        return {name: str(value) for name, value in told.items()}
+        return {name: str(value) for name, value in rank_variables.items()}
 
 
 @contextlib.contextmanager
@@ -101,12 +101,12 @@ class Workers:
             self.processes.append(process)
             self._write(process, json.dumps(sys.path).encode() + b"\n")
 
-    def tell(self, place: SessionAddress, first: int, told: Any) -> None:
+    def tell(self, place: SessionAddress, first: int, instruction: Any) -> None:
         """Send every process its rank and the instruction that all devices get.
 
         ``first`` is this process's rank; the other processes have the ranks after it.
         """
-        parcel = _packed(told) if self.processes else b""
+        parcel = _packed(instruction) if self.processes else b""
         for rank, process in enumerate(self.processes, first + 1):
             self._write(
                 process, pickle.dumps((rank, place.variables(rank), dict(_interfaces()))) + parcel
@@ -151,7 +151,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
     return ((name, value) for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME"))
 
 
-def _packed(told: Any) -> bytes:
+def _packed(instruction: Any) -> bytes:
     """Serialise an instruction, with cloudpickle if it is installed.
 
     Jobs may hold functions of the script, which only cloudpickle sends by value.
@@ -159,6 +159,6 @@ def _packed(told: Any) -> bytes:
     try:
         import cloudpickle
     except ImportError:
-        return pickle.dumps(told)
-    found: bytes = cloudpickle.dumps(told)
-    return found
+        return pickle.dumps(instruction)
+    serialised: bytes = cloudpickle.dumps(instruction)
+    return serialised

@@ -55,23 +55,24 @@ class SessionRendezvous:
         self.machine, self.lines, self.master = 0, dict[int, Line](), None
         self.server: socket.socket | None = None
         self.until = time.monotonic() + seconds()
-        self._told = time.monotonic()
+        self._warned_at = time.monotonic()
         self._before = {name: os.environ.get(name) for name in _INTERFACES}
-        here = [i for i, node in enumerate(self.nodes) if is_here(node.addr)]
-        if not here:
-            told = (
+        own_machines = [i for i, node in enumerate(self.nodes) if is_here(node.addr)]
+        if not own_machines:
+            problem = (
                 f"none of the machines of env.machine is this one: it names "
                 f"{', '.join(n.addr for n in self.nodes)}"
             )
-            there = ", ".join(
-                f"{a} ({name})" for name, found in addresses_of().items() for a in found
+            own_addresses = ", ".join(
+                f"{a} ({name})" for name, addresses in addresses_of().items() for a in addresses
             )
             raise SessionError(
-                f"{told}; this machine ({socket.gethostname()}) has {there or 'no address'}"
+                f"{problem}; this machine ({socket.gethostname()}) has "
+                f"{own_addresses or 'no address'}"
             )
-        self.here = here
+        self.own_machines = own_machines
         try:
-            if here[0] != 0 or not self._serve():
+            if own_machines[0] != 0 or not self._serve():
                 self._come()
         except BaseException:
             self.close()
@@ -115,14 +116,14 @@ class SessionRendezvous:
             self.server = listen("", port)
         except OSError as error:
             # All machines are on one host, for trials: the script that came first is the master.
-            if len(self.here) > 1:
+            if len(self.own_machines) > 1:
                 return False
-            told = (
+            problem = (
                 f"port {port} of the master {self.own} is taken ({error.strerror}): by another "
                 f"program, or this script runs there already"
             )
             raise SessionError(
-                f"{told}; name a free one on all machines with flow.env.ctrl_port"
+                f"{problem}; name a free one on all machines with flow.env.ctrl_port"
             ) from error
         _lead(self.own, self.nodes, 0)
         with _Doorbell() as bell:
@@ -146,8 +147,8 @@ class SessionRendezvous:
         left = self.until - time.monotonic()
         if left <= 0:
             self.refuse(self._absent(missing))
-        if time.monotonic() - self._told > _TELL_SECONDS:
-            self._told = time.monotonic()
+        if time.monotonic() - self._warned_at > _TELL_SECONDS:
+            self._warned_at = time.monotonic()
             logger.warning(
                 "the master waits at port %d for machine %s (%s)",
                 self.settings.port,
@@ -169,11 +170,11 @@ class SessionRendezvous:
             return
         number = next((i for i in hello["here"] if i in missing), None)
         if number is None:
-            told = (
+            refusal = (
                 f"machine {hello['here']} of env.machine has connected already: start the script "
                 "once on each machine"
             )
-            line.send(refused=told)
+            line.send(refused=refusal)
             line.close()
             return
         self.lines[number] = line
@@ -188,7 +189,7 @@ class SessionRendezvous:
 
     def _absent(self, missing: Sequence[int]) -> str:
         node, port = self.nodes[missing[0]], self.settings.port
-        told = (
+        problem = (
             f"machine {missing[0]} ({node.addr}) has not connected to the master's port {port} "
             f"within {seconds():g} s ({VARIABLE} waits longer)"
         )
@@ -214,38 +215,40 @@ class SessionRendezvous:
                 if refused
                 else ": is the address right, and is there a route from here?"
             )
-        return f"{told}; {why}{proxies()}"
+        return f"{problem}; {why}{proxies()}"
 
     # On the other machines
 
     def _come(self) -> None:
         master, port = self.nodes[0], self.nodes[0].ctrl_port_agent or self.settings.port
-        mine = [i for i in self.here if i > 0]
+        own_machines = [i for i in self.own_machines if i > 0]
         where = f"{master.addr}:{port}"
 
         def waits(why: str) -> None:
-            if time.monotonic() - self._told > _TELL_SECONDS:
-                self._told = time.monotonic()
-                logger.warning("machine %s waits for the master at %s (%s)", mine, where, why)
+            if time.monotonic() - self._warned_at > _TELL_SECONDS:
+                self._warned_at = time.monotonic()
+                logger.warning(
+                    "machine %s waits for the master at %s (%s)", own_machines, where, why
+                )
 
         try:
             connection = reached(master.addr, port, max(1.0, self.until - time.monotonic()), waits)
         except SessionError as error:
-            told = (
-                f"machine {mine[0]} ({self.nodes[mine[0]].addr}) cannot reach the master at "
-                f"{where}: {error}, for {seconds():g} s ({VARIABLE} waits longer)"
+            failure = (
+                f"machine {own_machines[0]} ({self.nodes[own_machines[0]].addr}) cannot reach the "
+                f"master at {where}: {error}, for {seconds():g} s ({VARIABLE} waits longer)"
             )
             hint = (
                 "is the script running there, is the port the same on all machines, and does "
                 "no firewall or container (docker: --net=host) stand between?"
             )
-            raise SessionError(f"{told}; {hint}{proxies()}") from None
+            raise SessionError(f"{failure}; {hint}{proxies()}") from None
         self.master = Line(connection, f"the master ({master.addr})")
-        _lead(self.nodes[mine[0]].addr, self.nodes, mine[0])
+        _lead(self.nodes[own_machines[0]].addr, self.nodes, own_machines[0])
         # Wait anew from here, because the master may only now have begun to wait for others.
         wait = seconds() + _TELL_SECONDS
         with _Doorbell() as bell:
-            self.master.send(card=self.card, here=mine, at=bell.at)
+            self.master.send(card=self.card, here=own_machines, at=bell.at)
             self.machine = int(self._heard(where, "machine", wait)["machine"])
             met = self._heard(where, "met", wait)
             problem = _unreached(met["at"])
@@ -321,12 +324,12 @@ def ipv6_local(address: str) -> bool:
 
 
 def _advice(whom: str, at: Sequence[Any], who: str, problem: str) -> str:
-    told = (
+    failure = (
         f"{whom} sends and receives data at {at[0]} ({at[2]}), where {who} cannot reach it: "
         f"{problem}"
     )
     return (
-        f"{told}; set {' and '.join(_INTERFACES)} there to the interface of the network that "
+        f"{failure}; set {' and '.join(_INTERFACES)} there to the interface of the network that "
         f"joins the machines, and open its ports (docker: --net=host)"
     )
 
@@ -337,29 +340,29 @@ def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
     A value that the user has set stays, if it can be right. Raise SessionError if it cannot: the
     interface does not exist, or it is the loopback interface while other machines are elsewhere.
     """
-    found, there = interface_of(_address(own)), addresses_of()
+    own_interface, interfaces = interface_of(_address(own)), addresses_of()
     elsewhere = any(not is_here(n.addr) for n in nodes)
     for variable in _INTERFACES:
-        told = os.environ.get(variable)
-        if not told:
-            if found or not elsewhere:
-                os.environ[variable] = found or "lo"
+        setting = os.environ.get(variable)
+        if not setting:
+            if own_interface or not elsewhere:
+                os.environ[variable] = own_interface or "lo"
             continue
-        name = told.removeprefix("=").removeprefix("^").split(",")[0].split(":")[0]
+        name = setting.removeprefix("=").removeprefix("^").split(",")[0].split(":")[0]
         mend = (
-            f"set it to {found}, by which {own} is reached"
-            if found
-            else f"there are {', '.join(there)}"
+            f"set it to {own_interface}, by which {own} is reached"
+            if own_interface
+            else f"there are {', '.join(interfaces)}"
         )
-        if variable == _INTERFACES[0] and name not in there:
-            here = f"this machine ({socket.gethostname()})"
+        if variable == _INTERFACES[0] and name not in interfaces:
+            this_machine = f"this machine ({socket.gethostname()})"
             raise SessionError(
-                f"machine {number}: {variable} is {told!r}, an interface that {here} does not "
-                f"have; {mend}, or unset it"
+                f"machine {number}: {variable} is {setting!r}, an interface that {this_machine} "
+                f"does not have; {mend}, or unset it"
             )
-        if elsewhere and name == "lo" and not told.startswith("^"):
+        if elsewhere and name == "lo" and not setting.startswith("^"):
             raise SessionError(
-                f"machine {number}: {variable} is {told!r}, which leads to this machine alone; "
+                f"machine {number}: {variable} is {setting!r}, which leads to this machine alone; "
                 f"{mend}, or unset it"
             )
 
@@ -403,15 +406,15 @@ def _library() -> str:
     return digest.hexdigest()[:12]
 
 
-def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -> str:
+def _differs(whose: str, card: dict[str, Any], own_name: str, own: dict[str, Any]) -> str:
     """Return how two machines differ, or an empty string if they do not."""
     card, own = ({**c, "python": list(c["python"])} for c in (card, own))
     if card["script"] != own["script"]:
-        told = (
-            f"{whose} runs another script than {mine}: {card['path']} ({card['script']}) "
+        difference = (
+            f"{whose} runs another script than {own_name}: {card['path']} ({card['script']}) "
             f"there, {own['path']} ({own['script']}) here"
         )
-        return f"{told}; copy the same script to all machines"
+        return f"{difference}; copy the same script to all machines"
     words = {
         "library": "another version of globaltensor",
         "torch": "another version of PyTorch",
@@ -424,7 +427,7 @@ def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -
     for key, what in words.items():
         if card[key] != own[key]:
             return (
-                f"{whose} has {what} than {mine}: {card[key]!r} there, {own[key]!r} here; all "
+                f"{whose} has {what} than {own_name}: {card[key]!r} there, {own[key]!r} here; all "
                 f"machines must have the same"
             )
     return ""

@@ -114,7 +114,7 @@ class Session:
             )
         self.jobs[job.name] = job
 
-    def call(self, job: Any, given: Sequence[Any]) -> Any:
+    def call(self, job: Any, arguments: Sequence[Any]) -> Any:
         """Run a job with the current values of the arrays for its placeholders.
 
         Return its result. Without a return annotation, return a `Fetched` for it. With `Callback`,
@@ -127,7 +127,7 @@ class Session:
             )
         arrays = [
             array_of(job.name, name, leaf, value, self.layout.size)
-            for (name, leaf), value in zip(job.signature.placeholders(), given, strict=True)
+            for (name, leaf), value in zip(job.signature.placeholders(), arguments, strict=True)
         ]
         record = self.records[job.name]
         fetched = job.signature.returns is None and record.results is not None
@@ -162,12 +162,12 @@ class Session:
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Return values by name."""
         self.start()
-        found: dict[str, np.ndarray[Any, Any]] = self._wait(
+        values: dict[str, np.ndarray[Any, Any]] = self._wait(
             self._later(
                 lambda: self._done("fetch", list(names), lambda engine: engine.fetch(names))
             )
         )
-        return found
+        return values
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Set values by name; they must have the right shapes."""
@@ -267,7 +267,7 @@ class Session:
         if node is not None and node.ctrl_port_agent:
             port = node.ctrl_port_agent
         seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
-        told = Instruction(
+        instruction = Instruction(
             records,
             self.layout,
             seed,
@@ -283,13 +283,13 @@ class Session:
             else contextlib.nullcontext(0) as data
         ):
             place = SessionAddress(self.layout, where, data)
-            crew.agree(digests, place, told)
-            crew.gather(place, told)
+            crew.agree(digests, place, instruction)
+            crew.gather(place, instruction)
             self._thread = threading.Thread(
                 target=self._run, name="globaltensor.v0 session", daemon=True
             )
             self._thread.start()
-            self.engine = self._wait(self._later(lambda: self._join(told, place)))
+            self.engine = self._wait(self._later(lambda: self._join(instruction, place)))
         atexit.unregister(self._end_of_script)
         # The world has registered its own exit handler meanwhile. Register ours again, so that it
         # runs before the world's: queued work needs the world.
@@ -298,10 +298,10 @@ class Session:
             for record in records:
                 logger.debug("%s", "\n".join(record.lines()))
 
-    def _join(self, told: Instruction, place: SessionAddress) -> Engine:
+    def _join(self, instruction: Instruction, place: SessionAddress) -> Engine:
         assert self._crew is not None
         self._crew.tell(do="join")
-        return joined(told, place.variables(0))
+        return joined(instruction, place.variables(0))
 
     def _started(self) -> Engine:
         self.start()
@@ -331,12 +331,12 @@ class Session:
         self._work.put((work, future))
         return future
 
-    def _done(self, do: str, what: Any, here: Callable[[Engine], Any]) -> Any:
+    def _done(self, do: str, what: Any, local_call: Callable[[Engine], Any]) -> Any:
         """Execute an order on all devices, and return this device's result."""
         assert self._crew is not None
         assert self.engine is not None
         self._crew.tell(do=do, what=what)
-        return here(self.engine)
+        return local_call(self.engine)
 
     def _wait(self, future: Future[Any]) -> Any:
         """Return the future's result. Raise SessionError if a device fails meanwhile."""

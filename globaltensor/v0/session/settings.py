@@ -71,12 +71,12 @@ class Settings:
     def check(self) -> None:
         """Raise SessionError for settings that contradict each other."""
         if self.machine_num is not None and self.machine_num != max(1, len(self.machines)):
-            told = (
+            contradiction = (
                 f"config.machine_num({self.machine_num}), but env.machine names "
                 f"{len(self.machines) or 'none'}"
             )
             raise SessionError(
-                f"{told}: give env.machine the address of each machine, or leave out "
+                f"{contradiction}: give env.machine the address of each machine, or leave out "
                 f"config.machine_num"
             )
 

@@ -40,7 +40,9 @@ class WorkerPool:
         if self.server is None and layout.size > 1:
             self.server = listen("127.0.0.1", 0)
 
-    def agree(self, digests: Mapping[str, str], place: SessionAddress, told: Instruction) -> None:
+    def agree(
+        self, digests: Mapping[str, str], place: SessionAddress, instruction: Instruction
+    ) -> None:
         """Check that all machines recorded the same jobs, and send the place where devices meet.
 
         Raise SessionError, on all machines, if one has recorded others.
@@ -61,15 +63,15 @@ class WorkerPool:
                 )
         data = settings.machines[0].data_port_agent or place.port
         for line in meeting.lines.values():
-            line.send(place=[place.addr, data], seed=told.seed, token=told.token)
+            line.send(place=[place.addr, data], seed=instruction.seed, token=instruction.token)
 
-    def gather(self, place: SessionAddress, told: Instruction) -> None:
+    def gather(self, place: SessionAddress, instruction: Instruction) -> None:
         """Send the devices of this machine their ranks, and wait until all have connected.
 
         Raise SessionError if a device ends before, or does not connect in time.
         """
         each = self.layout.each
-        self.workers.tell(place, 0, told)
+        self.workers.tell(place, 0, instruction)
         if self.meeting is not None:
             self.lines.update({number * each: line for number, line in self.meeting.lines.items()})
         until = time.monotonic() + _START_SECONDS
@@ -89,7 +91,7 @@ class WorkerPool:
                     f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not start "
                     f"within {_START_SECONDS:g} s"
                 )
-            self._welcome(told.token)
+            self._welcome(instruction.token)
         for line in self.lines.values():
             threading.Thread(
                 target=self._watch,
@@ -160,7 +162,7 @@ def follow_master(
         raise SessionError(str(asked["refused"]))
     place = SessionAddress(layout, *asked["place"])
     where = meeting.nodes[0].addr, meeting.nodes[0].ctrl_port_agent or settings.port
-    told = Instruction(
+    instruction = Instruction(
         records,
         layout,
         asked["seed"],
@@ -171,8 +173,8 @@ def follow_master(
         asked["token"],
     )
     first = meeting.machine * layout.each
-    workers.tell(place, first, told)
-    follow(line, told, place.variables(first), workers)
+    workers.tell(place, first, instruction)
+    follow(line, instruction, place.variables(first), workers)
 
 
 def _heard(line: Line, who: str) -> dict[str, Any]:
@@ -180,13 +182,13 @@ def _heard(line: Line, who: str) -> dict[str, Any]:
 
     Raise SessionError if the machine's script has ended.
     """
-    told = time.monotonic()
+    warned_at = time.monotonic()
     while True:
         try:
             answer = line.receive(1.0)
         except TimeoutError:
-            if time.monotonic() - told > _TELL_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - warned_at > _TELL_SECONDS:
+                warned_at = time.monotonic()
                 logger.warning(
                     "waiting for %s, whose script has not reached its first job call", who
                 )
