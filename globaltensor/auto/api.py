@@ -35,6 +35,7 @@ from .intra_op.formulate import Options, formulate
 from .intra_op.search import SearchResult, compare, data_parallel, glance, search
 from .ir.op_graph import Calls
 from .ir.trace import calls_of_model, captured_calls
+from .plan.model_name import named_after
 from .plan.plan import Plan
 from .search_limits import LIMITS
 
@@ -81,29 +82,33 @@ def plan(
     if objective not in ("time", "memory"):
         raise PlanError(f'objective is "time" or "memory", got {objective!r}')
     left = _Clock(None if seconds is None else _number("seconds", seconds))
-    found = cluster_of(cluster)
-    given = (
+    cluster = cluster_of(cluster)
+    inputs = (
         example_inputs if isinstance(example_inputs, tuple) else (example_inputs,),
         dict(kwargs or {}),
     )
     if batch is not None:
-        given = _of_batch(given, batch)
-    limit = nbytes(memory) if memory is not None else found.memory or None
+        inputs = _of_batch(inputs, batch)
+    limit = nbytes(memory) if memory is not None else cluster.memory or None
     options = Options(
         optimizer_state_ratio=_states(model_or_graph, optimizer_state_ratio), memory=limit
     )
-    where = None if mesh is None else mesh_of(mesh, found)
+    where = None if mesh is None else mesh_of(mesh, cluster)
     if (
         where is None
         and objective == "time"
-        and found.size > LIMITS.one_mesh_devices
-        and len(set(_rows(given))) == 1
+        and cluster.size > LIMITS.one_mesh_devices
+        and len(set(_rows(inputs))) == 1
         and isinstance(model_or_graph, torch.nn.Module)
     ):
-        return _of_everything(model_or_graph, given, found, options, left)
-    calls, where = calls_of(model_or_graph, *given, found.device), where or mesh_of(None, found)
+        found = _of_everything(model_or_graph, inputs, cluster, options, left)
+        return named_after(found, model_or_graph)
+    calls, where = (
+        calls_of(model_or_graph, *inputs, cluster.device),
+        where or mesh_of(None, cluster),
+    )
     if objective == "memory":
-        least = formulate(calls, found, where, options).least_memory(left())
+        least = formulate(calls, cluster, where, options).least_memory(left())
         if least is None:
             raise PlanError(
                 "the minimum memory was not found in the given time: give more seconds, or set a "
@@ -111,9 +116,10 @@ def plan(
             )
         if limit is None or least < limit:  # otherwise the search raises the error
             options = dataclasses.replace(options, memory=least)
-    return search(
-        calls, found, where, options, left(), recipes_of(model_or_graph, calls, where)
-    ).plan
+    result = search(
+        calls, cluster, where, options, left(), recipes_of(model_or_graph, calls, where)
+    )
+    return named_after(result.plan, model_or_graph)
 
 
 class _Clock:
@@ -132,25 +138,25 @@ def _rows(given: Any) -> list[int]:
 
 
 def _of_everything(
-    model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock
+    model: torch.nn.Module, inputs: Any, cluster: Cluster, options: Options, left: _Clock
 ) -> Plan:
     """Search for mesh, stages, micro-batches, recomputation and ZeRO too.
 
     A plan on one mesh gets prices of the known plans on that mesh as alternatives. A plan in stages
     gets those on one axis.
     """
-    calls, rows = calls_of_model(model, *given, cluster.device), _rows(given)[0]
+    calls, rows = calls_of_model(model, *inputs, cluster.device), _rows(inputs)[0]
 
     def calls_at(n: int) -> Calls:
-        return calls if n == rows else calls_of_model(model, *_of_batch(given, n), cluster.device)
+        return calls if n == rows else calls_of_model(model, *_of_batch(inputs, n), cluster.device)
 
     done = search_pipelines(
         calls_at, rows, cluster, None, options, None, left(LIMITS.pipeline_fraction)
     )
-    found = _on_meshes(done, calls, cluster, options, left)
+    on_one_mesh = _on_meshes(done, calls, cluster, options, left)
     known = (
-        found.formulation
-        if found is not None
+        on_one_mesh.formulation
+        if on_one_mesh is not None
         else formulate(
             calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options
         )
@@ -160,9 +166,9 @@ def _of_everything(
         **recipes_of(model, calls, known.mesh),
     }
     others = compare(known, ways, left())
-    if found is None:
+    if on_one_mesh is None:
         return dataclasses.replace(done, alternatives=others)
-    plan = found.plan
+    plan = on_one_mesh.plan
     choices = {
         "mesh": list(plan.mesh),
         "stages": [_stage(plan)],
@@ -244,7 +250,7 @@ def _on_meshes(
                 bounds[shape] = glance(calls, cluster, where, options, left())
                 if bounds[shape] >= least:
                     continue
-            found = search(
+            result = search(
                 calls,
                 cluster,
                 where,
@@ -253,11 +259,11 @@ def _on_meshes(
                 compared=False,
                 turns=None if shape in first else LIMITS.turns_of_other_meshes,
             )
-            bounds[shape] = found.plan.bound
-            if found.plan.cost < least or (
-                shape in first and (found.plan.optimal or found.plan.cost <= done.cost)
+            bounds[shape] = result.plan.bound
+            if result.plan.cost < least or (
+                shape in first and (result.plan.optimal or result.plan.cost <= done.cost)
             ):
-                best, least = found, found.plan.cost
+                best, least = result, result.plan.cost
     if best is None:
         return None
     pipelines = done.search["bound_of_pipelines"]
@@ -272,19 +278,19 @@ def cluster_of(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster:
     a name that is neither preset nor file, and ClusterError for a file that contains no cluster.
     """
     if cluster is None:
-        found = current_cluster()
+        resolved = current_cluster()
     elif isinstance(cluster, Cluster):
-        found = cluster
+        resolved = cluster
     elif not isinstance(cluster, (str, os.PathLike)):
         raise PlanError(f"cluster is a Cluster, the name of a preset or a file, got {cluster!r}")
     elif os.path.exists(cluster):
-        found = Cluster.load(cluster)
+        resolved = Cluster.load(cluster)
     else:
         try:
-            found = Cluster.preset(os.fspath(cluster))
+            resolved = Cluster.preset(os.fspath(cluster))
         except ValueError as error:
             raise PlanError(f"cluster {os.fspath(cluster)!r} is no file, and {error}") from None
-    return found if found.size else found.with_size(world().size)
+    return resolved if resolved.size else resolved.with_size(world().size)
 
 
 _UNITS = {
@@ -309,16 +315,16 @@ def nbytes(size: int | float | str) -> int:
     """
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
         return int(size)
-    told = (
+    match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if isinstance(size, str)
         else None
     )
-    if told is None or told[2].lower() not in _UNITS:
+    if match is None or match[2].lower() not in _UNITS:
         raise PlanError(
             f'memory is a number of bytes, or text such as "16GiB" or "80 GB", got {size!r}'
         )
-    return int(float(told[1]) * _UNITS[told[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def calls_of(
@@ -370,22 +376,22 @@ def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placeme
     return mesh if isinstance(mesh, Placement) else Placement("cpu", np.arange(size).reshape(shape))
 
 
-def _of_batch(given: Any, batch: int) -> Any:
+def _of_batch(inputs: Any, batch: int) -> Any:
     """Return the same inputs with ``batch`` rows.
 
     The first tensor changes, and all tensors with as many rows as the first.
     """
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise PlanError(f"batch is a number of rows, at least 1, got {batch!r}")
-    rows = next(iter(_rows(given)), None)
+    rows = next(iter(_rows(inputs)), None)
     if rows is None:
         raise PlanError(f"batch={batch}: none of the inputs is a tensor with rows")
     return replaced_in_objects(
-        given,
+        inputs,
         iter(
             [
                 _resized(t, batch) if t.dim() and t.shape[0] == rows else t
-                for t in object_tensors(given, [])
+                for t in object_tensors(inputs, [])
             ]
         ),
     )

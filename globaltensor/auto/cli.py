@@ -28,15 +28,7 @@ from .api import plan
 from .plan.plan import Plan
 from .plan.report import report
 
-__all__ = ["DESCRIPTION", "Target", "cluster_for", "options_of", "plan_target", "run", "target"]
-
-DESCRIPTION = """\
-Finds the best plan to run a model on a cluster. Reports its cost, the reasons, and the cost of the
-alternatives. The model is not run and no device is needed, so the cluster may be one that you do
-not have. MODULE:NAME is a tuple (model, inputs), or a function that returns one. The inputs are a
-tuple of tensors, of which only the shapes are used. A dict of keyword arguments may follow the
-inputs. An nn.Graph or its class may replace the model."""
-
+__all__ = ["Target", "cluster_for", "options_of", "plan_target", "run", "target"]
 
 _UNMEASURED = (
     "assumed to be those of the generic machine, except the number of GPUs and their memory; "
@@ -73,7 +65,7 @@ def options_of(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=int,
         metavar="N",
-        help=("number of devices of the cluster to use (default: all)"),
+        help="number of devices of the cluster to use (default: all)",
     )
     parser.add_argument(
         "--memory",
@@ -85,7 +77,7 @@ def options_of(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=int,
         metavar="N",
-        help=("number of rows of the inputs (default: those of the example inputs)"),
+        help="number of rows of the inputs (default: those of the example inputs)",
     )
     parser.add_argument(
         "--objective",
@@ -112,7 +104,9 @@ def options_of(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print the plan as JSON instead of the report"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="add how the search and its solver went"
+        "--verbose",
+        action="store_true",
+        help="add the times of the search, the size of its problem and the log of its solver",
     )
     parser.add_argument(
         "--quiet", action="store_true", help="show no progress on stderr, only errors and notes"
@@ -129,22 +123,24 @@ def run(options: argparse.Namespace) -> int:
                 check_writable(path)  # fail now rather than after the search
         with line:
             line.show("searching")
-            found = plan_target(
+            best_plan = plan_target(
                 options.target, options.cluster, options.devices, memory=options.memory,
                 mesh=_shape(options.mesh), batch=options.batch,
                 objective=options.objective, seconds=options.seconds, say=say,
             )  # fmt: skip
-        told = [found.explain(path) for path in options.explain] or [
-            found.to_json() if options.json else report(found, options.verbose, options.save)
+        output_texts = [best_plan.explain(path) for path in options.explain] or [
+            best_plan.to_json()
+            if options.json
+            else report(best_plan, options.verbose, options.save)
         ]
-        for path, write in ((options.html, found.save_html), (options.save, found.save)):
+        for path, write in ((options.html, best_plan.save_html), (options.save, best_plan.save)):
             if path:
                 write(path)
                 say(f"written to {path}")
     except (GlobalTensorError, OSError) as error:
         say(str(error))
         return 1
-    sys.stdout.write("\n\n".join(told) + "\n")
+    sys.stdout.write("\n\n".join(output_texts) + "\n")
     return 0
 
 
@@ -178,12 +174,12 @@ def cluster_for(
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices}: at least 1")
     if cluster is None:
-        here = torch.cuda.device_count()
-        if here >= 2:
+        gpu_count = torch.cuda.device_count()
+        if gpu_count >= 2:
             memory = torch.cuda.get_device_properties(0).total_memory
             return Cluster(
                 device="cuda",
-                size=devices or here,
+                size=devices or gpu_count,
                 memory=memory,
                 name=f"this machine, {torch.cuda.get_device_name(0)}",
                 source=_UNMEASURED,
@@ -197,9 +193,9 @@ def cluster_for(
         )
         return Cluster(size=count)
     if cluster in PRESETS and not os.path.exists(cluster):
-        found = Cluster.preset(cluster)
+        resolved = Cluster.preset(cluster)
     elif os.path.exists(cluster) or os.sep in cluster or cluster.endswith(".json"):
-        found = Cluster.load(cluster)
+        resolved = Cluster.load(cluster)
     else:
         meant = closest(cluster, PRESETS)
         raise PlanError(
@@ -207,14 +203,14 @@ def cluster_for(
             f"{', '.join(PRESETS)}" + (f"; did you mean {meant}?" if meant else "")
         )
     if devices is not None:
-        return found.with_size(devices)
-    if not found.size:
+        return resolved.with_size(devices)
+    if not resolved.size:
         say(
             f"{cluster} does not say how many devices there are: planning for 2; set the number "
             "with --devices"
         )
-        return replace(found, size=2)
-    return found
+        return replace(resolved, size=2)
+    return resolved
 
 
 def target(name: str) -> Target:

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--threads",
         type=int,
         default=2,
-        help=("number of threads for the integer programs (default: 2)"),
+        help="number of threads for the integer programs (default: 2)",
     )
     options = parser.parse_args(arguments)
     gc.disable()  # the search makes millions of numbers and no cycles

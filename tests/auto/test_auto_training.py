@@ -584,3 +584,5 @@ def test_alternatives_are_priced_once_where_memory_is_saved(
     graph(spread(numbers(2, 8), where))
     assert len(seen) == 1
     assert list(graph.auto_plan().alternatives) == ["data parallel"]
+    line = "  not priced: tensor parallel, fully sharded (ZeRO-3). The search of graphs "
+    assert line in graph.auto_plan().report()

@@ -481,7 +481,7 @@ def test_losses_are_kept_with_a_plan(tmp_path: Path) -> None:
     assert proven(again.cost, again.bound)
     assert not again.optimal
     old = json.loads((tmp_path / "plan.json").read_text())
-    del old["lost"], old["source"]  # older files do not have them
+    del old["lost"], old["source"]  # fields with a default may be missing
     (tmp_path / "old.json").write_text(json.dumps(old))
     assert Plan.load(tmp_path / "old.json") == dataclasses.replace(plan, lost=(), source="")
 
@@ -570,7 +570,7 @@ plan for 2 devices of {name}, one axis, training, 1 call
   figures    of {name}: {figures}"""
 ASSUMED = """\
 assumed, of no machine in particular: seconds are no prediction for this one
-             `globaltensor profile --out cluster.json` measures it, flow.use_cluster(flow.Cluster.load("cluster.json")) plans for it"""  # noqa: E501
+             `globaltensor profile --out cluster.json` measures it, and a block `with flow.use_cluster(flow.Cluster.load("cluster.json")):` plans for it"""  # noqa: E501
 
 
 def test_whose_figures_a_plan_tells(tmp_path: Path) -> None:
@@ -619,11 +619,11 @@ def test_the_whole_of_what_a_plan_says() -> None:
     )
     assert "  figures    of dgx-h100: measured here" in text
     assert (
-        "             of all stages together: computing and moving 20 ms, parameters and "
+        "             of all stages together: computing and communication 20 ms, parameters and "
         "gradients 4 ms, less 2 ms hidden behind computing" in text
     )
     assert "parameters and their layouts (12, 8.2 KiB a rank of each stage, together)" in text
-    assert "  stage  lane  ranks  mesh  holds         runs again  memory a rank" in text
+    assert "  stage  lane  ranks  mesh  holds         recomputed  memory a rank" in text
     assert "  0      0     0-3    2x2   blocks.{0-1}  blocks.0    19.5 KiB" in text
     assert proof(layered(1)) == (
         "gap 10 %: no plan costs less than the bound; a plan that costs less than this one may "

@@ -48,7 +48,7 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
     search = PipelineSearch(Batches(of, 32), DGX, 4, options, SearchSpace(micro_batches=[1, 2, 8]))
     search.run(math.inf)
     compared = raised = 0
-    for c in search.found:
+    for c in search.candidates:
         dual = search._dual(
             search._ground(c.setting.mesh, c.setting.micros), c.setting, c.schedule, c.lanes
         )
@@ -84,7 +84,7 @@ def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
     assert tight.cost - tight.bound < 3 * a_layer, (
         "a layer, and what calls need only while they run, which the bound leaves out"
     )
-    with pytest.raises(PlanError, match="the least that was found"):
+    with pytest.raises(PlanError, match="the minimum that was found"):
         search_pipelines(of, 16, DGX, 1, Options(memory=limit // 20), space)
 
 

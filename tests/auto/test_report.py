@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from support.plans import layered, pipelined
 from torch import nn
 
 import globaltensor as flow
+from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import SearchResult, search
 from globaltensor.auto.ir.trace import calls_of_model
@@ -26,7 +29,7 @@ from globaltensor.errors import PlanError
 REPORT = """\
 plan for 8 devices of dgx-h100, a mesh of 2 x 4, training, 13 calls
   cost       21.8 ms a step, gap 10 %: no plan costs less than the bound; a plan that costs less than this one may exist
-             computing 20.1 ms, moving 1.8 ms, updating 100 us, less 150 us hidden behind computing
+             computing 20.1 ms, communication 1.8 ms, optimizer 100 us, less 150 us hidden behind computing
   bound      19.7 ms a step
   step time  21.8 ms predicted, overlap included
   memory     35.8 KiB a rank at its peak, 50 % of the limit of 71.6 KiB
@@ -37,6 +40,7 @@ alternatives: the best plan of each kind at the same prices, compared with this 
   fully sharded (ZeRO-3)  19.7 ms  -10 %  143.2 KiB  does not fit: needs more than there is
   data parallel           27.3 ms  +25 %  107.4 KiB
   pipeline                  never                    input_0 [8, 16] has fewer rows than there are ranks
+  not priced: tensor parallel. The search of graphs and of parallelize prices data parallel only; flow.auto.plan(model_or_graph, inputs) prices all
 
 parameters and their layouts (9, 6.2 KiB a rank)
   blocks.*.norm.weight  3 x  [16]      float32  B B     64 B a rank each
@@ -45,18 +49,18 @@ parameters and their layouts (9, 6.2 KiB a rank)
 inputs and buffers
   input_0    [8, 16]  float32  S(0) B  256 B a rank
 
-costliest changes of layout (6, 1.8 ms in all)
-       what                  layout            forward     gradient      bytes  seconds in all  taken by
-  3 x  blocks.*.down linear  S(0) P -> S(0) B  all_reduce                512 B          1.5 ms  blocks.* add
-  3 x  blocks.*.up.weight    B S(0)                        all_reduce  4.0 KiB          300 us  blocks.*.up linear
+most expensive boxings (6, 1.8 ms in total)
+       tensor                layout            forward     gradient      bytes   total  used by
+  3 x  blocks.*.down linear  S(0) P -> S(0) B  all_reduce                512 B  1.5 ms  blocks.* add
+  3 x  blocks.*.up.weight    B S(0)                        all_reduce  4.0 KiB  300 us  blocks.*.up linear
 
-costliest calls
-       what                      seconds in all  share  takes              gives
-  3 x  blocks.*.up linear                  9 ms    1/8  S(0) B, B S(0)     S(0) S(1)
-  3 x  blocks.*.down linear                9 ms    1/8  S(0) S(1), B S(1)  S(0) P
-  3 x  blocks.*.norm layer_norm          900 us    1/8  S(0) B, B B        S(0) B
-  3 x  blocks.* add                      900 us    1/8  S(0) B, S(0) B     S(0) B
-       mse_loss                          300 us    1/8  S(0) B             P B
+most expensive calls
+       call                       total  share  inputs             outputs
+  3 x  blocks.*.up linear          9 ms    1/8  S(0) B, B S(0)     S(0) S(1)
+  3 x  blocks.*.down linear        9 ms    1/8  S(0) S(1), B S(1)  S(0) P
+  3 x  blocks.*.norm layer_norm  900 us    1/8  S(0) B, B B        S(0) B
+  3 x  blocks.* add              900 us    1/8  S(0) B, S(0) B     S(0) B
+       mse_loss                  300 us    1/8  S(0) B             P B
 
 other choices
   micro batches  4
@@ -65,7 +69,7 @@ other choices
 in short
   cost     21.8 ms a step, 1.25 times as fast as data parallel
   memory   35.8 KiB a rank at its peak, 50 % of the limit of 71.6 KiB
-  layouts  6 of 9 parameters split, 3 whole on every rank
+  layouts  6 of 9 parameters split, 3 replicated
   apply    plan = flow.auto.load_plan("plan.json"); model = flow.parallelize(model, placement, plan)
            in a graph: self.config.use_auto_plan(plan)
            plan.save("plan.json") writes the file, as --save plan.json does"""  # noqa: E501
@@ -73,10 +77,10 @@ in short
 SEARCHED = "\n\nsearch: solving 250 ms, 99 nodes, width 2\n\nin short\n"
 
 EXPLAINED = """\
-blocks.1.up: 1 call and 1 tensor given; computing 3 ms, moving 100 us a step
+blocks.1.up: 1 call and 1 tensor given; computing 3 ms, communication 100 us a step
 
 blocks.1.up.weight  parameter float32[64, 16]  B S(0), 1.0 KiB a rank
-    moves   all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
+    boxing  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
     why B S(0)
       B B instead  +1 ms, 3.0 KiB a rank more
 
@@ -85,7 +89,7 @@ linear_2 = linear(layer_norm_1 S(0) B, blocks.1.up.weight B S(0)) -> [8, 64] S(0
     before  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
     why S(0) S(1)
       S(0) B instead  +2 ms, 1.0 KiB a rank more: all_gather of linear_2 (4.0 KiB, S(0) S(1) -> S(0) B)
-      B B    instead  as dear"""  # noqa: E501
+      B B    instead  same cost"""  # noqa: E501
 
 
 class MLP(nn.Module):
@@ -148,12 +152,51 @@ def test_the_end_compares_with_data_parallel(data: Alternative | None, line: str
     assert text.partition("\nin short\n  ")[2].splitlines()[0] == line
 
 
+def test_the_end_has_the_cost_of_the_head() -> None:
+    plan = dataclasses.replace(layered(3), seconds=0.5 * layered(3).cost)
+    lines = plan.report().splitlines()
+    assert lines[1].startswith("  cost       21.8 ms a step,")
+    assert "  step time  10.9 ms predicted, overlap included" in lines
+    assert "  cost     21.8 ms a step, 1.25 times as fast as data parallel" in lines
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (("data parallel", "tensor parallel", "fully sharded (ZeRO-3)"), None),
+        (
+            ("data parallel",),
+            (
+                "  not priced: tensor parallel, fully sharded (ZeRO-3). The search of graphs and "
+                "of parallelize prices data parallel only; "
+                "flow.auto.plan(model_or_graph, inputs) prices all"
+            ),
+        ),
+        ((), None),  # of a plan without prices of alternatives, there is no list
+    ],
+)
+def test_named_plans_without_a_price_are_listed(names: tuple[str, ...], line: str | None) -> None:
+    alternatives = {name: Alternative(1.0, 1 << 20, True) for name in names}
+    text = dataclasses.replace(layered(3), alternatives=alternatives).report()
+    lines = [x for x in text.splitlines() if x.startswith("  not priced")]
+    assert lines == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_search_prices_every_named_plan(ranks: int) -> None:
+    cluster = Cluster.preset("dgx-h100").with_size(ranks)
+    plan = flow.auto.plan(MLP(), (torch.empty(16, 256),), cluster)
+    for name in ("data parallel", "tensor parallel", "fully sharded (ZeRO-3)"):
+        assert re.search(rf"(?m)^  {re.escape(name)} .*\d", plan.report()), name
+    assert "not priced" not in plan.report()
+
+
 def test_layouts_in_short() -> None:
     plan = layered(3)
     whole = tuple(dataclasses.replace(g, layout=("B", "B")) for g in plan.placed)
     split = tuple(dataclasses.replace(g, layout=("B", "S(0)")) for g in plan.placed)
     for placed, text in (
-        (whole, "all 9 parameters whole on every rank\n"),
+        (whole, "all 9 parameters replicated\n"),
         (split, "9 of 9 parameters split\n"),
         ((), "no parameters\n"),
     ):
@@ -161,25 +204,65 @@ def test_layouts_in_short() -> None:
         assert f"\n  layouts  {text}" in report
 
 
-def test_keys_of_the_json_have_no_spaces_and_the_plan_is_read_again(tmp_path: Path) -> None:
+def keys(value: object) -> list[str]:
+    """Return the keys of all objects in a JSON value."""
+    if isinstance(value, dict):
+        return [*value, *(k for v in value.values() for k in keys(v))]
+    return [k for v in value for k in keys(v)] if isinstance(value, list) else []
+
+
+def in_stages() -> Plan:
+    """Return a plan in two stages that the search has found."""
+    model = nn.Sequential(*(MLP() for _ in range(4)))
+    return search_pipelines(
+        lambda rows: calls_of_model(model, (torch.empty(rows, 256),)),
+        16,
+        Cluster.preset("dgx-h100"),
+        4,
+        space=SearchSpace(stages=(2,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "spent"),
+    [
+        (
+            lambda: flow.auto.plan(MLP(), (torch.empty(16, 256),), "dgx-h100", mesh=(2, 2)),
+            "computing",
+        ),
+        (lambda: pipelined(3), "parameters_and_gradients"),
+        (in_stages, "parameters_and_gradients"),
+    ],
+    ids=["one mesh", "stages by hand", "stages"],
+)
+def test_keys_of_the_json_are_identifiers_and_the_plan_is_read_again(
+    make: Callable[[], Plan], spent: str, tmp_path: Path
+) -> None:
+    plan = make()
+    written = json.loads(plan.to_json())
+    paths = set(written["choices"].get("zero", ()))  # of parameters
+    assert [key for key in keys(written) if not key.isidentifier() and key not in paths] == []
+    assert spent in written["cost_breakdown"]
+    assert written["version"] == 2
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    # The names that reports show are accepted as keys too.
+    for name in ("alternatives", "cost_breakdown", "memory_breakdown"):
+        shown = getattr(plan, name)
+        records = written[name].values()
+        written[name] = dict(zip(shown, records, strict=True))
+    (tmp_path / "old.json").write_text(json.dumps(written))
+    assert Plan.load(tmp_path / "old.json") == plan
+
+
+def test_the_names_of_alternatives_and_of_the_terms_of_memory_have_keys_in_json() -> None:
     plan = flow.auto.plan(MLP(), (torch.empty(16, 256),), "dgx-h100", mesh=(2, 2))
     assert "fully sharded (ZeRO-3)" in plan.alternatives
     assert "inputs and buffers" in plan.memory_breakdown
-
-    def keys(value: object) -> list[str]:
-        if isinstance(value, dict):
-            return [*value, *(k for v in value.values() for k in keys(v))]
-        return [k for v in value for k in keys(v)] if isinstance(value, list) else []
-
-    told = json.loads(plan.to_json())
-    assert set(told["alternatives"]) == {"data_parallel", "tensor_parallel", "fully_sharded"}
-    assert [key for key in keys(told) if " " in key] == []
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    # files of before have the names for people
-    told["alternatives"] = {"data parallel": told["alternatives"]["data_parallel"]}
-    (tmp_path / "old.json").write_text(json.dumps(told))
-    assert list(Plan.load(tmp_path / "old.json").alternatives) == ["data parallel"]
+    written = json.loads(plan.to_json())
+    assert set(written["alternatives"]) == {"data_parallel", "tensor_parallel", "fully_sharded"}
+    assert "inputs_and_buffers" in written["memory_breakdown"]
+    assert "gradients_and_optimizer" in json.loads(in_stages().to_json())["memory_breakdown"]
 
 
 def test_an_explanation_reads_so() -> None:
@@ -195,7 +278,7 @@ other choices
   zero           blocks.{0-3}.up.weight (stage 3, shares S(0), B)
   batch          64
 stages
-  stage  lane  ranks  mesh  holds         runs again  memory a rank
+  stage  lane  ranks  mesh  holds         recomputed  memory a rank
   0      0     0-3    2x2   blocks.{0-1}  blocks.0    19.5 KiB
   1      1     4-7    2x2   blocks.{2-3}  nothing     18.6 KiB"""
 
@@ -205,10 +288,10 @@ def test_stages_and_what_else_was_chosen_read_so() -> None:
     text = plan.report()
     assert BESIDES in text
     assert (
-        "of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less "
-        "2 ms hidden behind computing" in text
+        "of all stages together: computing and communication 20 ms, parameters and gradients 4 ms, "
+        "less 2 ms hidden behind computing" in text
     )
-    assert "other ways have not been priced one by one" in plan.explain("blocks.0.up")
+    assert "other layouts have not been priced one by one" in plan.explain("blocks.0.up")
 
 
 def test_printing_a_plan_is_the_head_of_its_report() -> None:

@@ -689,9 +689,9 @@ def test_the_same_plan_twice_and_bounds_hold() -> None:
 
 def test_too_little_memory_says_what_would_do() -> None:
     space = SearchSpace(stages=[1, 2], micro_batches=[4], axes=1)
-    with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
+    with pytest.raises(PlanError, match=r"the minimum that was found is (\d+) bytes") as error:
         search_pipelines(gpt(3), 16, DGX, 4, Options(memory=100_000), space)
-    least = int(str(error.value).split("the least that was found is ")[1].split()[0])
+    least = int(str(error.value).split("the minimum that was found is ")[1].split()[0])
     assert (
         search_pipelines(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
     )
@@ -701,9 +701,9 @@ def test_the_least_memory_of_a_model_with_hubs_is_that_of_hubs_well_laid() -> No
     """The minimum memory of a model with shared values assumes good layouts of these values. The
     tied word table is most of the memory: replicated, it would need four times as much."""
     of, space = gpt(1, width=64, heads=4, words=4000, length=4, tied=True), only((4,))
-    with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
+    with pytest.raises(PlanError, match=r"the minimum that was found is (\d+) bytes") as error:
         search_pipelines(of, 4, DGX, 4, Options(memory=10_000), space)
-    least = int(str(error.value).split("the least that was found is ")[1].split()[0])
+    least = int(str(error.value).split("the minimum that was found is ")[1].split()[0])
     assert least < 4000 * 64 * 2 * 4, "parameter, gradient and optimizer state, whole"
 
 

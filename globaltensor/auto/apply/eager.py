@@ -24,6 +24,7 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ..ir.op_graph import Calls
 from ..ir.trace import calls_of_model
+from ..plan.model_name import named_after
 from ..plan.plan import Plan
 from .graphs import apply_layouts, cluster_at_hand, search_plan
 from .modules import install_layout_hooks, install_reshard_hooks
@@ -110,7 +111,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     apply_layouts(dict(model.named_parameters()), found)
     install_layout_hooks(model, found.plan)
     install_reshard_hooks(model, found.plan)
-    model.__dict__["_automatic_plan"] = found.plan
+    model.__dict__["_automatic_plan"] = named_after(found.plan, model)
 
 
 def _told(calls: Calls, numbers: Sequence[int]) -> str:

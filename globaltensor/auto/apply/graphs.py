@@ -19,7 +19,7 @@ from ...boxing import box
 from ...cluster import Cluster, current_cluster, named_cluster
 from ...distributed.world import world
 from ...errors import GraphError
-from ...graph.capture.dry_world import Left
+from ...graph.capture.dry_world import GRAPH, Left
 from ...graph.config import MEMORY, Auto
 from ...graph.graph import GRAPH_PLANNERS
 from ...graph.printing import lines
@@ -34,6 +34,7 @@ from ..intra_op.formulate import Options
 from ..intra_op.search import SearchResult, search
 from ..ir.op_graph import Calls
 from ..ir.trace import captured_calls
+from ..plan.model_name import named_after
 from ..profile import cluster_here
 
 __all__ = [
@@ -90,20 +91,20 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
             v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free
         }
         choose, cluster = graph.__dict__.get(_CHOICE, search_plan), cluster_at_hand(mesh)
-        found: SearchResult = agreed(
+        search_result: SearchResult = agreed(
             graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None)
         )
-        apply_layouts({path: parameters[path] for path in free}, found, graph.training)
+        apply_layouts({path: parameters[path] for path in free}, search_result, graph.training)
         for entry in graph._optimizers:
             relay(entry.optimizer)
     finally:
         if zero is not None:
             graph._attach()
     return PlanFollower(
-        plan_for_capture(logical, found),
+        plan_for_capture(logical, search_result),
         strict=False,
         unasked=auto.ignore_user_sbp,
-        searched=found.plan,
+        searched=named_after(search_result.plan, graph),
     )
 
 
@@ -150,13 +151,14 @@ def search_plan(
 
     Collective. A rank on which the search raises must report the error to the others by `agree`."""
     options, saved = options_of(auto, cluster, fixed, states), MEMORY[auto.memory]
-    found = search(calls, cluster, mesh, options, agreed=from_rank0, compared=not saved)
+    unlimited_result = search(calls, cluster, mesh, options, agreed=from_rank0, compared=not saved)
     if not saved:
-        return found
-    least = from_rank0(found.formulation.least_memory())
+        return unlimited_result
+    least = from_rank0(unlimited_result.formulation.least_memory())
     if least is None:
-        least = found.plan.memory  # the minimum was not found in time, so no memory is saved
-    limit = round(found.plan.memory - saved * (found.plan.memory - least))
+        # the minimum was not found in time, so no memory is saved
+        least = unlimited_result.plan.memory
+    limit = round(unlimited_result.plan.memory - saved * (unlimited_result.plan.memory - least))
     return search(
         calls,
         cluster,
@@ -166,14 +168,16 @@ def search_plan(
     )
 
 
-def from_rank0(found: Any) -> Any:
-    """Return rank 0's ``found`` on every rank.
+def from_rank0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank.
 
     Raises Left if another rank has failed and has reported its error by `agree`."""
-    here = world()
-    if here.size == 1:
-        return found
-    everyone = here.comm(tuple(range(here.size))).all_gather_object((False, found))
+    this_world = world()
+    if this_world.size == 1:
+        return value
+    everyone = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        (False, value), GRAPH
+    )
     failed = [r for r, (wrong, _) in enumerate(everyone) if wrong]
     if failed:
         raise Left(f"rank {failed[0]} could not search for a plan: {everyone[failed[0]][1]}")
@@ -234,21 +238,21 @@ def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Pla
 
 
 def apply_layouts(
-    parameters: Mapping[str, torch.Tensor], found: SearchResult, training: bool = True
+    parameters: Mapping[str, torch.Tensor], search_result: SearchResult, training: bool = True
 ) -> None:
     """Box parameters to a plan's layouts, in place, so that optimizers still hold them.
 
     ``parameters`` maps paths to tensors. Collective."""
     values = {
         v.path: v
-        for v in found.formulation.calls.states()
-        if v.path and v.number in found.formulation.node_of_value
+        for v in search_result.formulation.calls.states()
+        if v.path and v.number in search_result.formulation.node_of_value
     }
     for path, t in parameters.items():
         value = values.get(path)
         if value is None or not isinstance(t, GlobalTensor):
             continue
-        layout = found.formulation.made(value, found.choice)
+        layout = search_result.formulation.made(value, search_result.choice)
         t.__dict__[_LAID] = training
         if layout != t._spec.layout:
             spec = t._spec.replace(layout=layout)

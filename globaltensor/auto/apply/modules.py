@@ -113,12 +113,12 @@ def _without(plan: Plan, prefix: str) -> Plan:
             else path
         )
 
-    given = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.placed)
+    placed = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.placed)
     calls = tuple(
         dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands)))
         for c in plan.calls
     )
-    return dataclasses.replace(plan, placed=given, calls=calls)
+    return dataclasses.replace(plan, placed=placed, calls=calls)
 
 
 def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
@@ -187,16 +187,16 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
             else:
                 yield path, min(stages)
 
-    found = sorted(
+    parts = sorted(
         down(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1]
     )
     for number, stage in enumerate(plan.choices["stages"]):
-        if number and number not in {k for _, k in found}:
+        if number and number not in {k for _, k in parts}:
             where = f"stage {number} of the plan begins at {', '.join(stage['calls'][:1])}"
             raise PlanError(
                 f"{where}, and no module of the model starts to run in it: it cannot be cut there"
             )
-    return found
+    return parts
 
 
 def _above(path: str) -> Iterator[str]:

@@ -85,37 +85,37 @@ def calibrate(
     """
     if not seconds > 0:
         raise PlanError(f"seconds is a positive number, got {seconds!r}")
-    found = cluster_of(cluster)
+    cluster = cluster_of(cluster)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    calls, where = calls_of(model_or_graph, args, kwargs, found.device), mesh_of(mesh, found)
-    menu = StrategyBuilder(ReshardCosts(found, where), calls.training)
+    calls, where = calls_of(model_or_graph, args, kwargs, cluster.device), mesh_of(mesh, cluster)
+    menu = StrategyBuilder(ReshardCosts(cluster, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
     runs = (
         steps
         and calls.training
-        and _can_run(model_or_graph, where, found.memory or _ASSUMED_MEMORY)
+        and _can_run(model_or_graph, where, cluster.memory or _ASSUMED_MEMORY)
     )
     own = seconds * 2 / 3 if runs else seconds
     batches = [
         batch
         for batch in map(
-            _running, _batches(_affordable(ops_of(calls, where, candidates, found), own))
+            _running, _batches(_affordable(ops_of(calls, where, candidates, cluster), own))
         )
         if batch
     ]
     whole = sum(map(_takes, (op for batch in batches for op in batch)))
     between = _touched(calls)
     for batch in batches:
-        found = measure_ops(
-            found,
+        cluster = measure_ops(
+            cluster,
             [(op.key, op.make, op.grad) for op in batch],
             own * sum(map(_takes, batch)) / whole,
             between,
         )
     return (
-        calibrate_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own)
+        calibrate_steps(model_or_graph, args, dict(kwargs or {}), cluster, where, seconds - own)
         if runs
-        else found
+        else cluster
     )
 
 
@@ -151,7 +151,7 @@ def _running(ops: Sequence[Measurable]) -> list[Measurable]:
         except Exception:
             able.append(False)
     everyone = (
-        world().comm(tuple(range(world().size))).all_gather_object(able)
+        world().comm(tuple(range(world().size))).all_gather_object(able, "a calibration of ops")
         if world().size > 1
         else [able]
     )
@@ -174,7 +174,7 @@ def _made(
 ) -> Any:
     """Return the call on one rank, its arguments, and the parameters among them."""
     found = local_call(call, operands, shapes, device)
-    assert found is not None, "without a memory limit, the search returns memory"
+    assert found is not None, f"{call.name} does not run on local tensors of {shapes}"
     function, args = found
     return (
         function,
@@ -192,7 +192,7 @@ def ops_of(
     tensors, are left out.
     """
     prices, device = ReshardCosts(cluster, mesh), world().device(cluster.device)
-    found: dict[str, Measurable | None] = {}
+    op_of_key: dict[str, Measurable | None] = {}
     for number, menu in candidates.items():
         call = calls.calls[number]
         operands = [calls.values[v] for v in call.operands]
@@ -204,15 +204,15 @@ def ops_of(
             if key is None or key in seen:
                 continue
             seen.add(key)
-            before = found.get(key)
-            if key not in found:
+            before = op_of_key.get(key)
+            if key not in op_of_key:
                 fits = local_call(call, operands, shapes, torch.device("meta")) is not None
                 nbytes = sum(
                     v.dtype.itemsize * torch.Size(s).numel()
                     for v, s in zip(operands, shapes, strict=True)
                 )
                 grad = calls.training and any(v.grad for v in operands)
-                found[key] = (
+                op_of_key[key] = (
                     Measurable(
                         key,
                         functools.partial(_made, call, operands, shapes, device),
@@ -225,8 +225,8 @@ def ops_of(
                     else None
                 )
             elif before is not None:
-                found[key] = before._replace(uses=before.uses + 1)
-    return [op for op in found.values() if op is not None]
+                op_of_key[key] = before._replace(uses=before.uses + 1)
+    return [op for op in op_of_key.values() if op is not None]
 
 
 def _takes(op: Measurable) -> float:
@@ -236,12 +236,12 @@ def _takes(op: Measurable) -> float:
 
 def _affordable(ops: Sequence[Measurable], seconds: float) -> list[Measurable]:
     """Select the ops for which there is time, those that matter most first."""
-    left, kept = seconds, []
+    left, selected = seconds, []
     for op in sorted(ops, key=lambda op: -op.seconds * op.uses):
         if _takes(op) <= left:
             left -= _takes(op)
-            kept.append(op)
-    return kept
+            selected.append(op)
+    return selected
 
 
 def _batches(ops: Sequence[Measurable]) -> Iterator[list[Measurable]]:

@@ -220,18 +220,18 @@ class _Training(Graph):
 
 def _loss(out: Any) -> torch.Tensor:
     """Return a scalar to start backward from: the model's loss, or the sum of its first result."""
-    found = getattr(out, "loss", None)
-    if found is None:
-        found = next((t for t in object_tensors(out, []) if t.requires_grad), None)
-    if not isinstance(found, torch.Tensor):
+    loss = getattr(out, "loss", None)
+    if loss is None:
+        loss = next((t for t in object_tensors(out, []) if t.requires_grad), None)
+    if not isinstance(loss, torch.Tensor):
         raise PlanError("no result of the model has a gradient")
-    return found if not found.dim() else found.float().sum()
+    return loss if not loss.dim() else loss.float().sum()
 
 
 class _Chosen(NamedTuple):
     """A plan, its blocking moves, and seconds of computing, of bucketed moves and of copying."""
 
-    found: SearchResult
+    search_result: SearchResult
     waits: float
     computing: float
     bucketed: float
@@ -253,12 +253,12 @@ class _Planned:
             began = time.perf_counter()
             self.chosen = _chosen(graph, self.way, *args)
             self.seconds = time.perf_counter() - began
-        return self.chosen.found
+        return self.chosen.search_result
 
     def step(self, measured: float) -> MeasuredStep:
         assert self.chosen is not None, "it has been run"
-        found, waits, computing, bucketed, copied = self.chosen
-        spent = found.plan.cost_breakdown
+        search_result, waits, computing, bucketed, copied = self.chosen
+        spent = search_result.plan.cost_breakdown
         moving = (
             spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
         )
@@ -359,44 +359,49 @@ def _chosen(
     cluster: Cluster,
     mesh: Placement,
     auto: Any,
-    given: Mapping[str, Any],
+    fixed_layouts: Mapping[str, Any],
     states: float,
 ) -> _Chosen:
     options = dataclasses.replace(
-        arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states),
+        arrange.options_of(
+            auto, cluster, {**way.fixed(graph, calls, mesh), **fixed_layouts}, states
+        ),
         memory=None,
     )
-    found = search(
+    search_result = search(
         calls, cluster, mesh, options, _SEARCH, agreed=arrange.from_rank0, compared=False
     )
     if way.noise:
         other = arrange.from_rank0(
             solve(
-                perturbed(found.formulation, way.noise * found.plan.cost / len(found.choice)),
+                perturbed(
+                    search_result.formulation,
+                    way.noise * search_result.plan.cost / len(search_result.choice),
+                ),
                 seconds=_SEARCH,
             )
         )
         if other.feasible:
-            by = binding_formulation(found.formulation, other.choice)
+            by = binding_formulation(search_result.formulation, other.choice)
             other = dataclasses.replace(other, cost=by.problem.evaluate(other.choice), bound=0.0)
-            found = SearchResult(read_plan(by, other), by, other.choice)
-    own = found.formulation
+            search_result = SearchResult(read_plan(by, other), by, other.choice)
+    own = search_result.formulation
 
     def more(other: Cluster) -> float:
         """Return how many seconds longer the plan takes on this cluster, without the optimizer."""
-        there = formulate(calls, other, mesh, own.options)
-        longer, here = (
-            float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice)
-            for f in (there, own)
+        reformulated = formulate(calls, other, mesh, own.options)
+        longer, own_seconds = (
+            float(f.problem.evaluate(search_result.choice)) - f.optimizing(search_result.choice)
+            for f in (reformulated, own)
         )
-        return longer - here
+        return longer - own_seconds
 
     waits = (
         more(dataclasses.replace(cluster, rank_skew=cluster.rank_skew + _MORE_SKEW)) / _MORE_SKEW
     )
     same = functools.partial(cluster.scaled, updating=1.0, bucketed=1.0)  # no change by itself
     return _Chosen(
-        found,
+        search_result,
         waits,
         more(same(2.0, 1.0, copying=1.0)),
         more(cluster.scaled(1.0, 1.0, bucketed=2.0)),

@@ -4,9 +4,8 @@ Shapes grow linearly with the batch, so two captures determine any third. `inter
 and `BatchMenu` to price micro-batches.
 
 Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and
-batches. For axes longer than
-`_MAX_PROBED_RANKS`, the signatures of an axis of that length are used, where
-each rank still has data.
+batches. For axes longer than `_MAX_PROBED_RANKS`, the signatures of an axis of that length are
+used, where each rank still has data.
 """
 
 from __future__ import annotations
@@ -74,27 +73,27 @@ class Batches:
         Raises PlanError where the model makes other calls than with the full batch, or does not
         run.
         """
-        found = self._at.get(rows)
-        if found is None:
+        calls = self._at.get(rows)
+        if calls is None:
             try:
-                found = self._between(rows)
+                calls = self._between(rows)
             except _Uneven:
-                found = self._captured(rows)
-            self._at[rows] = found
-        return found
+                calls = self._captured(rows)
+            self._at[rows] = calls
+        return calls
 
     def _captured(self, rows: int) -> Calls:
         try:
-            found = self.capture(rows)
+            calls = self.capture(rows)
         except Exception as error:
             raise PlanError(
                 f"with a batch of {rows} instead of {self.batch} the model does not run: {error}"
             ) from error
-        if not _alike(self.whole, found):
+        if not _alike(self.whole, calls):
             raise PlanError(
                 f"with a batch of {rows} the model makes other calls than with one of {self.batch}"
             )
-        return found
+        return calls
 
     def _between(self, rows: int) -> Calls:
         half = self.half
@@ -148,7 +147,7 @@ class Batches:
         if small is None:
             return big
         part = 2 * (self.batch - rows) / self.batch
-        found = []
+        interpolated = []
         for s in big:
             other = small.get((s.ins, s.outs), s)
             if len(other.moved) == len(s.moved):
@@ -157,8 +156,8 @@ class Batches:
                     for (kind, n), (_, k) in zip(s.moved, other.moved, strict=True)
                 )
                 s = s._replace(moved=moved)
-            found.append(s)
-        return found
+            interpolated.append(s)
+        return interpolated
 
     def composition(
         self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: RuleFailures
@@ -212,12 +211,12 @@ class Batches:
     ) -> list[CostedSignature]:
         call = calls.calls[number]
         key = self._key(call), ranks, which
-        found = self._signatures.get(key)
-        if found is None:
+        probed = self._signatures.get(key)
+        if probed is None:
             lost = RuleFailures()
-            found = self._signatures[key] = signatures(call, calls.values, ranks, lost), lost
-        losses.update(found[1])
-        return found[0]
+            probed = self._signatures[key] = signatures(call, calls.values, ranks, lost), lost
+        losses.update(probed[1])
+        return probed[0]
 
 
 class BatchMenu(StrategyBuilder):
@@ -244,7 +243,7 @@ class BatchMenu(StrategyBuilder):
         self.batches.note(call, found.losses)
         return found
 
-    def _of_all(self, call: Call, found: StrategyTable) -> StrategyTable:
+    def _of_all(self, call: Call, candidates: StrategyTable) -> StrategyTable:
         """Return the table without compositions that do not run along several axes at once."""
         mesh = self.prices.mesh
         compositions = {
@@ -257,28 +256,35 @@ class BatchMenu(StrategyBuilder):
             if n > 1
         }
         if sum(map(bool, compositions.values())) < 2:
-            return found
+            return candidates
         good = [
             k
-            for k in range(len(found))
+            for k in range(len(candidates))
             if self._runs(
                 call,
-                [x[k] for x in found.ins],
-                [x[k] for x in found.outs],
+                [x[k] for x in candidates.ins],
+                [x[k] for x in candidates.outs],
                 compositions,
-                found.losses,
+                candidates.losses,
             )
         ]
-        ins, outs = ([[x[k] for k in good] for x in those] for those in (found.ins, found.outs))
+        ins, outs = (
+            [[x[k] for k in good] for x in those] for those in (candidates.ins, candidates.outs)
+        )
         return StrategyTable(
             ins,
             outs,
             *(
                 column[good]
-                for column in (found.forward, found.backward, found.moving, found.share)
+                for column in (
+                    candidates.forward,
+                    candidates.backward,
+                    candidates.moving,
+                    candidates.share,
+                )
             ),
-            found.losses,
-            found.left_out,
+            candidates.losses,
+            candidates.left_out,
         )
 
     def _runs(

@@ -59,7 +59,7 @@ def meshes(devices: int, cluster: Cluster, axes: int = 3, most: int = 40) -> lis
     same node. Meshes without this property mix fast links with slow ones and are left out. The
     first axis has the remaining size, and may have several ranks on a node.
     """
-    found = [(devices,)]
+    mesh_shapes = [(devices,)]
     for k in range(2, axes + 1):
         shapes = [
             shape
@@ -67,8 +67,8 @@ def meshes(devices: int, cluster: Cluster, axes: int = 3, most: int = 40) -> lis
             if _keeps_to_nodes(shape, cluster.node_size)
         ]
         # Balanced meshes first: an axis of only two or three ranks is seldom useful.
-        found += sorted(shapes, key=lambda shape: (-min(shape), shape))
-    return [mesh(shape) for shape in found[:most]]
+        mesh_shapes += sorted(shapes, key=lambda shape: (-min(shape), shape))
+    return [mesh(shape) for shape in mesh_shapes[:most]]
 
 
 def _keeps_to_nodes(shape: tuple[int, ...], node: int) -> bool:

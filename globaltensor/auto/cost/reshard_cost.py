@@ -85,20 +85,20 @@ class ReshardCosts:
     def collective(self, kind: str, nbytes: int, axes: tuple[int, ...]) -> float:
         """Return the seconds of one collective along axes of the mesh."""
         key = kind, nbytes, axes
-        found = self._seconds.get(key)
-        if found is None:
+        seconds = self._seconds.get(key)
+        if seconds is None:
             ranks = self._fibers.get(axes)
             if ranks is None:
                 ranks = self._fibers[axes] = self.mesh.fiber(self.mesh.flat[0], axes)
-            found = self._seconds[key] = self.cluster.seconds(kind, nbytes, ranks)
-        return found
+            seconds = self._seconds[key] = self.cluster.seconds(kind, nbytes, ranks)
+        return seconds
 
     def gradients(
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         wanted: Sequence[Layout],
-        kept: Sequence[Layout],
+        stored: Sequence[Layout],
         routes: Routes | None = None,
     ) -> Table:
         """Return the seconds to bring a parameter's gradient to the parameter's layout.
@@ -111,29 +111,29 @@ class ReshardCosts:
         was gathered, its gradient is reduce-scattered together with others (`parameter_gather`).
         ``routes`` replaces the `table` of these layouts by that of more layouts.
         """
-        numbers, seconds = routes or self.table(shape, dtype, [*wanted, *kept])
-        summed = [self.summed(x) for x in kept]
-        there = seconds[
+        numbers, seconds = routes or self.table(shape, dtype, [*wanted, *stored])
+        summed = [self.summed(x) for x in stored]
+        change_seconds = seconds[
             np.ix_(
                 [numbers[duals(x)] for x in wanted],
-                [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)],
+                [numbers[duals(x) if axes else x] for x, axes in zip(stored, summed, strict=True)],
             )
         ]
-        self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
-        sizes = [dtype.itemsize * self.local(shape, x) for x in kept]
+        self._together("reduce_scatter", change_seconds.T, shape, dtype, stored, wanted)
+        sizes = [dtype.itemsize * self.local(shape, x) for x in stored]
         sums = [
             self._part("all_reduce", nbytes, axes, self.bucket, copied=True)
             for nbytes, axes in zip(sizes, summed, strict=True)
         ]
-        return there + np.array(sums)  # type: ignore[no-any-return]
+        return change_seconds + np.array(sums)  # type: ignore[no-any-return]
 
-    def summed(self, kept: Layout) -> tuple[int, ...]:
+    def summed(self, stored: Layout) -> tuple[int, ...]:
         """Return the axes over which gradients of a parameter are reduced in buckets."""
-        if any(e.is_partial for e in kept):
+        if any(e.is_partial for e in stored):
             return ()
         return tuple(
             a
-            for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True))
+            for a, (e, n) in enumerate(zip(stored, self.mesh.shape, strict=True))
             if e.is_broadcast and n > 1
         )
 
@@ -158,7 +158,7 @@ class ReshardCosts:
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        kept: Sequence[Layout],
+        stored: Sequence[Layout],
         wanted: Sequence[Layout],
         routes: Routes | None = None,
     ) -> Table:
@@ -168,10 +168,10 @@ class ReshardCosts:
         are gathered together with others. ``routes`` replaces the `table` of these layouts by that
         of more layouts.
         """
-        numbers, seconds = routes or self.table(shape, dtype, [*kept, *wanted])
-        found = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
-        self._together("all_gather", found, shape, dtype, kept, wanted)
-        return found  # type: ignore[no-any-return]
+        numbers, seconds = routes or self.table(shape, dtype, [*stored, *wanted])
+        fetch_seconds = seconds[np.ix_([numbers[x] for x in stored], [numbers[x] for x in wanted])]
+        self._together("all_gather", fetch_seconds, shape, dtype, stored, wanted)
+        return fetch_seconds  # type: ignore[no-any-return]
 
     def _together(
         self,
@@ -179,19 +179,19 @@ class ReshardCosts:
         seconds: Table,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        kept: Sequence[Layout],
+        stored: Sequence[Layout],
         wanted: Sequence[Layout],
     ) -> None:
         """Overwrite the seconds of gathering a parameter, or scattering its gradient.
 
-        The new value is the share of a bucket. This applies along the axes where ``kept`` splits
+        The new value is the share of a bucket. This applies along the axes where ``stored`` splits
         the parameter and ``wanted`` does not.
         """
         if not self.gathered:
             return
         alone = min(self.gathered, ALONE_BYTES) if self.cluster.device == "cpu" else self.gathered
         for j, y in enumerate(wanted):
-            for i, x in enumerate(kept):
+            for i, x in enumerate(stored):
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
                     if nbytes >= alone:
@@ -245,10 +245,12 @@ class ReshardCosts:
         the table of all layouts that the problem has there.
         """
         axes = len(self.mesh.shape)
-        given = list(dict.fromkeys(layouts))
-        splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))
+        requested = list(dict.fromkeys(layouts))
+        splits = list(dict.fromkeys(e for layout in requested for e in layout if e.is_split))
         menus: list[list[Sbp]] = [[broadcast, partial_sum, *splits] for _ in range(axes)]
-        others = [e for layout in given for e in layout if e.is_partial and e is not partial_sum]
+        others = [
+            e for layout in requested for e in layout if e.is_partial and e is not partial_sum
+        ]
         if math.prod(map(len, menus)) > _MAX_LAYOUTS:
             menus = [
                 list(
@@ -256,18 +258,18 @@ class ReshardCosts:
                         [
                             broadcast,
                             partial_sum,
-                            *(e for layout in given for e in (layout[a], dual(layout[a]))),
+                            *(e for layout in requested for e in (layout[a], dual(layout[a]))),
                         ]
                     )
                 )
                 for a in range(axes)
             ]
         key = shape, dtype, tuple(tuple(m) for m in menus), tuple(others)
-        found = self._tables.get(key)
-        if found is None:
+        routes = self._tables.get(key)
+        if routes is None:
             menus = [list(dict.fromkeys([*m, *others])) for m in menus]
-            found = self._tables[key] = self._all_pairs(shape, dtype, menus)
-        return found
+            routes = self._tables[key] = self._all_pairs(shape, dtype, menus)
+        return routes
 
     def _all_pairs(
         self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]
@@ -282,14 +284,14 @@ class ReshardCosts:
         np.fill_diagonal(seconds, 0.0)
         for i, j, kind, axes in moves:
             if relaid and kind in RELAID:
-                found = priced.move(kind, axes, states[i], states[j])[2]
+                move_seconds = priced.move(kind, axes, states[i], states[j])[2]
             else:
                 key = kind, axes, nbytes[i], nbytes[j]
                 if (known := self._moves.get(key)) is None:
                     known = self._moves[key] = priced.price(*key)[1]
-                found = known
-            if found < seconds[i, j]:
-                seconds[i, j] = found
+                move_seconds = known
+            if move_seconds < seconds[i, j]:
+                seconds[i, j] = move_seconds
         for k in range(len(states)):
             np.minimum(seconds, seconds[:, k, None] + seconds[None, k, :], out=seconds)
         return numbers, seconds
@@ -305,11 +307,11 @@ def _moves(
     """
     states = list(itertools.product(*menus))
     numbers = {layout: i for i, layout in enumerate(states)}
-    found = []
+    moves = []
     for i, layout in enumerate(states):
-        found += [
+        moves += [
             (i, j, kind, axes)
             for kind, axes, after in legal_moves(layout, sizes, menus)
             if (j := numbers.get(after)) is not None
         ]
-    return states, numbers, found
+    return states, numbers, moves

@@ -3,11 +3,11 @@
 A signature has the layouts of the operands, the layouts of the results, and what the call itself
 communicates. `strategies.py` and `batch_scaling.py` call `signatures`.
 
-A rule describes a call for given operand layouts, and may describe it differently for other
-layouts. Examples are linearity where an operand is partial, and a composition where a dim is split
-that the kernel needs in full. The rule is therefore probed with several layouts: all broadcast,
-each operand split along each dim, each operand partial. A composition is run on tensors without
-memory, which shows its result layouts and its communication.
+A rule describes a call for given operand layouts. For other layouts it may return another
+description. For example, a call may be linear only if an operand is partial. It may be a
+composition of other calls if a dim is split that the kernel needs in full. So the rule is probed
+with several layouts: all broadcast, each operand split along each dim, and each operand partial. A
+composition runs on meta or fake tensors, which shows its result layouts and its communication.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["CostedSignature", "probe_decomposition", "signatures"]
 class CostedSignature(NamedTuple):
     """One strategy for a call on an axis.
 
-    ``divided`` is True if the ranks share the work. ``moved`` is what the call itself communicates
-    in forward, as (kind, bytes as `Cluster.seconds` accepts them). ``composed`` is True if the call
-    is then a composition of other calls, which may differ on several axes.
+    ``divided`` is True if the ranks divide the work. ``moved`` lists the call's own collectives in
+    forward, as (kind, bytes as `Cluster.seconds` accepts them). ``composed`` is True if the call is
+    a composition of other calls with these layouts. On several axes, it may be other calls.
     """
 
     ins: tuple[Sbp, ...]
@@ -55,7 +55,7 @@ class CostedSignature(NamedTuple):
 def signatures(
     call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None
 ) -> list[CostedSignature]:
-    """Return every signature of ``call`` on an axis of ``ranks``, first the one with all broadcast.
+    """Return all signatures of ``call`` on an axis of ``ranks``; the first is all broadcast.
 
     ``losses`` counts the layouts that could not be probed because of an error.
     """
@@ -67,7 +67,7 @@ def signatures(
     if call.fixed is not None:
         return _free(operands[0])
     axis = Placement("cpu", list(range(ranks)))
-    found: dict[tuple[Any, ...], CostedSignature] = {}
+    signature_of: dict[tuple[Any, ...], CostedSignature] = {}
     for hint in _hints(call, operands, ranks):
         specs = [
             Spec.make(v.shape, v.dtype, axis, entry)
@@ -78,10 +78,10 @@ def signatures(
                 _fills(v, e, ranks)
                 for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)
             ):
-                found.setdefault((s.ins, s.outs), s)
+                signature_of.setdefault((s.ins, s.outs), s)
     if call.inplace:
-        return [s for s in found.values() if s.ins[0] is s.outs[0]] or [whole]
-    return list(found.values()) or [whole]
+        return [s for s in signature_of.values() if s.ins[0] is s.outs[0]] or [whole]
+    return list(signature_of.values()) or [whole]
 
 
 def _sensible(s: CostedSignature, operands: Sequence[Value]) -> bool:
@@ -263,13 +263,13 @@ def _watched(
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
     """Run a call on tensors without memory, and return its result layouts and traffic."""
     with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
-        these = iter(
+        operands = iter(
             [
                 GlobalTensor.wrap(torch.empty(s.local_shape(0), dtype=s.dtype, device=device), s)
                 for s in specs
             ]
         )
-        out = call.func(*replaced(call.args, these), **replaced(call.kwargs, these))
+        out = call.func(*replaced(call.args, operands), **replaced(call.kwargs, operands))
         outs = [
             materialize(t)._spec if isinstance(t, GlobalTensor) else None
             for t in tensors_in(out, [])
@@ -321,5 +321,5 @@ class _ImaginedWorlds(dict[int, "_ImaginedWorld"]):
 
 
 class _Nobody(DryComm):
-    def all_gather_object(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object, purpose: str = "") -> list[Any]:
         raise Untraceable  # there are no other ranks

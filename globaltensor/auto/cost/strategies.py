@@ -86,8 +86,8 @@ class StrategyBuilder:
         Other tensors are replicated.
         """
         key = value.shape, stored
-        found = self._states.get(key)
-        if found is None:
+        layouts = self._states.get(key)
+        if layouts is None:
             mesh = self.prices.mesh
             menus = [
                 [
@@ -96,12 +96,12 @@ class StrategyBuilder:
                 ]
                 for size in mesh.shape
             ]
-            found = self._states[key] = [
+            layouts = self._states[key] = [
                 layout
                 for layout in itertools.product(*menus)
                 if gives_every_rank_data(value.shape, layout, mesh)
             ]
-        return found
+        return layouts
 
     def _on_axis(
         self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
@@ -289,24 +289,27 @@ class StrategyBuilder:
         win against them.
         """
         measured = [self._measured(call, operands, c) for c in come]
-        known = [k for k, found in enumerate(measured) if found is not None]
+        known = [k for k, seconds in enumerate(measured) if seconds is not None]
         if len(known) == len(measured):
             return np.array(measured, dtype=float).T
-        found = np.array(
+        estimates = np.array(
             [
                 self._estimated(operands, results, c, o, work, part)
                 for c, o, part in zip(come, lie, share.tolist(), strict=True)
             ]
         ).T
         if known:
-            told = np.array([measured[k] for k in known], dtype=float).T
+            measured_seconds = np.array([measured[k] for k in known], dtype=float).T
             off = np.divide(
-                told, found[:, known], out=np.ones_like(told), where=found[:, known] > 0
+                measured_seconds,
+                estimates[:, known],
+                out=np.ones_like(measured_seconds),
+                where=estimates[:, known] > 0,
             )
             near = np.abs(np.log(share[known])[:, None] - np.log(share)[None]).argmin(0)
-            found *= off[:, near]
-            found[:, known] = told
-        return found
+            estimates *= off[:, near]
+            estimates[:, known] = measured_seconds
+        return estimates
 
     def _measured(
         self, call: Call, operands: Sequence[Value], come: Sequence[Layout]

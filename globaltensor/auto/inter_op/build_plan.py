@@ -30,7 +30,7 @@ class _SegmentPlan(NamedTuple):
 
     calls: list[PlannedCall]
     changes: list[LayoutChange]
-    given: dict[int, Any]  # number of a parameter, buffer or input -> the way it is stored
+    storage_of: dict[int, Any]  # number of a parameter, buffer or input -> the way it is stored
 
 
 def build_plan(
@@ -41,16 +41,16 @@ def build_plan(
     Seconds of calls and changes of layout are those of one micro-batch. Cost and seconds of the
     plan are those of the whole step.
     """
-    cutting, found, setting = candidate.cutting, candidate.found, candidate.setting
+    cutting, division, setting = candidate.cutting, candidate.division, candidate.setting
     ground, chain = cutting.ground, cutting.ground.chain
-    calls, changes, kept = list[PlannedCall](), list[LayoutChange](), dict[int, Any]()
+    calls, changes, storage_of = list[PlannedCall](), list[LayoutChange](), dict[int, Any]()
     stages, recomputed = [], []
     records = stages_of(candidate, ground.cluster)
     for i, way in enumerate(candidate.ways):
-        a, b = found.cuts[i], found.cuts[i + 1]
+        a, b = division.cuts[i], division.cuts[i + 1]
         again = [k < way.recomputed for k in range(b - a)]
         faces = cutting.ranges(way.weights).faces(
-            cutting.kinds[a:b], again, cutting.hub, found.faces[i], found.faces[i + 1]
+            cutting.kinds[a:b], again, cutting.hub, division.faces[i], division.faces[i + 1]
         )
         own = list[PlannedCall]()
         for k, segment in enumerate(chain.segments[a:b]):
@@ -64,7 +64,7 @@ def build_plan(
             )
             own += [dataclasses.replace(c, again=again[k]) for c in piece.calls]
             changes += piece.changes
-            kept |= piece.given
+            storage_of |= piece.storage_of
             if again[k]:
                 recomputed.append(segment.name)
         calls += own
@@ -85,10 +85,10 @@ def build_plan(
         h: options[ground.active[h][_state(ground, cutting.hub, h)]]
         for h, options in ground.hubs.items()
     }
-    kept |= {h: how for h, how in states.items() if values[h].state}
+    storage_of |= {h: how for h, how in states.items() if values[h].state}
     shared = {
         values[v].path: how
-        for v, how in sorted(kept.items())
+        for v, how in sorted(storage_of.items())
         if isinstance(how, ParameterStorage) and how.zero
     }
     zero = {
@@ -99,8 +99,8 @@ def build_plan(
         "schedule": candidate.schedule if setting.stages > 1 else None,
         "recompute": recomputed, "zero": zero, "batch": batch,
     }  # fmt: skip
-    given = tuple(_given(ground, values[v], how) for v, how in sorted(kept.items()))
-    parameters = {g.name for g in given if g.kind == "parameter"}
+    placed = tuple(_given(ground, values[v], how) for v, how in sorted(storage_of.items()))
+    parameters = {g.name for g in placed if g.kind == "parameter"}
     if ground.calls.training and any(
         c.value in parameters and c.src != c.dst and "all_gather" in c.forward_collectives
         for c in changes
@@ -110,10 +110,10 @@ def build_plan(
         cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost,
         bound=bound, seconds=run.seconds, memory=max(run.memory),
         limit=ground.options.memory, timeline=run.trace(), source=ground.cluster.origin,
-        training=ground.calls.training, placed=given, calls=tuple(calls), changes=tuple(changes),
+        training=ground.calls.training, placed=placed, calls=tuple(calls), changes=tuple(changes),
         choices=choices, search=log,
         cost_breakdown=_spent(records, setting.micros, ground.seen),
-        memory_breakdown=_held(given, ground, kept, max(run.memory)),
+        memory_breakdown=_held(placed, ground, storage_of, max(run.memory)),
     )  # fmt: skip
 
 
@@ -136,21 +136,21 @@ def _segment(
     chosen = part.strategies(weights, again, (*states, *ends))
     actual = _names(ground, part.segment, segment)
     reader = _SegmentReader(ground, part, chosen, actual)
-    given = {
+    storage_of = {
         actual[v]: part.options[part.node_of["value", v]][chosen["value", v]]
-        for v in part.segment.given
+        for v in part.segment.own_states
     }
-    return _SegmentPlan(list(reader.calls()), list(reader.changes()), given)
+    return _SegmentPlan(list(reader.calls()), list(reader.changes()), storage_of)
 
 
 def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
     """Map each value of the first segment of a kind to the same value of another segment."""
-    found: dict[int, int] = {}
+    counterpart: dict[int, int] = {}
     for c, d in zip(one.calls, other.calls, strict=True):
         a, b = ground.calls.calls[c], ground.calls.calls[d]
-        found.update(zip((*a.operands, *a.outs), (*b.operands, *b.outs), strict=True))
-        found[-1 - c] = d
-    return found
+        counterpart.update(zip((*a.operands, *a.outs), (*b.operands, *b.outs), strict=True))
+        counterpart[-1 - c] = d
+    return counterpart
 
 
 class _SegmentReader:
@@ -175,21 +175,22 @@ class _SegmentReader:
 
     def calls(self) -> Iterator[PlannedCall]:
         for c in self.part.segment.calls:
-            call, like, found = (
+            call, like, strategies = (
                 self.ground.calls.calls[self.actual[-1 - c]],
                 self.ground.calls.calls[c],
-                self.part.found[c],
+                self.part.candidates[c],
             )
             k = self.chosen["call", c]
             yield PlannedCall(
                 call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
-                tuple(self.name(v) for v in like.operands), tuple(short(x[k]) for x in found.ins),
-                tuple(short(x[k]) for x in found.outs),
-                tuple(self.values[v].shape for v in like.outs), float(found.forward[k]),
-                float(found.backward[k]), float(found.moving[k]),
-                float(found.share[k]),
+                tuple(self.name(v) for v in like.operands),
+                tuple(short(x[k]) for x in strategies.ins),
+                tuple(short(x[k]) for x in strategies.outs),
+                tuple(self.values[v].shape for v in like.outs), float(strategies.forward[k]),
+                float(strategies.backward[k]), float(strategies.moving[k]),
+                float(strategies.share[k]),
                 bytes=int(sum(self.ground.bytes(self.values[v], [x[k]])[0] for v,
-                    x in zip(like.outs, found.outs, strict=True))),
+                    x in zip(like.outs, strategies.outs, strict=True))),
                 number=call.number,
             )  # fmt: skip
 
@@ -210,7 +211,7 @@ class _SegmentReader:
             for t in takers:
                 call = self.ground.calls.calls[t]
                 wanted.setdefault(
-                    self.part.found[t].ins[call.operands.index(v)][self.chosen["call", t]], []
+                    self.part.candidates[t].ins[call.operands.index(v)][self.chosen["call", t]], []
                 ).append(t)
             for dst, those in wanted.items():
                 for group in [those] if dst == second else [[t] for t in those]:
@@ -221,7 +222,7 @@ class _SegmentReader:
 
     def _made(self, c: int, v: int) -> Layout:
         call = self.ground.calls.calls[c]
-        return self.part.found[c].outs[call.outs.index(v)][self.chosen["call", c]]
+        return self.part.candidates[c].outs[call.outs.index(v)][self.chosen["call", c]]
 
     def _option(self, what: str, v: int) -> Any:
         return self.part.options[self.part.node_of[what, v]][self.chosen[what, v]]
@@ -240,7 +241,9 @@ class _SegmentReader:
         if value.plain:
             return self.ground.whole, None
         return (
-            (self._made(value.maker, v), None) if value.maker in self.part.found else (None, None)
+            (self._made(value.maker, v), None)
+            if value.maker in self.part.candidates
+            else (None, None)
         )
 
     def _change(self, v: int, takers: str, src: Any, dst: Layout) -> Iterator[LayoutChange]:
@@ -255,12 +258,12 @@ class _SegmentReader:
                 else 0.0
             )
             if src.layout != dst or backward:
-                back = (
+                backward_collectives = (
                     collectives(duals(dst), src.shares)
                     if ground.calls.training and value.grad
                     else ""
                 )
-                there = collectives(src.layout, dst) or back
+                forward_collectives = collectives(src.layout, dst) or backward_collectives
                 yield LayoutChange(
                     self.name(v),
                     takers,
@@ -269,14 +272,21 @@ class _SegmentReader:
                     forward,
                     backward,
                     value.nbytes,
-                    there,
-                    back if backward else "",
+                    forward_collectives,
+                    backward_collectives if backward else "",
                 )
         elif src != dst:
-            there, back = (float(x[0, 0]) for x in ground.change(value, [src], [dst]))
-            names = collectives(src, dst), collectives(duals(dst), duals(src)) if back else ""
+            forward, backward = (float(x[0, 0]) for x in ground.change(value, [src], [dst]))
+            names = collectives(src, dst), collectives(duals(dst), duals(src)) if backward else ""
             yield LayoutChange(
-                self.name(v), takers, short(src), short(dst), there, back, value.nbytes, *names
+                self.name(v),
+                takers,
+                short(src),
+                short(dst),
+                forward,
+                backward,
+                value.nbytes,
+                *names,
             )
 
 
@@ -306,16 +316,16 @@ def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]
 
 
 def _held(
-    given: Sequence[PlacedTensor], ground: MeshContext, kept: dict[int, Any], peak: int
+    placed: Sequence[PlacedTensor], ground: MeshContext, storage_of: dict[int, Any], peak: int
 ) -> dict[str, int]:
     """Split the peak memory of the fullest rank into its terms, in bytes.
 
     The split is right where all stages have the same layouts.
     """
-    parameters = sum(g.bytes for g in given if g.kind == "parameter")
+    parameters = sum(g.bytes for g in placed if g.kind == "parameter")
     states = sum(
         float(ground.keeping(ground.calls.values[v], [how])[Quantity.PARAMETERS][0])
-        for v, how in kept.items()
+        for v, how in storage_of.items()
         if ground.calls.values[v].state == "parameter"
     )
     return {

@@ -55,17 +55,17 @@ class Eliminated:
         Each entry is an array of the shape of ``values``.
         """
         grid = np.indices(self.values.shape)
-        found: dict[int, Array] = {v: grid[k] for k, v in enumerate(self.keep)}
+        option_of: dict[int, Array] = {v: grid[k] for k, v in enumerate(self.keep)}
         for variable, others, table in reversed(self.records):
-            where = tuple(found[v] for v in others)
+            where = tuple(option_of[v] for v in others)
             if table.ndim == len(others):
                 best = table[where]
             elif others and self.values.size * len(table) < table.size:
                 best = table[(slice(None), *where)].argmin(0)
             else:
                 best = table.argmin(0)[where]
-            found[variable] = np.broadcast_to(best, self.values.shape)
-        return found
+            option_of[variable] = np.broadcast_to(best, self.values.shape)
+        return option_of
 
 
 def eliminate(
@@ -130,14 +130,14 @@ def _order(
         return math.prod(sizes[u] for u in near[v]) * sizes[v]
 
     def join(variables: tuple[int, ...], numbers: Iterable[int]) -> _Join:
-        found = []
+        operands = []
         for number in sorted(numbers, key=lambda n: (math.prod(sizes[v] for v in tables[n]), n)):
             have = tables[number]
             places = sorted(range(len(have)), key=lambda k: variables.index(have[k]))
-            found.append(
+            operands.append(
                 (number, tuple(places), tuple(sizes[v] if v in have else 1 for v in variables))
             )
-        return _Join(variables, tuple(sizes[v] for v in variables), tuple(found))
+        return _Join(variables, tuple(sizes[v] for v in variables), tuple(operands))
 
     left = set(sizes) - set(keep)
     near = {v: around(v) for v in left}

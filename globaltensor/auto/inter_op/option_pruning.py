@@ -27,19 +27,19 @@ class Pairs(NamedTuple):
     small: bool
 
 
-def some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
+def some(factor: Factor, options_of: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
     """Restrict a table to these options.
 
     A node with a single option couples nothing, so it is no longer a variable of the table.
     """
     nodes, table = factor
     for axis, n in enumerate(nodes):
-        if n in kept:
-            table = table.take(kept[n], axis)
+        if n in options_of:
+            table = table.take(options_of[n], axis)
     single = tuple(
         axis
         for axis, n in enumerate(nodes)
-        if n not in ends and len(kept.get(n, nodes + nodes)) == 1
+        if n not in ends and len(options_of.get(n, nodes + nodes)) == 1
     )
     return tuple(n for axis, n in enumerate(nodes) if axis not in single), table.squeeze(single)
 
@@ -70,12 +70,14 @@ def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs
 
 
 def cheapest(
-    node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None
+    node: int, factors: Sequence[Factor], most: int, options: Sequence[int] | None = None
 ) -> list[int]:
     """Select the first of the kept options and the cheapest others, whatever the neighbours do."""
     total: Any = 0.0
     for nodes, table in factors:
         if node in nodes:
             total = total + (table if len(nodes) == 1 else table.min(1 - nodes.index(node)))
-    found = [int(k) for k in np.argsort(total, kind="stable") if kept is None or int(k) in kept]
-    return sorted({0 if kept is None else kept[0], *found[: most - 1]})
+    by_cost = [
+        int(k) for k in np.argsort(total, kind="stable") if options is None or int(k) in options
+    ]
+    return sorted({0 if options is None else options[0], *by_cost[: most - 1]})

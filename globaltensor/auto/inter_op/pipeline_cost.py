@@ -60,7 +60,7 @@ class Candidate:
     setting: Setting
     schedule: str
     lanes: tuple[int, ...]
-    found: StageDivision
+    division: StageDivision
     ways: tuple[StageVariant, ...]
     cutting: StageCosts = field(repr=False)
 
@@ -132,26 +132,26 @@ def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
 
 
 def parts_of(
-    cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int
+    cutting: StageCosts, division: StageDivision, ways: Sequence[StageVariant], i: int
 ) -> Array:
-    a, b = found.cuts[i], found.cuts[i + 1]
+    a, b = division.cuts[i], division.cuts[i + 1]
     return np.asarray(
         cutting.table(cutting.kinds[a:b], ways[i]).parts[
-            :, cutting.hub, found.faces[i], found.faces[i + 1]
+            :, cutting.hub, division.faces[i], division.faces[i + 1]
         ]
     )
 
 
 def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
     """Convert the chunks of a candidate to stages for the simulator."""
-    cutting, found, size = candidate.cutting, candidate.found, candidate.setting.mesh.size
+    cutting, division, size = candidate.cutting, candidate.division, candidate.setting.mesh.size
     crossing = Crossing(cutting.ground, cluster, candidate.setting, cutting.hub)
     out = []
     for i, way in enumerate(candidate.ways):
-        p = parts_of(cutting, found, candidate.ways, i)
-        again = _again(cutting, found, candidate.ways, i) if way.recomputed else 0.0
+        p = parts_of(cutting, division, candidate.ways, i)
+        again = _again(cutting, division, candidate.ways, i) if way.recomputed else 0.0
         last = i + 1 == len(candidate.ways)
-        sent = 0.0 if last else float(crossing.bytes(found.cuts[i + 1])[found.faces[i + 1]])
+        sent = 0.0 if last else float(crossing.bytes(division.cuts[i + 1])[division.faces[i + 1]])
         training = cutting.ground.calls.training
         out.append(
             StageTimes(
@@ -169,16 +169,16 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
 
 
 def _again(
-    cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int
+    cutting: StageCosts, division: StageDivision, ways: Sequence[StageVariant], i: int
 ) -> float:
     """Return the seconds of forward passes that run again in backward."""
-    a, way = found.cuts[i], ways[i]
+    a, way = division.cuts[i], ways[i]
     faces = cutting.ranges(way.weights).faces(
-        cutting.kinds[a : found.cuts[i + 1]],
-        [k < way.recomputed for k in range(found.cuts[i + 1] - a)],
+        cutting.kinds[a : division.cuts[i + 1]],
+        [k < way.recomputed for k in range(division.cuts[i + 1] - a)],
         cutting.hub,
-        found.faces[i],
-        found.faces[i + 1],
+        division.faces[i],
+        division.faces[i + 1],
     )
     seconds = 0.0
     for k in range(way.recomputed):

@@ -180,7 +180,7 @@ def _update(
 
 
 def _stage(
-    told: dict[str, Any],
+    stage: dict[str, Any],
     plan: Plan,
     priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]],
     update: dict[str, float],
@@ -190,17 +190,19 @@ def _stage(
     Each cost is scaled as the stage's calls and changes of layout are.
     """
     names = [c.name for c in plan.calls]
-    first, last = (names.index(n) for n in told["calls"])
+    first, last = (names.index(n) for n in stage["calls"])
     own = set(names[first : last + 1])
     leaves = {g.name for g in plan.placed if g.kind == "parameter"}
     sums = []
     for calls, changes in ((plan.calls, plan.changes), priced):
-        mine = [c for c in calls if c.name in own]
-        made = {v for c in mine for v in c.operands}
-        these = [c for c in changes if (set(c.taker.split()) & own if c.taker else c.value in made)]
-        sums.append((*_seconds(mine, these, leaves), *_aside(these, leaves)))
+        own_calls = [c for c in calls if c.name in own]
+        made = {v for c in own_calls for v in c.operands}
+        own_changes = [
+            c for c in changes if (set(c.taker.split()) & own if c.taker else c.value in made)
+        ]
+        sums.append((*_seconds(own_calls, own_changes, leaves), *_aside(own_changes, leaves)))
     before, after = sums
-    costs = dict(told["costs"])
+    costs = dict(stage["costs"])
     ratio = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
     again = costs["again"] * ratio[0]
     costs |= {
@@ -210,7 +212,7 @@ def _stage(
     }  # fmt: skip
     held = {v for c in plan.calls if c.name in own for v in c.operands}
     costs["updates"] = sum(seconds for path, seconds in update.items() if path in held)
-    return {**told, "costs": costs}
+    return {**stage, "costs": costs}
 
 
 class _Pricer:
@@ -226,54 +228,56 @@ class _Pricer:
         self.values = {v.path or v.name: v for v in calls.values}
         self.named = {c.name: c for c in calls.calls}
 
-    def call(self, told: PlannedCall) -> PlannedCall:
-        call = self.named.get(told.name)
+    def call(self, planned: PlannedCall) -> PlannedCall:
+        call = self.named.get(planned.name)
         if (
             call is None
-            or getattr(call.func, "__name__", str(call.func)) != told.function
-            or tuple(self.calls.values[v].shape for v in call.outs) != told.shapes
+            or getattr(call.func, "__name__", str(call.func)) != planned.function
+            or tuple(self.calls.values[v].shape for v in call.outs) != planned.shapes
         ):
             raise PlanError(
-                f"{told.name}: the plan's call to {told.function} returning {told.shapes} is not "
-                "among these calls: another model, or another batch"
+                f"{planned.name}: the plan's call to {planned.function} returning {planned.shapes} "
+                "is not among these calls: another model, or another batch"
             )
-        found = self.menu.of(call, self.calls.values)
-        for k in range(len(found)):
+        strategies = self.menu.of(call, self.calls.values)
+        for k in range(len(strategies)):
             if (
-                tuple(short(x[k]) for x in found.ins) == told.wanted
-                and tuple(short(x[k]) for x in found.outs) == told.results
+                tuple(short(x[k]) for x in strategies.ins) == planned.wanted
+                and tuple(short(x[k]) for x in strategies.outs) == planned.results
             ):
                 return dataclasses.replace(
-                    told,
-                    forward=float(found.forward[k]),
-                    backward=float(found.backward[k]),
-                    moving=float(found.moving[k]),
-                    share=float(found.share[k]),
+                    planned,
+                    forward=float(strategies.forward[k]),
+                    backward=float(strategies.backward[k]),
+                    moving=float(strategies.moving[k]),
+                    share=float(strategies.share[k]),
                 )
         raise PlanError(
-            f"{told.name} has no strategy from {told.wanted} to {told.results} on a mesh of "
-            f"{'x'.join(map(str, self.prices.mesh.shape))}"
+            f"{planned.name} has no strategy from {planned.wanted} to {planned.results} on a mesh "
+            f"of {'x'.join(map(str, self.prices.mesh.shape))}"
         )
 
-    def change(self, told: LayoutChange) -> LayoutChange:
-        value = self.values[told.value]
-        src, dst = _entries(told.src), _entries(told.dst)
+    def change(self, planned: LayoutChange) -> LayoutChange:
+        value = self.values[planned.value]
+        src, dst = _entries(planned.src), _entries(planned.dst)
         numbers, seconds = self.prices.table(value.shape, value.dtype, [src, dst])
-        there, back = float(seconds[numbers[src], numbers[dst]]), 0.0
+        forward, backward = float(seconds[numbers[src], numbers[dst]]), 0.0
         if value.state == "parameter":
             again = self.twice and value.saved and gathers(src, dst)
-            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (
+            forward = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (
                 2 if again else 1
             )
-        elif told.taker == "output":
-            there = float(self.prices.settled(value.shape, value.dtype, [src])[0])
-        if told.backward:
+        elif planned.taker == "output":
+            forward = float(self.prices.settled(value.shape, value.dtype, [src])[0])
+        if planned.backward:
             if value.state == "parameter":
                 home = _entries(self.zero[value.path]["shares"]) if value.path in self.zero else src
-                back = float(self.prices.gradients(value.shape, value.dtype, [dst], [home])[0, 0])
+                backward = float(
+                    self.prices.gradients(value.shape, value.dtype, [dst], [home])[0, 0]
+                )
             else:
-                back = float(seconds[numbers[duals(dst)], numbers[duals(src)]])
-        return dataclasses.replace(told, forward=there, backward=back)
+                backward = float(seconds[numbers[duals(dst)], numbers[duals(src)]])
+        return dataclasses.replace(planned, forward=forward, backward=backward)
 
 
 def _entries(layout: Sequence[str]) -> Layout:

@@ -71,13 +71,13 @@ class Ranges:
 
     def of(self, row: tuple[Run, ...]) -> Table:
         """Return the table of these runs."""
-        found = self._known.get(row)
-        if found is None:
+        table = self._known.get(row)
+        if table is None:
             if len(row) > 1:
-                found = join(self.of(row[:-1]), self.of(row[-1:]))
+                table = join(self.of(row[:-1]), self.of(row[-1:]))
             else:
                 ((kind, again, many),) = row
-                found = (
+                table = (
                     join(
                         self.of(((kind, again, many // 2),)),
                         self.of(((kind, again, many - many // 2),)),
@@ -85,8 +85,8 @@ class Ranges:
                     if many > 1
                     else self._single(kind, again)
                 )
-            self._known[row] = found
-        return found
+            self._known[row] = table
+        return table
 
     def _single(self, kind: int, again: bool) -> Table:
         part = self.ground.part(kind)

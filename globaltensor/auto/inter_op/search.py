@@ -132,7 +132,7 @@ class PipelineSearch:
         )
         self.chain: Chain = cut(batches.whole, options.fixed)
         self.prices: dict[Placement, ReshardCosts] = {}
-        self.found: list[Candidate] = []
+        self.candidates: list[Candidate] = []
         self.bounds: dict[tuple[int, int, Placement], float] = {}
         #: Bounds of the settings with one stage and one micro-batch. They also hold where gathered
         #: parameters are saved for backward (`formulate`). Then each is gathered once, in a bucket
@@ -156,7 +156,7 @@ class PipelineSearch:
     @property
     def least(self) -> float:
         """The modelled seconds of the best plan so far."""
-        return self.found[0].cost if self.found else math.inf
+        return self.candidates[0].cost if self.candidates else math.inf
 
     @property
     def bound(self) -> float:
@@ -171,15 +171,15 @@ class PipelineSearch:
                 f"nothing to search: {self.devices} devices, a batch of {self.batches.batch}, "
                 f"{many} segments to cut between, {self.space}{out}"
             )
-        self.bounds = {s[1:]: s.bound for s in settings}
-        self.once = {s[1:]: s.bound for s in settings if s.stages == s.micros == 1}
+        self.bounds = {s.key: s.bound for s in settings}
+        self.once = {s.key: s.bound for s in settings if s.stages == s.micros == 1}
         seen = 0
         for setting in settings:
-            if setting.bound >= self.least or (self.found and time.perf_counter() > until):
+            if setting.bound >= self.least or (self.candidates and time.perf_counter() > until):
                 continue
             seen += 1
             self._look(setting)
-        if not self.found:
+        if not self.candidates:
             raise PlanError(self._too_little())
         self._reschedule(until)
         self._tighten(until)
@@ -196,7 +196,7 @@ class PipelineSearch:
             [bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items()
         )
         self.log["computing_of_meshes"] = [
-            [s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once
+            [s.bound, list(s.mesh.shape)] for s in settings if s.key in self.once
         ]
 
     # The search space
@@ -237,15 +237,15 @@ class PipelineSearch:
             if (m >= stages or stages == 1)
             and (self.batches.whole.training or m == 1 or stages > 1)
         ]
-        found: list[int] = []
+        micro_batches: list[int] = []
         for m in able:
             if (
                 m <= max(64, 8 * stages)
-                and (not found or m >= 2 * found[-1])
+                and (not micro_batches or m >= 2 * micro_batches[-1])
                 and self._runs(batch // m)
             ):
-                found.append(m)
-        return found
+                micro_batches.append(m)
+        return micro_batches
 
     def _runs(self, rows: int) -> bool:
         """Return True if the model makes the same calls on ``rows`` rows."""
@@ -313,7 +313,7 @@ class PipelineSearch:
 
     def _look(self, setting: Setting) -> None:
         _, stages, micros, mesh = setting
-        ground = self._ground(mesh, micros)
+        ground = self._mesh_context(mesh, micros)
         settled = self.settled.get(mesh)
         if settled is not None:
             ground.active = settled
@@ -364,7 +364,7 @@ class PipelineSearch:
                 : LIMITS.rescheduled_settings
             ]
 
-    def _ground(self, mesh: Placement, micros: int) -> MeshContext:
+    def _mesh_context(self, mesh: Placement, micros: int) -> MeshContext:
         prices = self.prices.setdefault(
             mesh, ReshardCosts(self.cluster, mesh, bucket_of(self.batches.whole))
         )
@@ -435,33 +435,33 @@ class PipelineSearch:
         ]
         crossing = Crossing(ground, self.cluster, setting, hub)
         faces = None if chunks == 1 else narrowed(cutting, hub)
-        found = divide_into_stages(
+        division = divide_into_stages(
             len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]),
             lambda i, b: crossing.seconds(b),
             loads, self.space.slack, faces,
         )  # fmt: skip
-        if found is None:
+        if division is None:
             return
         spans, ends = (
-            zip(found.cuts, found.cuts[1:], strict=False),
-            list(zip(found.faces, found.faces[1:], strict=False)),
+            zip(division.cuts, division.cuts[1:], strict=False),
+            list(zip(division.faces, division.faces[1:], strict=False)),
         )
         offers = [cutting.of(a, b, flights[i]) for i, (a, b) in enumerate(spans)]
         ways = tuple(o.ways[int(o.way[e])] for o, e in zip(offers, ends, strict=True))
-        parts = [parts_of(cutting, found, ways, i) for i in range(chunks)]
+        parts = [parts_of(cutting, division, ways, i) for i in range(chunks)]
         forwards = [float(p[Quantity.FORWARD]) for p in parts]
         moved = [
             float(crossing.seconds(c)[f])
-            for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)
+            for c, f in zip(division.cuts[1:-1], division.faces[1:-1], strict=True)
         ]
         times, steps = (
             [float(o.time[e]) for o, e in zip(offers, ends, strict=True)],
             [float(o.step[e]) for o, e in zip(offers, ends, strict=True)],
         )
         cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
-        self.found.append(Candidate(cost, setting, schedule, lanes, found, ways, cutting))
-        self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
-        del self.found[3 * LIMITS.simulated_plans :]
+        self.candidates.append(Candidate(cost, setting, schedule, lanes, division, ways, cutting))
+        self.candidates.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
+        del self.candidates[3 * LIMITS.simulated_plans :]
 
     def _flights(
         self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]
@@ -517,9 +517,9 @@ class PipelineSearch:
             return
         for _ in range(LIMITS.prices_for_bound):
             key = min(self.bounds, key=lambda k: (self.bounds[k], k[:2]))
-            if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
+            if self.bounds[key] >= self.candidates[0].cost or time.perf_counter() > until:
                 return
-            setting, ground = Setting(self.bounds[key], *key), self._ground(key[2], key[1])
+            setting, ground = Setting(self.bounds[key], *key), self._mesh_context(key[2], key[1])
             duals = [
                 self._dual(ground, setting, schedule, lanes)
                 for lanes, schedule in self._lanes(key[0])
@@ -534,7 +534,7 @@ class PipelineSearch:
     def best(self) -> tuple[Candidate, StepSimulation]:
         """Simulate the best few candidates and return the fastest with its simulation."""
         tried: list[tuple[float, float, int, Candidate, StepSimulation]] = []
-        for candidate in self.found:
+        for candidate in self.candidates:
             run = step(
                 stages_of(candidate, self.cluster),
                 candidate.schedule,
@@ -567,39 +567,37 @@ class PipelineSearch:
                 continue
             micros = max(self._micros(stages), default=1)
             for mesh in meshes(self.devices // stages, self.cluster, 1):
-                ground = MeshContext(
-                    self.batches,
-                    self.batches.batch // micros,
-                    self.cluster,
-                    mesh,
-                    self.options,
-                    self.chain,
-                )
                 cutting = StageCosts(
-                    ground, micros, stages, float(limit), LIMITS.memory_prices, self.space.recompute
+                    self._mesh_context(mesh, micros),
+                    micros,
+                    stages,
+                    float(limit),
+                    LIMITS.memory_prices,
+                    self.space.recompute,
                 )
                 cutting.settle()
                 cutting.settle(-1)
-                found = least_memory(
+                needed_bytes = least_memory(
                     cutting, stages, [float(min(micros, stages - i)) for i in range(stages)]
                 )
-                if found < least:
+                if needed_bytes < least:
                     least, where = (
-                        found,
+                        needed_bytes,
                         (
                             f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} "
                             f"micro-batches"
                         ),
                     )
-        kept = sum(v.nbytes for v in calls.parameters)
+        parameter_bytes = sum(v.nbytes for v in calls.parameters)
+        state_bytes = int(parameter_bytes * (2 + self.options.optimizer_state_ratio))
         return (
             f"no plan fits into memory={limit} bytes ({show_bytes(limit)}) a device on "
             f"{self.devices} devices with a "
-            f"batch of {self.batches.batch}: the least that was found is "
+            f"batch of {self.batches.batch}: the minimum that was found is "
             f"{math.ceil(least)} bytes ({show_bytes(math.ceil(least))}) a device, with "
             f"{where}{' and everything recomputed' if self.space.recompute else ''}; "
             f"parameters, gradients and optimizer state are "
-            f"{show_bytes(int(kept * (2 + self.options.optimizer_state_ratio)))} in all. "
+            f"{show_bytes(state_bytes)} in all. "
             f"Give more devices or memory, a smaller "
             f"batch, an optimizer with less "
             f"state{'' if self.space.recompute else ', or allow recomputation'}"

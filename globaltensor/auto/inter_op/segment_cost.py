@@ -97,7 +97,7 @@ class Weights(NamedTuple):
 
     time: float
     step: float
-    kept: float = 0.0
+    stored: float = 0.0
     activations: float = 0.0
     gathers: float = 1.0
     gathering: float = 0.0
@@ -145,12 +145,12 @@ class MeshContext:
 
     def part(self, kind: int) -> SegmentProblem:
         """Return the problem of the segments of a kind."""
-        found = self._parts.get(kind)
-        if found is None:
-            found = self._parts[kind] = SegmentProblem(
+        problem = self._parts.get(kind)
+        if problem is None:
+            problem = self._parts[kind] = SegmentProblem(
                 self, self.chain.segments[self.chain.first[kind]]
             )
-        return found
+        return problem
 
     def faces(self, number: int) -> list[Layout]:
         """List the boundary layouts that a value may have between segments. None is partial."""
@@ -158,7 +158,7 @@ class MeshContext:
 
     def _hub(self, value: Value) -> list[Any]:
         if value.state:
-            return self.given(value)
+            return self.storages(value)
         return self.menu.states(value, True)
 
     def starts(self) -> list[dict[int, list[int]]]:
@@ -194,22 +194,22 @@ class MeshContext:
         }
         return np.array([known[x] for x in layouts])
 
-    def given(self, value: Value) -> list[ParameterStorage] | list[Layout]:
+    def storages(self, value: Value) -> list[ParameterStorage] | list[Layout]:
         """List the ways in which a parameter, buffer or input may be stored."""
         layouts = self.menu.states(value, value.state != "buffer")
         fixed = self.options.fixed.get(value.path or value.name)
         layouts = list(fixed) if fixed else layouts
         if value.state != "parameter":
             return layouts
-        found = [ParameterStorage(x, 0, x) for x in layouts]
+        storages = [ParameterStorage(x, 0, x) for x in layouts]
         if self.calls.training and value.grad and self.options.optimizer_state_ratio:
-            found += [
+            storages += [
                 ParameterStorage(x, zero, y)
                 for x in layouts
                 if (y := self._shares(value, x)) is not None
                 for zero in (1, 2)
             ]
-        return found
+        return storages
 
     def _shares(self, value: Value, layout: Layout) -> Layout | None:
         """Return the layout that shards a parameter over all axes on which it is replicated."""
@@ -234,67 +234,69 @@ class MeshContext:
         """
         back = bool(self.calls.training and value.grad)
         key = value.shape, value.dtype, back, tuple(src), tuple(dst)
-        found = self._changes.get(key)
-        if found is None:
+        seconds_both_ways = self._changes.get(key)
+        if seconds_both_ways is None:
             numbers, seconds = self.prices.table(
                 value.shape, value.dtype, [*dict.fromkeys([*src, *dst])]
             )
-            there = np.minimum(
+            forward = np.minimum(
                 seconds[np.ix_([numbers[x] for x in src], [numbers[x] for x in dst])], NEVER
             )
-            there = there + self.options.wait * (there > 0)
-            home = np.zeros_like(there)
+            forward = forward + self.options.wait * (forward > 0)
+            backward = np.zeros_like(forward)
             if back:
-                home = np.minimum(
+                backward = np.minimum(
                     seconds[
                         np.ix_([numbers[duals(x)] for x in dst], [numbers[duals(x)] for x in src])
                     ].T,
                     NEVER,
                 )
-                home = home + self.options.wait * (home > 0)
-            found = self._changes[key] = there, home
-        return found
+                backward = backward + self.options.wait * (backward > 0)
+            seconds_both_ways = self._changes[key] = forward, backward
+        return seconds_both_ways
 
     def fetch(
-        self, value: Value, kept: Sequence[ParameterStorage], wanted: Sequence[Layout]
+        self, value: Value, storages: Sequence[ParameterStorage], wanted: Sequence[Layout]
     ) -> Costs:
         """Price the traffic of calls that take a parameter, by stored layout and wanted layout."""
-        layouts = [s.layout for s in kept]
-        there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
-        held = np.where(there > 0, self.bytes(value, wanted)[None, :], 0.0)
+        layouts = [s.layout for s in storages]
+        fetch_seconds = np.minimum(
+            self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER
+        )
+        held = np.where(fetch_seconds > 0, self.bytes(value, wanted)[None, :], 0.0)
         if not (self.calls.training and value.grad):
-            return {Quantity.GATHERS: there, Quantity.WORKSPACE: held}
+            return {Quantity.GATHERS: fetch_seconds, Quantity.WORKSPACE: held}
         sums = np.minimum(
-            self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in kept]).T,
+            self.prices.gradients(value.shape, value.dtype, wanted, [s.shares for s in storages]).T,
             NEVER,
         )
         # A sharded parameter is gathered again in backward, and its gradient is scattered for each
         # micro-batch. Otherwise gradients are summed once a step.
-        each = (there > 0) | np.array([s.zero == 2 for s in kept])[:, None]
+        each = (fetch_seconds > 0) | np.array([s.zero == 2 for s in storages])[:, None]
         return {
-            Quantity.GATHERS: 2 * there + np.where(each, sums, 0.0),
+            Quantity.GATHERS: 2 * fetch_seconds + np.where(each, sums, 0.0),
             Quantity.REDUCTIONS: np.where(each, 0.0, sums),
             Quantity.WORKSPACE: 2 * held,
         }
 
-    def keeping(self, value: Value, kept: Sequence[Any]) -> Costs:
+    def keeping(self, value: Value, storages: Sequence[Any]) -> Costs:
         """Price the storage of a parameter, buffer or input: bytes, and seconds each step."""
         if value.state != "parameter":
-            return {Quantity.PARAMETERS: self.bytes(value, kept)}
-        whole = self.bytes(value, [s.layout for s in kept])
+            return {Quantity.PARAMETERS: self.bytes(value, storages)}
+        whole = self.bytes(value, [s.layout for s in storages])
         if not (self.calls.training and value.grad):
             return {Quantity.PARAMETERS: whole}
         own, states = (
-            self.bytes(value, [s.shares for s in kept]),
+            self.bytes(value, [s.shares for s in storages]),
             self.options.optimizer_state_ratio,
         )
-        zero = np.array([s.zero for s in kept])
+        zero = np.array([s.zero for s in storages])
         numbers, seconds = self.prices.table(
             value.shape,
             value.dtype,
-            list(dict.fromkeys(x for s in kept for x in (s.layout, s.shares))),
+            list(dict.fromkeys(x for s in storages for x in (s.layout, s.shares))),
         )
-        again = np.array([seconds[numbers[s.shares], numbers[s.layout]] for s in kept])
+        again = np.array([seconds[numbers[s.shares], numbers[s.layout]] for s in storages])
         step = np.array([updating(self.cluster, n, self.options, value.dtype) for n in own])
         return {
             Quantity.PARAMETERS: whole + np.where(zero == 2, own, whole) + states * own,
@@ -343,7 +345,7 @@ class SegmentProblem:
                     )
                 },
             )
-        self.found = {number: g.menu.of(g.calls.calls[number], values) for number in s.calls}
+        self.candidates = {number: g.menu.of(g.calls.calls[number], values) for number in s.calls}
         self.takers: dict[int, list[int]] = {}
         for number in s.calls:
             for v in dict.fromkeys(g.calls.calls[number].operands):
@@ -353,9 +355,9 @@ class SegmentProblem:
         for h in s.hubs:
             if values[h].state and g.chain.segments[_first(g.chain, h)].calls == s.calls:
                 self.costs[self.node_of["value", h]].update(g.keeping(values[h], g.hubs[h]))
-        for v in s.given:
-            kept = g.given(values[v])
-            self._node("value", v, kept, g.keeping(values[v], kept))
+        for v in s.own_states:
+            storages = g.storages(values[v])
+            self._node("value", v, storages, g.keeping(values[v], storages))
         for number in s.calls:
             for v in g.calls.calls[number].outs:
                 self._made(values[v])
@@ -376,31 +378,33 @@ class SegmentProblem:
         self.edges.append((i, j, costs))
 
     def _call(self, number: int) -> None:
-        g, call, found = self.ground, self.ground.calls.calls[number], self.found[number]
+        g, call, strategies = self.ground, self.ground.calls.calls[number], self.candidates[number]
         values, training = g.calls.values, g.calls.training
-        backward = found.backward > 0
-        moving = np.where(backward, found.moving / 2, found.moving)
+        backward = strategies.backward > 0
+        moving = np.where(backward, strategies.moving / 2, strategies.moving)
         costs = {
-            Quantity.FORWARD: g.options.computation * found.forward + moving,
-            Quantity.BACKWARD: g.options.computation * found.backward
+            Quantity.FORWARD: g.options.computation * strategies.forward + moving,
+            Quantity.BACKWARD: g.options.computation * strategies.backward
             + np.where(backward, moving, 0.0),
         }
         if training:
-            kept = found.share * call.extra
+            saved_bytes = strategies.share * call.extra
             for v in dict.fromkeys(call.operands):
                 value = values[v]
                 if value.saved and not value.state and not value.plain and self._single(v):
-                    kept = kept + g.bytes(value, found.ins[call.operands.index(v)])
-            costs[Quantity.ACTIVATIONS] = kept
-        busy = np.zeros(len(found))
+                    saved_bytes = saved_bytes + g.bytes(
+                        value, strategies.ins[call.operands.index(v)]
+                    )
+            costs[Quantity.ACTIVATIONS] = saved_bytes
+        busy = np.zeros(len(strategies))
         for k, v in enumerate(call.outs):
             if v in g.calls.outputs:
                 costs[Quantity.FORWARD] = costs[Quantity.FORWARD] + g.prices.settled(
-                    values[v].shape, values[v].dtype, found.outs[k]
+                    values[v].shape, values[v].dtype, strategies.outs[k]
                 )
-            busy = busy + g.bytes(values[v], found.outs[k])
+            busy = busy + g.bytes(values[v], strategies.outs[k])
         costs[Quantity.WORKSPACE] = busy * (1 + training)
-        self._node("call", number, range(len(found)), costs)
+        self._node("call", number, range(len(strategies)), costs)
 
     def _single(self, v: int) -> bool:
         """Return True if a single call takes the value.
@@ -413,7 +417,7 @@ class SegmentProblem:
         """Add an edge from the call that makes a value to the node that represents the value."""
         g, s = self.ground, self.segment
         call = g.calls.calls[value.maker]
-        made = self.found[call.number].outs[call.outs.index(value.number)]
+        made = self.candidates[call.number].outs[call.outs.index(value.number)]
         maker = self.node_of["call", call.number]
         if value.number == s.gives:
             self._change(value, maker, made, self.gave, self.options[self.gave])
@@ -475,7 +479,7 @@ class SegmentProblem:
 
     def _wanted(self, v: int, taker: int) -> list[Layout]:
         call = self.ground.calls.calls[taker]
-        return self.found[taker].ins[call.operands.index(v)]
+        return self.candidates[taker].ins[call.operands.index(v)]
 
     def _taken(self, value: Value) -> None:
         """Add edges from the node that represents a value to the calls that take the value."""
@@ -503,12 +507,12 @@ class SegmentProblem:
                 self._change(value, node, self.options[node], j, wanted)
             elif value.plain:
                 self._add(j, Quantity.FORWARD, g.change(value, [g.whole], wanted)[0][0])
-            elif value.maker in self.found:
+            elif value.maker in self.candidates:
                 call = g.calls.calls[value.maker]
                 self._change(
                     value,
                     self.node_of["call", value.maker],
-                    self.found[value.maker].outs[call.outs.index(v)],
+                    self.candidates[value.maker].outs[call.outs.index(v)],
                     j,
                     wanted,
                 )
@@ -557,7 +561,7 @@ class SegmentProblem:
     def _solve(
         self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None
     ) -> SegmentCosts:
-        time, step, kept, activations, gathers, x, y = weights
+        time, step, stored, activations, gathers, x, y = weights
         hides = 1.0 - self.ground.seen
         # All passes overlap with gathering. The last backward pass of a step overlaps with summing
         # gradients as well.
@@ -572,18 +576,20 @@ class SegmentProblem:
             Quantity.GATHERS: gathering * gathers,
             Quantity.REDUCTIONS: step * (1 - hides * (1 - y)),
             Quantity.OPTIMIZER: step,
-            Quantity.PARAMETERS: kept,
+            Quantity.PARAMETERS: stored,
         }
         per[Quantity.ACTIVATIONS] = 0.0 if recomputed else activations
         rows: list[tuple[tuple[int, ...], Costs]] = [
             ((i,), costs) for i, costs in enumerate(self.costs) if costs
         ]
         rows += [((i, j), costs) for i, j, costs in self.edges]
-        found, kept = self._least([(nodes, _weighted(costs, per)) for nodes, costs in rows], active)
-        choice = found.choices()
-        for node, those in kept.items():
+        eliminated, options_of = self._least(
+            [(nodes, _weighted(costs, per)) for nodes, costs in rows], active
+        )
+        choice = eliminated.choices()
+        for node, those in options_of.items():
             choice[node] = np.asarray(those)[choice[node]]
-        parts = np.zeros((Quantity.COUNT, *found.values.shape))
+        parts = np.zeros((Quantity.COUNT, *eliminated.values.shape))
         for nodes, costs in rows:
             where = tuple(choice[n] for n in nodes)
             for q, amounts in costs.items():
@@ -594,7 +600,7 @@ class SegmentProblem:
                     np.maximum(parts[q], amounts[where], out=parts[q])
                 else:
                     parts[q] += amounts[where]
-        score = found.values
+        score = eliminated.values
         if recomputed:
             parts[Quantity.BACKWARD] += parts[Quantity.FORWARD]
             parts[Quantity.WORKSPACE] += parts[Quantity.ACTIVATIONS]
@@ -629,28 +635,31 @@ class SegmentProblem:
         ends = [*active, self.taken, self.gave]
         while True:
             level = self.fewer.get(alone, 0)
-            kept, tables, gone = dict(active), list(factors), level
+            options_of, tables, gone = dict(active), list(factors), level
             if alone and level:
                 single = {n: p for n, p in self.pairs.items() if not p.small}
                 small, gone = [n for n, p in self.pairs.items() if p.small], level - 1
                 tables = [spread(apart(f, small), factors, single) for f in factors]
-                kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
+                options_of |= {n: sorted(set(p.alone)) for n, p in single.items()}
             if gone:
                 most = max(self.sizes.values()) >> gone
                 wide = [
                     n
                     for n, size in self.sizes.items()
-                    if n not in ends and len(kept.get(n, range(size))) > most
+                    if n not in ends and len(options_of.get(n, range(size))) > most
                 ]
-                kept |= {n: cheapest(n, factors, most, kept.get(n)) for n in wide}
-            fewer = [some(f, kept, ends) for f in tables]
+                options_of |= {n: cheapest(n, factors, most, options_of.get(n)) for n in wide}
+            fewer = [some(f, options_of, ends) for f in tables]
             try:
                 return eliminate(
-                    {n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()},
+                    {
+                        n: len(options_of[n]) if n in options_of else size
+                        for n, size in self.sizes.items()
+                    },
                     fewer,
                     ends,
                     _MAX_TABLE_ENTRIES,
-                ), kept
+                ), options_of
             except TooWide:
                 if any(len(those) > 1 for those in active.values()):
                     raise

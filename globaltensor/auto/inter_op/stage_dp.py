@@ -126,14 +126,14 @@ class StageCosts:
             ]
         return self._looks
 
-    def _sides(self, found: Table) -> list[Weighting]:
+    def _sides(self, table: Table) -> list[Weighting]:
         """List weightings for chains that gather or sum for longer than they compute.
 
-        The list is empty if the best chain of ``found`` does neither.
+        The list is empty if the best chain of ``table`` does neither.
         """
-        where = np.unravel_index(int(found.score.argmin()), found.score.shape)
-        f, b, g, r = found.parts[(slice(4), *where)].tolist()
-        if self.ground.seen >= 1.0 or not math.isfinite(float(found.score.min())):
+        where = np.unravel_index(int(table.score.argmin()), table.score.shape)
+        f, b, g, r = table.parts[(slice(4), *where)].tolist()
+        if self.ground.seen >= 1.0 or not math.isfinite(float(table.score.min())):
             return []
         if g > (2 * min(f, b) if b else f):
             return [Weighting(0.0, x, x) for x in _SIDES]
@@ -181,8 +181,8 @@ class StageCosts:
             if look.price and score is not None and np.isfinite(score).all():
                 break  # everything fits already, so a price on memory gains nothing
             for way in self._ways(kinds, k, flight):
-                found = self.table(kinds, way)
-                parts = found.parts[:, self.hub]
+                table = self.table(kinds, way)
+                parts = table.parts[:, self.hub]
                 memory, time, step = (
                     held(parts, flight),
                     taken(parts, self.ground.seen),
@@ -190,7 +190,7 @@ class StageCosts:
                 )
                 cost = (self.micros + self.stages - 1) * time + step
                 cost = np.where(
-                    np.isfinite(found.score[self.hub]) & (memory <= (self.limit or math.inf)),
+                    np.isfinite(table.score[self.hub]) & (memory <= (self.limit or math.inf)),
                     cost,
                     np.inf,
                 )
@@ -380,12 +380,12 @@ def least_memory(cutting: StageCosts, stages: int, flights: Sequence[float]) -> 
     for i in range(stages):
         kinds = cutting.kinds[i * size : (i + 1) * size]
         if kinds:
-            found = [
+            tables = [
                 cutting.table(kinds, StageVariant(k, r))
                 for r in ({0, len(kinds)} if cutting.recompute else {0})
             ]
             worst = max(
-                worst, min(float(held(t.parts[:, cutting.hub], flights[i]).min()) for t in found)
+                worst, min(float(held(t.parts[:, cutting.hub], flights[i]).min()) for t in tables)
             )
     return worst
 
@@ -479,7 +479,7 @@ def _pairs(
         upto.append(upto[-1] + x)
     # An even share with its slack, and always one segment more than an even share.
     most = slack * upto[-1] / stages + (max(loads) if loads else 0.0)
-    found = []
+    stage_ranges = []
     for i in range(stages):
         for a in [0] if i == 0 else range(i, segments - (stages - i) + 1):
             if upto[a] > i * most:
@@ -490,8 +490,8 @@ def _pairs(
                 if upto[b] - upto[a] > most:
                     break
                 if upto[-1] - upto[b] <= (stages - i - 1) * most:
-                    found.append((i, a, b))
-    return found
+                    stage_ranges.append((i, a, b))
+    return stage_ranges
 
 
 def _pace(

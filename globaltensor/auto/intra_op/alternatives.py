@@ -157,7 +157,7 @@ class Responses:
     def of_call(self, number: int) -> tuple[OtherChoice, ...]:
         """Return the cheapest alternatives for a call, at most one per layout of its results."""
         f, call, node = self.f, self.f.calls.calls[number], self.f.node_of_call[number]
-        found = f.candidates[number]
+        strategies = f.candidates[number]
         place = _Neighborhood(
             [node, *self.sums.beside.get(node, ())],
             list(dict.fromkeys((*call.operands, *call.outs))),
@@ -166,17 +166,19 @@ class Responses:
 
         def make() -> Iterator[_UnnamedChoice]:
             around = _Around(self, node)
-            seen = {tuple(out[self.choice[node]] for out in found.outs)}
+            seen = {tuple(out[self.choice[node]] for out in strategies.outs)}
             for k, (extra, changed) in _cheapest(around.lower, around.way):
-                outs = tuple(out[k] for out in found.outs)
+                outs = tuple(out[k] for out in strategies.outs)
                 if outs not in seen:
                     seen.add(outs)
-                    yield self._told(tuple(x[k] for x in found.ins), outs, extra, changed, place)
+                    yield self._told(
+                        tuple(x[k] for x in strategies.ins), outs, extra, changed, place
+                    )
 
         return self._others(
             (
                 "call",
-                id(found),
+                id(strategies),
                 tuple(map(place.values.index, (*call.operands, *call.outs))),
                 self._star_of(node),
             ),
@@ -251,14 +253,14 @@ class Responses:
             self._known[key] = list(itertools.islice(make(), _MAX_LISTED))
         return tuple(self._named(told, place) for told in self._known[key])
 
-    def _named(self, told: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
-        because = told.because
-        if told.kind is not None:
+    def _named(self, unnamed: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
+        because = unnamed.because
+        if unnamed.kind is not None:
             because = moved(
-                self.changes.named(told.kind, self.f.calls.values[place.values[told.value]])
+                self.changes.named(unnamed.kind, self.f.calls.values[place.values[unnamed.value]])
             )
-        grown = self._growth({place.nodes[i]: k for i, k in told.changed})
-        return OtherChoice(told.takes, told.gives, told.extra, grown, because)
+        grown = self._growth({place.nodes[i]: k for i, k in unnamed.changed})
+        return OtherChoice(unnamed.takes, unnamed.gives, unnamed.extra, grown, because)
 
     # Costs
 
@@ -330,12 +332,12 @@ class Responses:
     ) -> _UnnamedChoice:
         values = [self.f.calls.values[v] for v in place.values]
         now = [self.changes.kinds(value, self.choice) for value in values]
-        kept = {node: self.choice[node] for node in changed}
+        old_choice = {node: self.choice[node] for node in changed}
         for node, k in changed.items():
             self.choice[node] = k
         after = [self.changes.kinds(value, self.choice) for value in values]
-        parts = [part for number in place.calls for part in self._computing(number, kept)]
-        for node, k in kept.items():
+        parts = [part for number in place.calls for part in self._computing(number, old_choice)]
+        for node, k in old_choice.items():
             self.choice[node] = k
         more, what = max(parts, key=lambda part: part[0], default=(0.0, ""))
         moving = [
@@ -361,16 +363,19 @@ class Responses:
             value,
         )
 
-    def _computing(self, number: int, kept: dict[int, int]) -> list[tuple[float, str]]:
+    def _computing(self, number: int, old_choice: dict[int, int]) -> list[tuple[float, str]]:
         """Return what the call's new strategy adds in computing and in its own communication."""
-        found, node = self.f.candidates[number], self.f.node_of_call[number]
-        new, old = self.choice[node], kept.get(node, self.choice[node])
+        strategies, node = self.f.candidates[number], self.f.node_of_call[number]
+        new, old = self.choice[node], old_choice.get(node, self.choice[node])
         weight = self.f.options.computation
         computing = weight * float(
-            found.forward[new] + found.backward[new] - found.forward[old] - found.backward[old]
+            strategies.forward[new]
+            + strategies.backward[new]
+            - strategies.forward[old]
+            - strategies.backward[old]
         )
-        moving = float(found.moving[new] - found.moving[old])
-        parts, before = _part(found.share[new]), _part(found.share[old])
+        moving = float(strategies.moving[new] - strategies.moving[old])
+        parts, before = _part(strategies.share[new]), _part(strategies.share[old])
         slower = (
             f"each rank computes {parts} of it, not {before}"
             if parts != before
@@ -482,8 +487,8 @@ def least_larger(
     """Return the minimum of the larger of two sums, and the index chosen in each row.
 
     The sums start with these two numbers. Each adds one entry of every row, at the same index in
-    both. Pairs of sums that are dominated in both sums are dropped row by row. If more than `_MAX_PAIRS`
-    pairs are left, an evenly spaced subset is kept.
+    both. Pairs of sums that are dominated in both sums are dropped row by row. If more than
+    `_MAX_PAIRS` pairs are left, an evenly spaced subset is kept.
 
     >>> least_larger(0.0, 1.0, [(np.array([0.0, 3.0]), np.array([4.0, 0.0])), (np.array([1.0, 2.0]), np.array([1.0, 0.0]))])
     (4.0, [1, 0])
@@ -491,12 +496,15 @@ def least_larger(
     a, b = np.array([first]), np.array([second])
     steps = []
     for x, y in rows:
-        kept = _front(x, y)
-        firsts, seconds = (a[:, None] + x[kept]).ravel(), (b[:, None] + y[kept]).ravel()
+        undominated = _front(x, y)
+        firsts, seconds = (
+            (a[:, None] + x[undominated]).ravel(),
+            (b[:, None] + y[undominated]).ravel(),
+        )
         at = _front(firsts, seconds)
         if len(at) > _MAX_PAIRS:
             at = at[np.linspace(0, len(at) - 1, _MAX_PAIRS).astype(int)]
-        steps.append((at // len(kept), kept[at % len(kept)]))
+        steps.append((at // len(undominated), undominated[at % len(undominated)]))
         a, b = firsts[at], seconds[at]
     best = place = int(np.maximum(a, b).argmin())
     picks = []
@@ -530,17 +538,23 @@ def moved(change: LayoutChange) -> str:
     >>> moved(LayoutChange("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))
     'all_gather of x, reduce_scatter of its gradient (16.0 MiB, S(0) -> B)'
     """  # noqa: E501
-    there, back = (
+    forward_collectives, backward_collectives = (
         change.forward and change.forward_collectives,
         change.backward and change.backward_collectives,
     )
-    if there == back:
-        what = f"{there} of {change.value} and of its gradient" if there else change.value
-    elif there and back:
-        what = f"{there} of {change.value}, {back} of its gradient"
+    if forward_collectives == backward_collectives:
+        what = (
+            f"{forward_collectives} of {change.value} and of its gradient"
+            if forward_collectives
+            else change.value
+        )
+    elif forward_collectives and backward_collectives:
+        what = f"{forward_collectives} of {change.value}, {backward_collectives} of its gradient"
     else:
         what = (
-            f"{there} of {change.value}" if there else f"{back} of the gradient of {change.value}"
+            f"{forward_collectives} of {change.value}"
+            if forward_collectives
+            else f"{backward_collectives} of the gradient of {change.value}"
         )
     how = (
         f"{' '.join(change.src)} -> {' '.join(change.dst)}"

@@ -51,16 +51,16 @@ Pair = tuple[Layout, Layout | None]
 class _Ends(NamedTuple):
     """The layouts of a list of pairs.
 
-    `first` and `second` are the two layouts of each pair. `made` and `kept` are the distinct ones
-    of either. `of_made` and `of_kept` are the pairs' indices into these (-1: none).
+    `first` and `second` are the two layouts of each pair. `made` and `copies` are the distinct ones
+    of either. `of_made` and `of_copies` are the pairs' indices into these (-1: none).
     """
 
     first: list[Layout]
     second: list[Layout | None]
     made: list[Layout]
-    kept: list[Layout]
+    copies: list[Layout]
     of_made: Array
-    of_kept: Array
+    of_copies: Array
 
 
 @dataclass(frozen=True)
@@ -296,10 +296,10 @@ class _Builder:
         takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
         pairs = self._pairs(value, made, takers)
         usage: list[Use] = []
-        kept, apart = np.zeros(len(pairs)), ()
+        saved_bytes, apart = np.zeros(len(pairs)), ()
         if value.state == "parameter":
             pairs, apart = self._grown(value, made, pairs, takers)
-            usage, kept = self._copied(value, pairs, apart, takers)
+            usage, saved_bytes = self._copied(value, pairs, apart, takers)
         costs = self._kept_cost(value, pairs)
         size = self._bytes(value, self._ends(pairs).first)
         if value.state == "parameter" and self.calls.training and value.grad:
@@ -328,31 +328,35 @@ class _Builder:
             usage.append((None, size))
         self._add(value, pairs, costs, usage)
         node = self.node_of_value[value.number]
-        self.copies[node], self.apart[node] = kept, apart
+        self.copies[node], self.apart[node] = saved_bytes, apart
 
     def _call(self, number: int) -> None:
-        call, found = self.calls.calls[number], self.candidates[number]
+        call, strategies = self.calls.calls[number], self.candidates[number]
         costs = self._once(
-            ("costs", self.options.computation, self.back), (found,), lambda: self._costs(found)
+            ("costs", self.options.computation, self.back),
+            (strategies,),
+            lambda: self._costs(strategies),
         )
         usage: list[Use] = []
         if call.extra and self.calls.training:
             usage.append(
                 (
                     self._kept(number),
-                    self._once(("extra", call.extra), (found,), lambda: found.share * call.extra),
+                    self._once(
+                        ("extra", call.extra), (strategies,), lambda: strategies.share * call.extra
+                    ),
                 )
             )
         for k, v in enumerate(call.outs):
             value = self.calls.values[v]
             if v in self.calls.outputs:
-                costs = costs + self.prices.settled(value.shape, value.dtype, found.outs[k])
+                costs = costs + self.prices.settled(value.shape, value.dtype, strategies.outs[k])
             if v not in self.node_of_value and not self._alias(value):
-                usage += self._usage(value, found.outs[k])
+                usage += self._usage(value, strategies.outs[k])
         for k, v in enumerate(call.operands):
             value = self.calls.values[v]
             if value.saved and self._single(value) and self.calls.training:
-                usage.append((self._kept(number), self._bytes(value, found.ins[k])))
+                usage.append((self._kept(number), self._bytes(value, strategies.ins[k])))
         self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
 
     def _costs(self, found: StrategyTable) -> Array:
@@ -508,12 +512,18 @@ class _Builder:
             return [((first, last + 1), size)], np.zeros(len(pairs))
 
         def make() -> tuple[Array, Array, Array]:
-            kept = np.where(noted | (not value.saved), 0.0, size)
+            saved_bytes = np.where(noted | (not value.saved), 0.0, size)
             # In backward a freed copy is gathered again. Its gradient is live until it has been
             # reduce-scattered.
-            return kept, size - kept, (size - kept) * value.saved + size * value.grad
+            return (
+                saved_bytes,
+                size - saved_bytes,
+                (size - saved_bytes) * value.saved + size * value.grad,
+            )
 
-        kept, passing, again = self._once(("amounts", value.saved, value.grad), (size, noted), make)
+        saved_bytes, passing, again = self._once(
+            ("amounts", value.saved, value.grad), (size, noted), make
+        )
         spans = (
             self._kept(first),
             (first, last + 1),
@@ -521,9 +531,9 @@ class _Builder:
         )
         return [
             (span, amounts)
-            for span, amounts in zip(spans, (kept, passing, again), strict=True)
+            for span, amounts in zip(spans, (saved_bytes, passing, again), strict=True)
             if amounts.any()
-        ], kept
+        ], saved_bytes
 
     def _sizes(
         self,
@@ -545,9 +555,9 @@ class _Builder:
                     self._more(value, ends.first, different)
                     * self._sized(value, different)[None, :]
                 ).max(1)
-        if ends.kept:
-            grown = (ends.of_kept >= 0) & self._more(value, ends.made, ends.kept)[
-                ends.of_made, ends.of_kept
+        if ends.copies:
+            grown = (ends.of_copies >= 0) & self._more(value, ends.made, ends.copies)[
+                ends.of_made, ends.of_copies
             ]
         noted = np.array(
             [y is not None and _twice(self.calls, self.options, value, x, y) for x, y in pairs]
@@ -600,24 +610,27 @@ class _Builder:
     def _ends(self, pairs: Sequence[Pair]) -> _Ends:
         def make() -> _Ends:
             first, second = [x for x, _ in pairs], [y for _, y in pairs]
-            made, kept = (
+            made, copies = (
                 {x: i for i, x in enumerate(dict.fromkeys(those))}
                 for those in (first, (y for y in second if y is not None))
             )
-            of_kept = np.array([-1 if y is None else kept[y] for y in second], dtype=np.int64)
+            of_copies = np.array([-1 if y is None else copies[y] for y in second], dtype=np.int64)
             return _Ends(
                 first,
                 second,
                 list(made),
-                list(kept),
+                list(copies),
                 np.array([made[x] for x in first], dtype=np.int64),
-                of_kept,
+                of_copies,
             )
 
         return self._once("ends", (pairs,), make)
 
     def _key(self, name: str, value: Value) -> tuple[Any, ...]:
-        """Return what the seconds of a value's changes of layout depend on, layouts aside."""
+        """Return the cache key of a value's changes of layout, without the layouts.
+
+        Changes with equal keys and equal layouts take the same time.
+        """
         return (
             name,
             value.shape,
@@ -644,9 +657,9 @@ class _Builder:
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         graded = self.calls.training and value.grad
         if value.state == "parameter":
-            there = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
+            fetch_seconds = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
             if self.options.freed:
-                there = there * np.array(
+                fetch_seconds = fetch_seconds * np.array(
                     [
                         [1 + _twice(self.calls, self.options, value, x, y) for y in wanted]
                         for x in layouts
@@ -659,18 +672,18 @@ class _Builder:
                 if graded
                 else 0.0
             )
-            return np.asarray(there + self.options.wait * (there > 0) + back)
+            return np.asarray(fetch_seconds + self.options.wait * (fetch_seconds > 0) + back)
         return self._onwards(value, layouts, wanted)
 
     def _kept_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
         ends = self._ends(pairs)
-        if not ends.kept:
+        if not ends.copies:
             return self._once("nothing", (pairs,), lambda: np.zeros(len(pairs)))
-        table = self._change(value, ends.made, ends.kept)
+        table = self._change(value, ends.made, ends.copies)
         return self._once(
             "kept",
             (table, pairs),
-            lambda: np.where(ends.of_kept < 0, 0.0, table[ends.of_made, ends.of_kept]),
+            lambda: np.where(ends.of_copies < 0, 0.0, table[ends.of_made, ends.of_copies]),
         )
 
     def _edges(self, value: Value) -> None:
@@ -716,29 +729,31 @@ class _Builder:
                 first = np.where(
                     self._more(value, ends.first, wanted) & ~np.array(apart)[:, None], np.inf, first
                 )
-            if ends.kept:
+            if ends.copies:
                 # The change of the gradient on the way to the second layout is paid in the cost of
                 # the pair.
                 if value.state == "parameter":
                     second = np.array(
-                        [[0.0 if x == y else np.inf for x in wanted] for y in ends.kept]
+                        [[0.0 if x == y else np.inf for x in wanted] for y in ends.copies]
                     )
                 else:
-                    second = self._onwards(value, ends.kept, wanted)
+                    second = self._onwards(value, ends.copies, wanted)
                 first = np.where(
-                    (ends.of_kept >= 0)[:, None], np.minimum(first, second[ends.of_kept]), first
+                    (ends.of_copies >= 0)[:, None], np.minimum(first, second[ends.of_copies]), first
                 )
             return first
 
         return self._once(self._key("taken", value), (pairs, wanted), make)
 
-    def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
-        numbers, seconds = self.prices.table(value.shape, value.dtype, [*kept, *wanted])
-        there = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
-        there = there + self.options.wait * (there > 0)
+    def _onwards(self, value: Value, sources: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+        numbers, seconds = self.prices.table(value.shape, value.dtype, [*sources, *wanted])
+        change_seconds = seconds[
+            np.ix_([numbers[x] for x in sources], [numbers[x] for x in wanted])
+        ]
+        change_seconds = change_seconds + self.options.wait * (change_seconds > 0)
         if self.calls.training and value.grad:
             back = seconds[
-                np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in kept])
+                np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in sources])
             ].T
-            there = there + self.back * back + self.options.wait * (back > 0)
-        return np.asarray(there)
+            change_seconds = change_seconds + self.back * back + self.options.wait * (back > 0)
+        return np.asarray(change_seconds)

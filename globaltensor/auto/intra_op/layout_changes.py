@@ -64,16 +64,16 @@ class Changes:
         )
 
     def takers(self, value: Value) -> list[tuple[int, int]]:
-        found = self._takers.get(value.number)
-        if found is None:
+        takers = self._takers.get(value.number)
+        if takers is None:
             calls = self.f.calls.calls
-            found = [
+            takers = [
                 (t, calls[t].operands.index(value.number))
                 for t in dict.fromkeys(value.takers)
                 if t in self.f.candidates
             ]
-            self._takers[value.number] = found
-        return found
+            self._takers[value.number] = takers
+        return takers
 
     def kinds(self, value: Value, choice: Sequence[int]) -> tuple[ChangeClass, ...]:
         """Return the changes of a value without names.
@@ -85,17 +85,17 @@ class Changes:
         if not (takers or result) or (value.maker >= 0 and value.maker not in f.candidates):
             return ()
         node = f.node_of_value.get(value.number)
-        kept = None if node is None else f.layouts[node][choice[node]][1]
+        second = None if node is None else f.layouts[node][choice[node]][1]
         made = f.made(value, choice)
         wanted = tuple(f.candidates[t].ins[i][choice[f.node_of_call[t]]] for t, i in takers)
-        key = self.situation(value), made, kept, wanted
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = (
-                *self._listed(value, made, kept, wanted),
+        key = self.situation(value), made, second, wanted
+        classes = self._found.get(key)
+        if classes is None:
+            classes = self._found[key] = (
+                *self._listed(value, made, second, wanted),
                 *(self._settled(value, made) if result else ()),
             )
-        return found
+        return classes
 
     def situation(self, value: Value) -> int:
         """Return a number that is equal for values with equal possible changes and costs.
@@ -103,8 +103,8 @@ class Changes:
         It depends on the value's properties, and on the layouts that its maker and its calls could
         choose.
         """
-        found = self._situations.get(value.number)
-        if found is None:
+        number = self._situations.get(value.number)
+        if number is None:
             f, node = self.f, self.f.node_of_value.get(value.number)
             lists = (
                 id(f.candidates[value.maker]) if node is None else id(f.layouts[node]),
@@ -119,13 +119,13 @@ class Changes:
                 value.number in self._outputs,
                 lists,
             )
-            found = self._situations[value.number] = self._numbers.setdefault(
+            number = self._situations[value.number] = self._numbers.setdefault(
                 alike, len(self._numbers)
             )
-        return found
+        return number
 
     def _listed(
-        self, value: Value, made: Layout, kept: Layout | None, wanted: Sequence[Layout]
+        self, value: Value, made: Layout, second: Layout | None, wanted: Sequence[Layout]
     ) -> list[ChangeClass]:
         out = []
         sources, copies = self._sources(value)
@@ -133,10 +133,14 @@ class Changes:
         groups: dict[Layout, list[int]] = {}
         for i, dst in enumerate(wanted):
             groups.setdefault(dst, []).append(i)
-        if kept is not None:
+        if second is not None:
             out.append(
                 self._kind(
-                    value, made, kept, groups.pop(kept, []), self._routes(value, sources, copies)
+                    value,
+                    made,
+                    second,
+                    groups.pop(second, []),
+                    self._routes(value, sources, copies),
                 )
             )
         for dst, those in groups.items():
@@ -146,10 +150,10 @@ class Changes:
             ]
             # The second layout may be the cheaper source. From there the change is that of a
             # computed value.
-            if kept is not None and value.state != "parameter":
+            if second is not None and value.state != "parameter":
                 onwards = [
                     self._kind(
-                        value, kept, dst, [i], self._routes(value, copies, asked[i]), leaf=False
+                        value, second, dst, [i], self._routes(value, copies, asked[i]), leaf=False
                     )
                     for i in those
                 ]
@@ -165,13 +169,13 @@ class Changes:
         if node is None:
             return self._outs(value), ()
         pairs = self.f.layouts[node]
-        found = self._ends.get(id(pairs))
-        if found is None:
-            found = self._ends[id(pairs)] = (
+        ends = self._ends.get(id(pairs))
+        if ends is None:
+            ends = self._ends[id(pairs)] = (
                 list(dict.fromkeys(x for x, _ in pairs)),
                 list(dict.fromkeys(y for _, y in pairs if y is not None)),
             )
-        return found
+        return ends
 
     def _outs(self, value: Value) -> Sequence[Layout]:
         """Return the layouts in which the value's maker may return it."""
@@ -186,12 +190,12 @@ class Changes:
         object, so they stay alive.
         """
         key = value.shape, value.dtype, id(sources), id(targets)
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = self.f.prices.table(
+        routes = self._tables.get(key)
+        if routes is None:
+            routes = self._tables[key] = self.f.prices.table(
                 value.shape, value.dtype, [*sources, *targets]
             )
-        return found
+        return routes
 
     def _settled(self, value: Value, made: Layout) -> Sequence[ChangeClass]:
         whole = tuple(broadcast if e.is_partial else e for e in made)

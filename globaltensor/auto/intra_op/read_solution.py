@@ -34,23 +34,26 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         total,
         hidden(f.prices.cluster, f.options) * abs(sides.aside - sides.behind),
     )
-    given = [_given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value]
+    placed = [
+        _given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value
+    ]
     planned = []
     for call in calls.calls:
         if call.number not in f.candidates:
             continue
-        k, found = choice[f.node_of_call[call.number]], f.candidates[call.number]
+        k, strategies = choice[f.node_of_call[call.number]], f.candidates[call.number]
         planned.append(
             PlannedCall(
                 call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
                 tuple(name_of(calls.values[v]) for v in call.operands),
-                tuple(short(found.ins[i][k]) for i in range(len(call.operands))),
-                tuple(short(found.outs[i][k]) for i in range(len(call.outs))),
+                tuple(short(strategies.ins[i][k]) for i in range(len(call.operands))),
+                tuple(short(strategies.outs[i][k]) for i in range(len(call.outs))),
                 tuple(calls.values[v].shape for v in call.outs),
-                float(found.forward[k]), float(found.backward[k]), float(found.moving[k]),
-                float(found.share[k]),
+                float(strategies.forward[k]), float(strategies.backward[k]),
+                float(strategies.moving[k]), float(strategies.share[k]),
                 responses.of_call(call.number),
-                sum(_local(f, calls.values[v], found.outs[i][k]) for i, v in enumerate(call.outs)),
+                sum(_local(f, calls.values[v], strategies.outs[i][k])
+                    for i, v in enumerate(call.outs)),
                 call.number,
             )
         )  # fmt: skip
@@ -59,14 +62,14 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     return Plan(
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total,
         peak, f.options.memory,
-        calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
+        calls.training, tuple(placed), tuple(planned), tuple(changes), over_time=tuple(memory),
         choices={"reshard_after_forward": True}
         if any(_noted(f, v, choice) for v in calls.parameters)
         else {},
         cost_breakdown=_spent(f, choice, total, planned, changes, sides),
-        memory_breakdown=_held(f, choice, given, peak),
+        memory_breakdown=_held(f, choice, placed, peak),
         moments=(1 + calls.training) * len(calls.calls),
-        lost=lost_by(found.losses for found in f.candidates.values()),
+        lost=lost_by(strategies.losses for strategies in f.candidates.values()),
         source=f.prices.cluster.origin,
     )  # fmt: skip
 
@@ -126,17 +129,17 @@ def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
 
 
 def _held(
-    f: Formulation, choice: Sequence[int], given: Sequence[PlacedTensor], peak: int
+    f: Formulation, choice: Sequence[int], placed: Sequence[PlacedTensor], peak: int
 ) -> dict[str, int]:
     """Return the components of the memory peak, in bytes a rank.
 
     Parameters that are gathered for a short time count as activations.
     """
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
-    parameters = sum(g.bytes for g in given if g.kind == "parameter")
-    gradients = sum(g.bytes for g in given if g.name in trained)
+    parameters = sum(g.bytes for g in placed if g.kind == "parameter")
+    gradients = sum(g.bytes for g in placed if g.name in trained)
     optimizer = int(gradients * f.options.optimizer_state_ratio)
-    rest = sum(g.bytes for g in given if g.kind != "parameter")
+    rest = sum(g.bytes for g in placed if g.kind != "parameter")
     copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
     named = {
         "parameters": parameters,

@@ -83,7 +83,7 @@ def search(
     plan = read_plan(by, solution)
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
-    told = {
+    search_log = {
         "formulating_seconds": built - started,
         "solving_seconds": solved - built,
         "nodes": len(formulation.problem.costs),
@@ -91,9 +91,9 @@ def search(
     }
     left_out = sum(found.left_out for found in formulation.candidates.values())
     if left_out:
-        told["left_out_ways"] = f"{left_out} strategies left out, too many for one call"
+        search_log["left_out_ways"] = f"{left_out} strategies left out, too many for one call"
     return SearchResult(
-        dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice
+        dataclasses.replace(plan, alternatives=others, search=search_log), by, solution.choice
     )
 
 
@@ -139,10 +139,10 @@ def _within(
         if formulation.calls.training
         else [formulation]
     )
-    found: list[Answer] = []
+    answers: list[Answer] = []
     for k, way in enumerate(ways):
-        below = min((s.cost for s, _ in found), default=math.inf)
-        found.append(
+        below = min((s.cost for s, _ in answers), default=math.inf)
+        answers.append(
             _solved(
                 way,
                 max(0.0, end - time.perf_counter()) / (len(ways) - k),
@@ -152,17 +152,17 @@ def _within(
             )
         )
     best, by = min(
-        found,
+        answers,
         key=lambda answer: (
             not answer[0].feasible,
             answer[0].cost if answer[0].feasible else _least(answer[0]),
         ),
     )
     bound = max(
-        roomy.bound, min((s.bound for s, _ in found if not s.infeasible), default=best.bound)
+        roomy.bound, min((s.bound for s, _ in answers if not s.infeasible), default=best.bound)
     )
     return dataclasses.replace(
-        best, bound=bound, infeasible=all(s.infeasible for s, _ in found)
+        best, bound=bound, infeasible=all(s.infeasible for s, _ in answers)
     ), by
 
 
@@ -228,16 +228,16 @@ def _solved(
     )
     larger.run(lambda choice: within is None or formulation.problem.peak(choice) <= within)
     best = larger.best
-    found = dataclasses.replace(
+    solution = dataclasses.replace(
         first,
         choice=list(best.whole),
         cost=best.cost,
         bound=min(best.cost, larger.bound),
         log=first.log | larger.log,
     )
-    found = agreed(found)
-    by = max(formulation, turned, key=lambda f: float(f.problem.evaluate(found.choice or ())))
-    return dataclasses.replace(found, peak=by.problem.peak(found.choice or ())), by
+    solution = agreed(solution)
+    by = max(formulation, turned, key=lambda f: float(f.problem.evaluate(solution.choice or ())))
+    return dataclasses.replace(solution, peak=by.problem.peak(solution.choice or ())), by
 
 
 def binding_formulation(formulation: Formulation, choice: Sequence[int]) -> Formulation:
@@ -288,15 +288,15 @@ def compare(
     ``seconds`` limits the total time, shared evenly by the remaining ones. None means a few seconds
     for each.
     """
-    started, found = time.perf_counter(), {}
+    started, alternatives = time.perf_counter(), {}
     for k, (name, fixed) in enumerate(ways.items()):
         left = (
             LIMITS.alternative_seconds
             if seconds is None
             else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
         )
-        found[name] = price_layouts(formulation, fixed, left)
-    return found
+        alternatives[name] = price_layouts(formulation, fixed, left)
+    return alternatives
 
 
 def price_layouts(
@@ -319,11 +319,15 @@ def price_layouts(
                 math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks"
             )
     end = time.perf_counter() + seconds
-    found = formulation.under(
+    fixed_formulation = formulation.under(
         memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0
     )
-    turns = LIMITS.alternative_turns if len(found.problem.costs) <= LIMITS.alternative_nodes else 0
-    solution, by = _solved(found, seconds, turns=turns, near=LIMITS.alternative_gap)
+    turns = (
+        LIMITS.alternative_turns
+        if len(fixed_formulation.problem.costs) <= LIMITS.alternative_nodes
+        else 0
+    )
+    solution, by = _solved(fixed_formulation, seconds, turns=turns, near=LIMITS.alternative_gap)
     if (
         options.memory is not None
         and calls.training
@@ -332,7 +336,7 @@ def price_layouts(
     ):
         # The plan may fit if parameters are gathered again in backward, at the price of that.
         again, their = _solved(
-            found.under(memory=options.memory, freed=True),
+            fixed_formulation.under(memory=options.memory, freed=True),
             max(0.0, end - time.perf_counter()),
             turns=turns,
             near=LIMITS.alternative_gap,
@@ -375,13 +379,14 @@ def _too_little(formulation: Formulation, solution: Solution) -> str:
     would = (
         "the minimum that would do was not found in the given time"
         if least is None
-        else f"the least that would do is {least} bytes ({show_bytes(least)}) a rank"
+        else f"the minimum that would do is {least} bytes ({show_bytes(least)}) a rank"
     )
-    kept = sum(v.nbytes for v in formulation.calls.parameters)
+    parameter_bytes = sum(v.nbytes for v in formulation.calls.parameters)
+    state_bytes = int(parameter_bytes * (2 + formulation.options.optimizer_state_ratio))
     return (
         f"no plan fits into memory={limit} bytes ({show_bytes(limit)}) a rank on a mesh of "
         f"{'x'.join(map(str, formulation.mesh.shape))}: {would}; "
-        f"parameters alone are {show_bytes(kept)} in all, with gradients and optimizer state "
-        f"{show_bytes(int(kept * (2 + formulation.options.optimizer_state_ratio)))}. "
+        f"parameters alone are {show_bytes(parameter_bytes)} in all, with gradients and optimizer "
+        f"state {show_bytes(state_bytes)}. "
         f"Give more memory or more ranks, a smaller batch, or an optimizer with less state"
     )

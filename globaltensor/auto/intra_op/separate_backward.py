@@ -148,7 +148,7 @@ class Unfolded:
     # Gradients as calls of their own
 
     def _backwards(self, call: Call) -> list[_Backward]:
-        values, found = self.folded.calls.values, self.folded.candidates[call.number]
+        values, strategies = self.folded.calls.values, self.folded.candidates[call.number]
         results = tuple(k for k, v in enumerate(call.outs) if values[v].grad)
         operands = [
             k for k, v in enumerate(call.operands) if values[v].grad and k == call.operands.index(v)
@@ -160,23 +160,25 @@ class Unfolded:
             needs = self._needs(call, k)
             rows: dict[Any, tuple[int, float]] = {}
             of_row = []
-            for r in range(len(found)):
+            for r in range(len(strategies)):
                 row = (
-                    tuple(duals(found.outs[i][r]) for i in results),
+                    tuple(duals(strategies.outs[i][r]) for i in results),
                     tuple(self._taken(call, v, r) for v in needs),
-                    duals(found.ins[k][r]),
+                    duals(strategies.ins[k][r]),
                 )
-                cost = self.folded.options.computation * float(found.backward[r]) / len(operands)
+                cost = (
+                    self.folded.options.computation * float(strategies.backward[r]) / len(operands)
+                )
                 at, least = rows.get(row, (len(rows), cost))
                 rows[row] = at, min(least, cost)
                 of_row.append(at)
             for row, (_, cost) in list(rows.items()):
                 for other in _whole(row):
                     rows.setdefault(other, (len(rows), cost))
-            here = self.folded.node_of_call[call.number]
+            call_node = self.folded.node_of_call[call.number]
             node = self._node(
                 [cost for _, cost in rows.values()],
-                lambda choice, of_row=of_row, here=here: of_row[choice[here]],
+                lambda choice, of_row=of_row, call_node=call_node: of_row[choice[call_node]],
             )  # type: ignore[misc]
             made.append(
                 _Backward(
@@ -225,15 +227,17 @@ class Unfolded:
         wanted = list(
             dict.fromkeys(b_row[1][b.needs.index(number)] for b in takers for b_row in b.rows)
         )
-        n, here = len(wanted), self.folded.node_of_call[call.number]
+        n, call_node = len(wanted), self.folded.node_of_call[call.number]
         has = [
             self._taken(call, number, r) for r in range(len(self.folded.candidates[call.number]))
         ]
         # Lifted as in the forward. Where two gradients of a folded plan use the value, both use
         # this layout.
-        kept = self._node(np.zeros(2 * n), lambda choice: n + wanted.index(has[choice[here]]))
+        saved_node = self._node(
+            np.zeros(2 * n), lambda choice: n + wanted.index(has[choice[call_node]])
+        )
         none = np.zeros((len(has), n))
-        self.problem.edge(here, kept, np.hstack([none, self._there(value, has, wanted)]))
+        self.problem.edge(call_node, saved_node, np.hstack([none, self._there(value, has, wanted)]))
         at = self.forward.node_of_value.get(number)
         if at is not None:
             pairs = self.forward.layouts[at]
@@ -245,24 +249,24 @@ class Unfolded:
                 ]
             )
             self.problem.edge(
-                at, kept, np.hstack([np.minimum(first, second), np.zeros((len(pairs), n))])
+                at, saved_node, np.hstack([np.minimum(first, second), np.zeros((len(pairs), n))])
             )
         elif value.maker in self.forward.node_of_call and value.maker != call.number:
             maker = self.folded.calls.calls[value.maker]
             made = self.folded.candidates[value.maker].outs[maker.outs.index(number)]
             self.problem.edge(
                 self.forward.node_of_call[value.maker],
-                kept,
+                saved_node,
                 np.hstack([self._there(value, made, wanted), np.zeros((len(made), n))]),
             )
         else:  # the value is available nowhere else
-            self.problem.costs[kept] = np.concatenate([np.full(n, np.inf), np.zeros(n)])
+            self.problem.costs[saved_node] = np.concatenate([np.full(n, np.inf), np.zeros(n)])
         for b in takers:
             index = b.needs.index(number)
             agree = np.array(
                 [[0.0 if row[1][index] == x else np.inf for row in b.rows] for x in wanted]
             )
-            self.problem.edge(kept, b.node, np.vstack([agree, agree]))
+            self.problem.edge(saved_node, b.node, np.vstack([agree, agree]))
 
     # Prices
 
@@ -419,11 +423,11 @@ class Unfolded:
 
         def lift(choice: Sequence[int]) -> int:
             wanted = duals(self.folded.made(value, choice))
-            given = (
+            produced_layout = (
                 wanted
                 if alone is None
                 else duals(self.folded.wanted(alone.call, alone.operand, choice))
             )
-            return pairs.index((given, None if given == wanted else wanted))
+            return pairs.index((produced_layout, None if produced_layout == wanted else wanted))
 
         return lift

@@ -246,7 +246,10 @@ class _CallReader:
         """
         seen: set[int] = set()
         outs = [t for t in tensors_in(node.meta["val"], []) if isinstance(t, GlobalTensor)]
-        here, all_ = sum(t._local.numel() for t in outs), sum(t.numel() for t in outs)
+        local_numel, global_numel = (
+            sum(t._local.numel() for t in outs),
+            sum(t.numel() for t in outs),
+        )
         for t in self.saved.get(node.meta.get("call", -1), ()):
             where = _storage(t)
             if where in seen:
@@ -276,7 +279,7 @@ class _CallReader:
                     ),
                 )
             else:
-                call.extra += t.nbytes * all_ // here if here else t.nbytes
+                call.extra += t.nbytes * global_numel // local_numel if local_numel else t.nbytes
 
     def done(self) -> Calls:
         return Calls(self.calls, self.values, self.outputs, True, self.numbers)

@@ -31,15 +31,16 @@ _HUBS = 10
 class Segment:
     """A segment of consecutive calls.
 
-    ``takes`` and ``gives`` are the values (by number) that cross its two ends, or -1. ``given`` are
-    the parameters, buffers and inputs that only this segment uses. ``hubs`` are the shared values
-    that it makes or uses. Segments of one ``kind`` differ only in the numbers of calls and values.
+    ``takes`` and ``gives`` are the values (by number) that cross its two ends, or -1.
+    ``own_states`` are the parameters, buffers and inputs that only this segment uses. ``hubs`` are
+    the shared values that it makes or uses. Segments of one ``kind`` differ only in the numbers of
+    calls and values.
     """
 
     calls: tuple[int, ...]
     takes: int
     gives: int
-    given: tuple[int, ...]
+    own_states: tuple[int, ...]
     hubs: tuple[int, ...]
     kind: int
     name: str
@@ -124,12 +125,12 @@ def _lives(calls: Calls, where: Mapping[int, int]) -> dict[int, tuple[int, int]]
 
     Plain values are left out, because every rank has all of them.
     """
-    found = {}
+    live_ranges = {}
     for v in calls.values:
         takers = [where[t] for t in v.takers if t in where]
         if v.maker in where and takers and not v.plain:
-            found[v.number] = where[v.maker], max(takers)
-    return found
+            live_ranges[v.number] = where[v.maker], max(takers)
+    return live_ranges
 
 
 def _cuts(lives: Mapping[int, tuple[int, int]], blocks: _Blocks, hubs: set[int]) -> list[int]:
@@ -142,18 +143,18 @@ def _cuts(lives: Mapping[int, tuple[int, int]], blocks: _Blocks, hubs: set[int])
         if v not in hubs:
             for position in range(a + 1, b + 1):
                 crossing[position] += 1
-    found, last, spare, begin = [], 0, 0, set(blocks.begin)
+    cuts, last, spare, begin = [], 0, 0, set(blocks.begin)
     for k in range(1, blocks.size):
         if crossing[k] != 1 or k - last < _LEAST:
             continue
         if k - last > _MOST and spare > last:
-            found.append(spare)
+            cuts.append(spare)
             last = spare
         if k in begin and k - last >= _LEAST:
-            found.append(k)
+            cuts.append(k)
             last = k
         spare = k
-    return found
+    return cuts
 
 
 def _block(module: str, depth: int = 1) -> str:
@@ -196,7 +197,7 @@ def _chain(
         takes, gives = between[k - 1] if k else -1, between[k] if k < len(between) else -1
         operands = dict.fromkeys(v for c in group for v in calls.calls[c].operands)
         touched = {*operands, *(v for c in group for v in calls.calls[c].outs)}
-        given = tuple(v for v in operands if calls.values[v].state and v not in hubs)
+        own_states = tuple(v for v in operands if calls.values[v].state and v not in hubs)
         key = _key(calls, group, takes, gives, ordered, fixed)
         if key not in kinds:
             kinds[key] = len(kinds)
@@ -207,7 +208,7 @@ def _chain(
                 tuple(group),
                 takes,
                 gives,
-                given,
+                own_states,
                 tuple(h for h in ordered if h in touched),
                 kinds[key],
                 name,

@@ -34,11 +34,12 @@ __all__ = ["calls_of_model", "captured_calls", "saving"]
 
 @contextlib.contextmanager
 def saving(
-    hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], device: str, recorder: Any
+    hooks: Callable[[Any], Any], saved: dict[int, list[torch.Tensor]], device: str, recorder: Any
 ) -> Iterator[None]:
     """Record the tensors that autograd saves for backward while build() runs.
 
-    `kept` maps the number of the user's call to its saved tensors, as on a device of type `device`.
+    `saved` maps the number of the user's call to its saved tensors, as on a device of type
+    `device`.
     """
     if device == "cuda":
         recorder.local.as_run = _fused
@@ -48,7 +49,7 @@ def saving(
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         for its in running:
-            kept.setdefault(its.call, []).append(t)
+            saved.setdefault(its.call, []).append(t)
         return t
 
     try:
@@ -113,23 +114,25 @@ def calls_of_model(
     one = Placement("cpu", [world().rank])
     states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     lent = {path: _whole(t, one) for path, t in states.items()}
-    given = args, dict(kwargs or {})
-    inputs = replaced_in_objects(given, iter([_whole(t, one) for t in object_tensors(given, [])]))
-    kept: dict[int, list[torch.Tensor]] = {}
+    arguments = args, dict(kwargs or {})
+    inputs = replaced_in_objects(
+        arguments, iter([_whole(t, one) for t in object_tensors(arguments, [])])
+    )
+    saved: dict[int, list[torch.Tensor]] = {}
 
     def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:
         return functional_call(model, given, inputs[0], inputs[1])
 
     def hooks(recorder: Any) -> Any:
-        return saving(lambda r: watched({"model": model}, {}, r), kept, device, recorder)
+        return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
 
     with torch.set_grad_enabled(True), _dispatched(model):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
-    found = _read(captured, kept, dict(zip(names, lent, strict=False)))
-    for call in found.calls:
+    calls = _read(captured, saved, dict(zip(names, lent, strict=False)))
+    for call in calls.calls:
         call.module = call.module.removeprefix("model").removeprefix(".")
-    return found
+    return calls
 
 
 @contextlib.contextmanager
@@ -155,21 +158,21 @@ def captured_calls(
 
     ``device`` has the same meaning as in `calls_of_model`.
     """
-    kept: dict[int, list[torch.Tensor]] = {}
+    saved: dict[int, list[torch.Tensor]] = {}
     with torch.set_grad_enabled(graph.training):
         captured = graph._captured(
             args,
             dict(kwargs or {}),
-            lambda hooks: lambda recorder: saving(hooks, kept, device, recorder),
+            lambda hooks: lambda recorder: saving(hooks, saved, device, recorder),
         )
     stands = {
         id(captured.states[node.meta["state"]]): node.meta["val"]
         for node in captured.program.nodes
         if "state" in node.meta
     }
-    found = _read(captured, kept, {}, stands)
-    found.training = graph.training
-    return captured.logical, found
+    calls = _read(captured, saved, {}, stands)
+    calls.training = graph.training
+    return captured.logical, calls
 
 
 def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
@@ -187,8 +190,8 @@ def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
 
 def _read(
     captured: CaptureResult,
-    kept: dict[int, list[torch.Tensor]],
+    saved: dict[int, list[torch.Tensor]],
     paths: dict[str, str],
     stands: Mapping[int, torch.Tensor] | None = None,
 ) -> Calls:
-    return read(captured.logical, captured.logical_constants, kept, paths, stands)
+    return read(captured.logical, captured.logical_constants, saved, paths, stands)

@@ -15,7 +15,7 @@ from ...boxing.moves import show_bytes
 from .formatting import folded, pattern
 from .plan import Plan
 
-__all__ = ["besides", "choice_text", "lying", "stages"]
+__all__ = ["besides", "choice_text", "lying", "module_names", "stage_modules", "stages"]
 
 
 def stages(plan: Plan) -> list[tuple[str, ...]]:
@@ -27,12 +27,11 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
     if not (len(records) > 1 and all(isinstance(s, Mapping) for s in records)):
         return []
     rows: list[tuple[str, ...]] = [
-        ("stage", "lane", "ranks", "mesh", "holds", "runs again", "memory a rank")
+        ("stage", "lane", "ranks", "mesh", "holds", "recomputed", "memory a rank")
     ]
     for i, s in enumerate(records):
         first, end = s.get("ranks", (0, 0))
         again = s.get("recompute") or ()
-        held = s.get("segments") or s.get("modules") or ()
         memory = show_bytes(s["memory"]) if "memory" in s else ""
         rows.append(
             (
@@ -40,12 +39,28 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
                 str(s.get("lane", i)),
                 f"{first}-{end - 1}",
                 choice_text(s.get("mesh"), "x"),
-                _parts(held),
-                _parts(again) or "nothing",
+                module_names(stage_modules(s)),
+                module_names(again) or "nothing",
                 memory,
             )
         )
     return rows
+
+
+def stage_modules(stage: Mapping[str, Any]) -> list[str]:
+    """List the modules of a stage, without those inside other modules of the list.
+
+    >>> stage_modules({"modules": ["0.up", "0", "1.up", ""], "segments": ["1"]})
+    ['0', '1.up']
+    """
+    names = [name for name in stage.get("modules") or stage.get("segments") or () if name]
+    listed = set(names)
+
+    def inside(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:n]) in listed for n in range(1, len(parts)))
+
+    return [name for name in dict.fromkeys(names) if not inside(name)]
 
 
 def lying(plan: Plan) -> str:
@@ -87,7 +102,7 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
         text = (
             _zero(value)
             if name == "zero" and isinstance(value, Mapping)
-            else _parts(value)
+            else module_names(value)
             if name == "recompute"
             else choice_text(value)
         )
@@ -101,11 +116,11 @@ def _zero(shared: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for path, how in shared.items():
         groups[choice_text(how)].append(path)
-    return "; ".join(f"{_parts(paths)} ({how})" for how, paths in groups.items())
+    return "; ".join(f"{module_names(paths)} ({how})" for how, paths in groups.items())
 
 
-def _parts(names: Any) -> str:
-    """Join names, with consecutive layers folded: ``token, blocks.{0-3}``."""
+def module_names(names: Any) -> str:
+    """Join the names of modules, with consecutive layers folded: ``token, blocks.{0-3}``."""
     if not isinstance(names, Sequence) or isinstance(names, str):
         return choice_text(names)
     groups: dict[str, list[str]] = defaultdict(list)

@@ -25,37 +25,37 @@ T = TypeVar("T")
 
 def explain(plan: Plan, path: str) -> str:
     """Explain the part of a plan at this path. See `Plan.explain`."""
-    calls, given = _found(plan, path)
-    if not calls and not given:
+    calls, placed = _found(plan, path)
+    if not calls and not placed:
         raise PlanError(_unknown(plan, path))
     names = {c.name for c in calls}
     concerned = [
         c
         for c in plan.changes
-        if names & {*c.takers, c.value} or c.value in {g.name for g in given}
+        if names & {*c.takers, c.value} or c.value in {g.name for g in placed}
     ]
     computing = sum(c.forward + c.backward for c in calls)
     moving = sum(c.forward + c.backward for c in concerned) + sum(c.moving for c in calls)
     parts = [
         f"{n} {what}{'s' * (n != 1)}"
-        for n, what in ((len(calls), "call"), (len(given), "tensor"))
+        for n, what in ((len(calls), "call"), (len(placed), "tensor"))
         if n
     ]
     head = (
-        f"{path}: {' and '.join(parts)}{' given' if given else ''}; computing "
-        f"{seconds(computing)}, moving {seconds(moving)} a step"
+        f"{path}: {' and '.join(parts)}{' given' if placed else ''}; computing "
+        f"{seconds(computing)}, communication {seconds(moving)} a step"
     )
-    told = [
+    paragraphs = [
         _given(plan, alike)
-        for alike in _alike(given, lambda g: (pattern(g.name), g.shape, g.layout))
+        for alike in _alike(placed, lambda g: (pattern(g.name), g.shape, g.layout))
     ]
-    told += [
+    paragraphs += [
         _call(plan, alike)
         for alike in _alike(
             calls, lambda c: (pattern(c.module), c.function, c.wanted, c.results, c.shapes)
         )
     ]
-    return "\n\n".join([head, *told])
+    return "\n\n".join([head, *paragraphs])
 
 
 # ----------------------------------------------------------------------------------- find by a path
@@ -130,7 +130,7 @@ def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
         )
     ]
     lines += [
-        f"    moves   {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
+        f"    boxing  {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
     ]
     return "\n".join([*lines, *why(plan, g.others, _lies(g.layout))])
 
@@ -166,7 +166,7 @@ def _work(c: PlannedCall) -> str:
         for name, x in (
             ("forward", c.forward),
             ("backward", c.backward),
-            ("its own traffic", c.moving),
+            ("its own communication", c.moving),
         )
         if x
     ]
@@ -194,13 +194,13 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
           P instead  1 ms less, 200 B a rank more, which does not fit
     """  # noqa: E501
     if not others:
-        alone = any(thing.others for thing in (*plan.calls, *plan.placed))
+        alone = any(c.others for c in plan.calls) or any(g.others for g in plan.placed)
         return [
             f"    why {chosen}: "
             + (
                 "nothing else is possible here"
                 if alone
-                else "other ways have not been priced one by one in this plan"
+                else "other layouts have not been priced one by one in this plan"
             )
         ]
     ways = [_way(o) for o in others]
@@ -231,7 +231,7 @@ def _price(plan: Plan, other: OtherChoice) -> str:
             "" if over else ", as the rest stands: the search was not complete"
         )
     because = f": {other.because}" if other.because else ""
-    return (f"+{seconds(other.extra)}" if other.extra else "as dear") + grown + because
+    return (f"+{seconds(other.extra)}" if other.extra else "same cost") + grown + because
 
 
 def _lies(layout: Layout) -> str:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..._base.number_ranges import show_ranges
+
 __all__ = ["folded", "part", "pattern", "patterns", "seconds", "table"]
 
 
@@ -95,14 +97,7 @@ def _ranges(parts: Sequence[str]) -> str:
     stem = re.sub(r"\d+$", "", parts[0])
     if any(not p.removeprefix(stem).isdigit() for p in parts):
         return ",".join(dict.fromkeys(parts))
-    numbers = sorted({int(p.removeprefix(stem)) for p in parts})
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return stem + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    return stem + show_ranges((int(p.removeprefix(stem)) for p in parts), comma=",")
 
 
 def table(

@@ -15,13 +15,28 @@ from typing import Any, Final
 
 from ...graph.pipeline.schedule import KINDS
 from .choices_text import besides, choice_text, lying, stages
+from .cost_text import cost_cards, term_name
+from .devices import device_data
 from .formatting import seconds
 from .plan import Plan
-from .report import headline, losses, proof
+from .report import headline, losses, not_priced, proof
+from .search_text import choice_sentences, search_sentences
 
 __all__ = ["data", "page"]
 
-_SCRIPTS: Final = ("figures", "model", "tree", "about", "charts", "times", "tables", "main")
+_SCRIPTS: Final = (
+    "figures",
+    "hints",
+    "model",
+    "devices",
+    "tree",
+    "about",
+    "charts",
+    "memory",
+    "times",
+    "tables",
+    "main",
+)
 
 
 def page(plan: Plan, trace: Mapping[str, Any] | None = None) -> str:
@@ -54,12 +69,12 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         {"name": name, **dataclasses.asdict(a), "cost": a.cost if math.isfinite(a.cost) else None}
         for name, a in sorted(plan.alternatives.items(), key=lambda item: item[1].cost)
     ]
-    rest = [("figures", f"of {plan.cluster}: {plan.source}")] if plan.source else []
+    rest = [("prices", f"of {plan.cluster}: {plan.source}")] if plan.source else []
     rest += [("lost", text) for text in losses(plan)]
     rest += besides(plan)
-    rest += [
+    internals = [
         (
-            f"search: {name.replace('_', ' ')}",
+            name.replace("_", " "),
             seconds(v) if name.endswith("_seconds") else choice_text(v),
         )
         for name, v in plan.search.items()
@@ -70,7 +85,13 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
     words = {
         "title": headline(plan),
         "proof": proof(plan),
+        "cards": cost_cards(plan),
+        "terms": {name: term_name(name) for name in plan.cost_breakdown},
+        "not_priced": not_priced(plan),
+        "chosen": choice_sentences(plan),
+        "searched": search_sentences(plan),
         "rest": rest,
+        "internals": internals,
         "stages": stages(plan),
         "timeline": how,
         "lying": lying(plan),
@@ -79,6 +100,7 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "plan": record,
         "trace": line or {"traceEvents": list(_events(plan))},
         "lanes": _lanes(plan),
+        "devices": device_data(plan),
         "told": words,
     }
 
@@ -104,7 +126,9 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
     for lane, name in sorted(names.items()):
         own = [s["costs"] for s in records if s["lane"] == lane]
         # the maximum temporary memory of a call may be needed at any time
-        kept = sum(c["kept"] for c in own) + max((c["passing"] for c in own), default=0.0)
+        permanent_bytes = sum(c["kept"] for c in own) + max(
+            (c["passing"] for c in own), default=0.0
+        )
         events = []
         for e in spans:
             held = records[e["args"]["stage"]]["costs"]["activations"] if e["tid"] == lane else 0
@@ -112,7 +136,7 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
                 events.append((e["ts"], held))
             elif held and e["cat"] == last:
                 events.append((e["ts"] + e["dur"], -held))
-        steps, level = [(0.0, kept)], kept
+        steps, level = [(0.0, permanent_bytes)], permanent_bytes
         # at the same moment memory is freed before it is allocated
         for moment, change in sorted((round(moment, 6), change) for moment, change in events):
             level += change
@@ -127,7 +151,7 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
     A change of layout comes before the call that needs it.
     """
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a rank"}}
-    for lane, name in enumerate(("computing", "moving")):
+    for lane, name in enumerate(("computing", "communication")):
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": name}}
     first: dict[str, list[Any]] = {}
     for change in plan.changes:

@@ -37,9 +37,8 @@ class LayoutChange:
 
     ``taker`` is that call: several names joined by spaces where calls share the change, "output"
     for a result of the model. ``forward`` is seconds of the forward pass, ``backward`` seconds of
-    moving the gradient back. ``forward_collectives`` and
-    ``backward_collectives`` are the collectives of each. ``bytes`` is the
-    size of the global tensor.
+    moving the gradient back. ``forward_collectives`` and ``backward_collectives`` are the
+    collectives of each. ``bytes`` is the size of the global tensor.
 
     Where ``src`` equals ``dst`` only the gradient moves: the gradient of a parameter that several
     ranks hold is summed. If a parameter is gathered again in backward, ``forward`` includes both
@@ -194,6 +193,8 @@ class Plan:
     memory_breakdown: dict[str, int] = field(default_factory=dict)
     lost: tuple[Lost, ...] = ()  # the parts of the search space that were lost to errors
     source: str = ""  # the origin of the cluster's figures (`Cluster.origin`)
+    # the name of the model, such as the name of its class; empty if it is not known
+    model: str = field(default="", compare=False)
 
     @property
     def gap(self) -> float:
@@ -218,7 +219,8 @@ class Plan:
 
         It has the cost with its proof, the use of memory, the layouts of parameters, the changes of
         layout, and the cost of other choices. It ends in the cost, the memory and the layouts in
-        short, and in how to apply the plan. ``verbose`` adds how the search and its solver went.
+        short, and in how to apply the plan. ``verbose`` adds the times of the search, the size of
+        its problem and the log of its solver.
         """
         from .report import report
 
@@ -235,14 +237,16 @@ class Plan:
 
         return explain(self, path)
 
-    def save_html(self, path: str | os.PathLike[str]) -> None:
+    def save_html(self, path: str | os.PathLike[str], *, model: str | None = None) -> None:
         """Write the report as a single self-contained HTML page.
 
-        It shows calls by module, changes of layout, memory over time, timeline and alternatives.
+        It shows the devices and what each holds, calls by module, changes of layout, memory over
+        time, timeline and alternatives. ``model`` is the name of the model in the title, by default
+        that of the plan.
         """
         from .html import page
 
-        write_text(path, page(self))
+        write_text(path, page(self if model is None else dataclasses.replace(self, model=model)))
 
     def __str__(self) -> str:
         from .report import summary
@@ -255,39 +259,43 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text. A cost of inf becomes null, and keys have no spaces."""
-        told = {"version": VERSION, **dataclasses.asdict(self)}
-        for a in told["alternatives"].values():
+        fields = {"version": VERSION, **dataclasses.asdict(self)}
+        for a in fields["alternatives"].values():
             a["cost"] = a["cost"] if math.isfinite(a["cost"]) else None
         for field_name in _NAMED_FIELDS:
-            told[field_name] = {_JSON_KEYS.get(k, k): v for k, v in told[field_name].items()}
-        return json.dumps(told, indent=1)
+            fields[field_name] = {_JSON_KEYS.get(k, k): v for k, v in fields[field_name].items()}
+        return json.dumps(fields, indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` has written. Raises PlanError for a file that is no plan."""
         try:
-            told = json.loads(Path(path).read_text())
-            if told.pop("version") != VERSION:
+            fields = json.loads(Path(path).read_text())
+            if fields.pop("version") != VERSION:
                 raise PlanError(
                     f"{os.fspath(path)} is a plan of another version; this version is {VERSION}"
                 )
             for field_name in _NAMED_FIELDS:
-                told[field_name] = {_NAMES.get(k, k): v for k, v in told[field_name].items()}
-            return cls(**{name: _READ.get(name, _same)(value) for name, value in told.items()})
+                fields[field_name] = {_NAMES.get(k, k): v for k, v in fields[field_name].items()}
+            return cls(**{name: _READ.get(name, _same)(value) for name, value in fields.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
             ) from error
 
 
-#: The fields whose keys are names for people, and the keys that these names have in JSON.
-_NAMED_FIELDS: Final = ("alternatives", "memory_breakdown")
+#: The fields whose keys are names that reports show, and the keys that replace them in JSON.
+#: `Plan.load` accepts both, so files with the names keep their version.
+_NAMED_FIELDS: Final = ("alternatives", "cost_breakdown", "memory_breakdown")
 _JSON_KEYS: Final = {
     "data parallel": "data_parallel",
     "tensor parallel": "tensor_parallel",
     "fully sharded (ZeRO-3)": "fully_sharded",
+    "computing and moving": "computing_and_moving",
+    "parameters and gradients": "parameters_and_gradients",
     "inputs and buffers": "inputs_and_buffers",
     "gathered parameters": "gathered_parameters",
+    "gradients and optimizer": "gradients_and_optimizer",
 }
 _NAMES: Final = {key: name for name, key in _JSON_KEYS.items()}
 

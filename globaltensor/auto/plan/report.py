@@ -14,12 +14,25 @@ from typing import Any, Final
 from ...boxing.moves import show_bytes
 from ..solver import proven
 from .choices_text import besides, lying, stages
+from .cost_text import cost_terms
 from .formatting import folded, part, pattern, patterns, seconds, table
 from .plan import Alternative, LayoutChange, PlacedTensor, Plan, PlannedCall
+from .search_text import left_out
 
-__all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
+__all__ = [
+    "folded_changes",
+    "headline",
+    "label",
+    "losses",
+    "not_priced",
+    "proof",
+    "report",
+    "summary",
+]
 
 _MAX_ROWS: Final = 12  # the maximum number of rows of a table in a report
+#: The alternatives that `flow.auto.plan` prices.
+_NAMED_PLANS: Final = ("data parallel", "tensor parallel", "fully sharded (ZeRO-3)")
 
 
 def summary(plan: Plan) -> str:
@@ -131,9 +144,7 @@ def losses(plan: Plan) -> list[str]:
 
 def _spent(plan: Plan) -> str:
     """Return the terms of the cost in words."""
-    parts = [
-        f"{name} {seconds(x)}" for name, x in plan.cost_breakdown.items() if x and name != "hidden"
-    ]
+    parts = [f"{name} {seconds(x)}" for name, x in cost_terms(plan)]
     if plan.cost_breakdown.get("hidden"):
         parts.append(f"less {seconds(plan.cost_breakdown['hidden'])} hidden behind computing")
     return ("of all stages together: " if len(stages(plan)) > 2 else "") + (
@@ -172,7 +183,23 @@ def _alternatives(plan: Plan) -> list[str]:
     return [
         "alternatives: the best plan of each kind at the same prices, compared with this plan",
         *table(rows, right=(1, 2, 3)),
+        *([f"  {text}"] if (text := not_priced(plan)) else []),
     ]
+
+
+def not_priced(plan: Plan) -> str:
+    """Return the named plans that the search has not priced, why, and how to price them.
+
+    >>> not_priced(Plan("generic", (2,), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))[:26]
+    'not priced: data parallel,'
+    """
+    missing = [name for name in _NAMED_PLANS if name not in plan.alternatives]
+    if not missing:
+        return ""
+    return (
+        f"not priced: {', '.join(missing)}. The search of graphs and of parallelize prices "
+        "data parallel only; flow.auto.plan(model_or_graph, inputs) prices all"
+    )
 
 
 def against(plan: Plan, a: Alternative) -> str:
@@ -257,44 +284,44 @@ def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
         ].append(c)
     made = patterns(names.get(c.value, c.value) for c in plan.changes)
     taken = patterns(names.get(c.first, c.first) for c in plan.changes)
-    found = []
+    rows = []
     for alike in groups.values():
         values = list(dict.fromkeys(names.get(c.value, c.value) for c in alike))
         takers = list(dict.fromkeys(names.get(c.first, c.first) for c in alike))
-        found.append((alike, folded(values, made), folded(takers, taken)))
-    return sorted(found, key=lambda row: -sum(c.forward + c.backward for c in row[0]))
+        rows.append((alike, folded(values, made), folded(takers, taken)))
+    return sorted(rows, key=lambda row: -sum(c.forward + c.backward for c in row[0]))
 
 
 def _changes(plan: Plan) -> list[str]:
     if not plan.changes:
         return ["no tensor changes its layout"]
     rows: list[tuple[Any, ...]] = [
-        ("", "what", "layout", "forward", "gradient", "bytes", "seconds in all", "taken by")
+        ("", "tensor", "layout", "forward", "gradient", "bytes", "total", "used by")
     ]
     every = folded_changes(plan)
     for alike, value, taker in every[:_MAX_ROWS]:
         c = alike[0]
         how = f"{' '.join(c.src)} -> {' '.join(c.dst)}" if c.src != c.dst else " ".join(c.src)
-        there, back = (
+        forward_collectives, backward_collectives = (
             c.forward_collectives if c.forward else "",
             c.backward_collectives if c.backward else "",
         )
-        total = seconds(sum(a.forward + a.backward for a in alike))
+        group_total = seconds(sum(a.forward + a.backward for a in alike))
         rows.append(
             (
                 f"{len(alike)} x" if len(alike) > 1 else "",
                 value,
                 how,
-                there,
-                back,
+                forward_collectives,
+                backward_collectives,
                 show_bytes(c.bytes),
-                total,
+                group_total,
                 taker,
             )
         )
     total = sum(c.forward + c.backward for c in plan.changes)
     return [
-        f"costliest changes of layout ({len(plan.changes)}, {seconds(total)} in all)",
+        f"most expensive boxings ({len(plan.changes)}, {seconds(total)} in total)",
         *table(rows, right=(0, 5, 6)),
         *_more(len(every)),
     ]
@@ -307,7 +334,7 @@ def _calls(plan: Plan) -> list[str]:
     modules = patterns(c.module for c in plan.calls)
     every = sorted(groups.values(), key=lambda alike: -sum(map(_time, alike)))
     every = [alike for alike in every if sum(map(_time, alike))]
-    rows: list[tuple[Any, ...]] = [("", "what", "seconds in all", "share", "takes", "gives")]
+    rows: list[tuple[Any, ...]] = [("", "call", "total", "share", "inputs", "outputs")]
     for alike in every[:_MAX_ROWS]:
         c = alike[0]
         where = folded(list(dict.fromkeys(a.module for a in alike)), modules)
@@ -325,7 +352,9 @@ def _calls(plan: Plan) -> list[str]:
                 gives,
             )
         )
-    return ["costliest calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
+    return (
+        ["most expensive calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
+    )
 
 
 def _time(c: PlannedCall) -> float:
@@ -350,20 +379,12 @@ def _choices(plan: Plan) -> list[str]:
 
 def _left_out(plan: Plan) -> list[str]:
     """List what the search did not look at, and why."""
-    facts = [
-        text
-        for text in (plan.search.get("one_batch"), plan.search.get("left_out_ways"))
-        if isinstance(text, str)
-    ]
-    facts += [
-        f"micro-batches of {rows} rows were left out: {why}"
-        for rows, why in (plan.search.get("left_out") or {}).items()
-    ]
+    facts = left_out(plan)
     return _wrapped("not searched: ", facts) if facts else []
 
 
 def _search(plan: Plan) -> list[str]:
-    """List how the search and its solver went."""
+    """List the times of the search, the size of its problem, and the log of its solver."""
     times = {
         name.removesuffix("_seconds").replace("_", " "): x
         for name, x in plan.search.items()
@@ -384,13 +405,13 @@ def _search(plan: Plan) -> list[str]:
 
 def _in_short(plan: Plan, saved: str | None) -> list[str]:
     """Return the end of the report: cost, memory, layouts, and how to apply the plan."""
-    cost = f"{seconds(plan.seconds or plan.cost)} a step"
+    cost = f"{seconds(plan.cost)} a step"
     data = plan.alternatives.get("data parallel")
     if data is not None and not data.fits:
         cost += (
             "; data parallel is not possible"
             if math.isinf(data.cost)
-            else ("; data parallel does not fit")
+            else "; data parallel does not fit"
         )
     elif data is not None and plan.cost and data.cost / plan.cost >= 1.005:
         cost += f", {data.cost / plan.cost:.3g} times as fast as data parallel"
@@ -409,16 +430,16 @@ def _in_short(plan: Plan, saved: str | None) -> list[str]:
 
 
 def _layouts(plan: Plan) -> str:
-    """Return in words how many parameters are split, on which axes of the mesh."""
+    """Return in words how many parameters are split, and how many are replicated."""
     layouts = [g.layout for g in plan.placed if g.kind == "parameter"]
     if not layouts:
         return "no parameters"
-    whole = sum(all(x == "B" for x in layout) for layout in layouts)
-    split = len(layouts) - whole
+    replicated = sum(all(x == "B" for x in layout) for layout in layouts)
+    split = len(layouts) - replicated
     if not split:
-        return f"all {whole} parameters whole on every rank"
+        return f"all {replicated} parameters replicated"
     text = f"{split} of {len(layouts)} parameters split"
-    return text if split == len(layouts) else f"{text}, {whole} whole on every rank"
+    return text if split == len(layouts) else f"{text}, {replicated} replicated"
 
 
 def _wrapped(head: str, facts: Iterable[str]) -> list[str]:

@@ -59,7 +59,11 @@ class Clock:
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return the elementwise maximum over the ranks."""
         return [
-            max(each) for each in zip(*self.everyone.all_gather_object(list(seconds)), strict=True)
+            max(each)
+            for each in zip(
+                *self.everyone.all_gather_object(list(seconds), "a measurement of this machine"),
+                strict=True,
+            )
         ]
 
     def time(
@@ -75,16 +79,16 @@ class Clock:
         began = self.world_time()
         took = self._pilot(cases, longest)
         left = max(seconds - (self.world_time() - began), seconds / 4)
-        kept = (
+        timed_cases = (
             sorted(took) if longest is None else self._affordable(cases, took, left / _MIN_ROUNDS)
         )
-        blocks: dict[int, list[float]] = {i: [] for i in kept}
-        quick = [i for i in kept if took[i] <= _QUICK_SECONDS]
+        blocks: dict[int, list[float]] = {i: [] for i in timed_cases}
+        quick = [i for i in timed_cases if took[i] <= _QUICK_SECONDS]
         rounds = 0
         while rounds < _MAX_ROUNDS:
             # quick cases are repeated: they cost little and vary most
             for each in (
-                kept,
+                timed_cases,
                 quick,
                 [] if self.hurried else quick,
             ):
@@ -96,12 +100,12 @@ class Clock:
                 and (self.world_time() - began) * (1 + 1 / rounds) > seconds
             ):
                 break
-        on_ranks = self.everyone.all_gather_object(blocks)
+        on_ranks = self.everyone.all_gather_object(blocks, "a measurement of this machine")
         return {
             i: statistics.median(
                 max(each) for each in zip(*(ranks[i] for ranks in on_ranks), strict=True)
             )
-            for i in kept
+            for i in timed_cases
         }
 
     def _affordable(
@@ -119,7 +123,9 @@ class Clock:
 
     def world_time(self) -> float:
         """Return the time of rank 0's clock, so that all ranks decide alike."""
-        now: float = self.everyone.all_gather_object(time.perf_counter())[0]
+        now: float = self.everyone.all_gather_object(
+            time.perf_counter(), "a measurement of this machine"
+        )[0]
         return now
 
     def _pilot(self, cases: Sequence[Case], longest: float | None) -> dict[int, float]:
@@ -127,7 +133,7 @@ class Clock:
 
         Return seconds of a call for the cases that are fast enough.
         """
-        found: dict[int, float] = {}
+        seconds_of_case: dict[int, float] = {}
         late: set[object] = set()
         begun: set[object] = set()
         for i, case in enumerate(cases):
@@ -146,8 +152,8 @@ class Clock:
                 if case.prepare
                 else max(1, min(_MAX_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
             )
-            found[i] = took
-        return found
+            seconds_of_case[i] = took
+        return seconds_of_case
 
     def _block(self, case: Case) -> float:
         """Time a block of calls on this rank. Return seconds of one call."""

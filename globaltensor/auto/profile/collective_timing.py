@@ -59,12 +59,12 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
     [(2, 1, [(0, 1), (2, 3)]), (2, 2, [(0, 2), (1, 3)]), (4, 2, [(0, 1, 2, 3)])]
     """
     local = node_size or size
-    nodes, found = size // local, []
+    nodes, group_sets = size // local, []
     sizes = sorted(
         {*(1 << k for k in range(1, local.bit_length()) if 1 << k <= local), local} - {1}
     )
     for p in sizes:
-        found.append(
+        group_sets.append(
             (
                 p,
                 1,
@@ -78,7 +78,7 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
     for m in sorted(
         {*(1 << k for k in range(1, nodes.bit_length()) if 1 << k <= nodes), nodes} - {1}
     ):
-        found.append(
+        group_sets.append(
             (
                 m,
                 m,
@@ -90,7 +90,7 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
             )
         )
         if local > 1 and m * local <= _MAX_FAR_RANKS:
-            found.append(
+            group_sets.append(
                 (
                     m * local,
                     m,
@@ -100,7 +100,7 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
                     ],
                 )
             )
-    return found
+    return group_sets
 
 
 def measure_moves(
@@ -114,12 +114,12 @@ def measure_moves(
     bench = _Bench(clock.world, clock.device)
     every = groups_of(clock.world.size, node_size)
     for p, nodes, groups in _few(every) if hurried else every:
-        mine = next((group for group in groups if clock.world.rank in group), None)
+        own_group = next((group for group in groups if clock.world.rank in group), None)
         for kind, make in _KINDS.items():
             if kind in _FEW_KINDS if hurried else kind != "send" or p == 2:
                 count = 2 if kind == "send" else 1
                 for n in _FEW_SIZES if hurried else _sizes(kind, p):
-                    call = None if mine is None else make(bench, mine, n)
+                    call = None if own_group is None else make(bench, own_group, n)
                     cases.append(
                         Case(
                             (kind, p, nodes),
@@ -129,9 +129,9 @@ def measure_moves(
                             count,
                         )
                     )
-    found = clock.time(cases, seconds, min(_MAX_CALL_SECONDS, seconds / 40))
+    seconds_of_case = clock.time(cases, seconds, min(_MAX_CALL_SECONDS, seconds / 40))
     points: dict[Any, list[tuple[int, float]]] = {}
-    for i, took in found.items():
+    for i, took in seconds_of_case.items():
         points.setdefault(cases[i].name, []).append((int(cases[i].size), took))
     return tuple(Curve(kind, p, nodes, tuple(each)) for (kind, p, nodes), each in points.items())
 
@@ -164,17 +164,17 @@ def constants(curves: Sequence[Curve]) -> dict[str, float]:
         for c in curves
         if c.kind == "all_gather" and c.ranks == c.nodes > 1
     }
-    found: dict[str, float] = {}
+    fields: dict[str, float] = {}
     if near or far:
-        found["launch"], found["latency"] = _steps(near or far)
-        found["bandwidth"] = _bandwidth(near or far)
+        fields["launch"], fields["latency"] = _steps(near or far)
+        fields["bandwidth"] = _bandwidth(near or far)
     if far:
         # The model assumes that links between nodes are not faster than those within a node.
-        found["node_latency"] = max(
-            found["latency"], max(0.0, far[max(far)][0][1] - found["launch"]) / (max(far) - 1)
+        fields["node_latency"] = max(
+            fields["latency"], max(0.0, far[max(far)][0][1] - fields["launch"]) / (max(far) - 1)
         )
-        found["node_bandwidth"] = min(found["bandwidth"], _bandwidth(far))
-    return found
+        fields["node_bandwidth"] = min(fields["bandwidth"], _bandwidth(far))
+    return fields
 
 
 def _steps(by_ranks: dict[int, tuple[tuple[int, float], ...]]) -> tuple[float, float]:
@@ -274,8 +274,8 @@ class _Bench:
     Results are new tensors, as in programs.
     """
 
-    def __init__(self, here: World, device: torch.device) -> None:
-        self.here, self.device = here, device
+    def __init__(self, this_world: World, device: torch.device) -> None:
+        self.this_world, self.device = this_world, device
         # ones, because the system maps all zeros to one page, which is always in the caches
         self._some = torch.ones(SIZES[-1] // 4, device=device)
 
@@ -293,25 +293,25 @@ def _shares(nbytes: int, comm: Communicator) -> list[int]:
 
 
 def _all_gather(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm, data = bench.here.comm(ranks), bench.data(nbytes)
+    comm, data = bench.this_world.comm(ranks), bench.data(nbytes)
     numels = _shares(nbytes, comm)
     own = data[: numels[comm.index]]
     return lambda: comm.all_gather_into(own, numels, torch.empty_like(data))
 
 
 def _reduce_scatter(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm = bench.here.comm(ranks)
+    comm = bench.this_world.comm(ranks)
     chunks = bench.data(nbytes).split_with_sizes(_shares(nbytes, comm))
     return lambda: comm.reduce_scatter(chunks)
 
 
 def _all_reduce(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm, data = bench.here.comm(ranks), bench.data(nbytes)
+    comm, data = bench.this_world.comm(ranks), bench.data(nbytes)
     return lambda: comm.all_reduce(data)
 
 
 def _all_to_all(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm, data = bench.here.comm(ranks), bench.data(nbytes)
+    comm, data = bench.this_world.comm(ranks), bench.data(nbytes)
     shares = _shares(nbytes, comm)
     sends, numels, longest = (
         data.split_with_sizes(shares),
@@ -322,12 +322,12 @@ def _all_to_all(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
 
 
 def _broadcast(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm, data = bench.here.comm(ranks), bench.data(nbytes)
+    comm, data = bench.this_world.comm(ranks), bench.data(nbytes)
     return lambda: comm.broadcast(data, 0)
 
 
 def _exchange(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
-    comm = bench.here.comm(ranks)
+    comm = bench.this_world.comm(ranks)
     others = [i for i in range(comm.size) if i != comm.index]
     each = nbytes // 4 // len(others)
     data, where = (
@@ -345,19 +345,20 @@ def _exchange(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
 
 def _send(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:
     """Send forth and back, which counts as two sends."""
-    there, back = (
-        bench.here.channel(source, target, bench.device) for source, target in (ranks, ranks[::-1])
+    forth, back = (
+        bench.this_world.channel(source, target, bench.device)
+        for source, target in (ranks, ranks[::-1])
     )
-    there.connect()
+    forth.connect()
     back.connect()
-    data, first = bench.data(nbytes), bench.here.rank == ranks[0]
+    data, first = bench.data(nbytes), bench.this_world.rank == ranks[0]
 
     def call() -> None:
         if first:
-            there.send(data).wait()
+            forth.send(data).wait()
             back.receive(torch.empty_like(data)).wait()
         else:
-            there.receive(torch.empty_like(data)).wait()
+            forth.receive(torch.empty_like(data)).wait()
             back.send(data).wait()
 
     return call

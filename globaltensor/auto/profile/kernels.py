@@ -43,17 +43,18 @@ def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict
             _matmul(dtype, side, device)
             for side in (_FEW_SIDES if hurried else _SIDES)[device.type]
         ]
-    found = {
+    seconds_of_case = {
         (cases[i].name, cases[i].size): took
         for i, took in clock.time(cases, seconds, min(_MAX_CALL_SECONDS, seconds / 40)).items()
     }
-    kernel = found["kernel", 0]
+    kernel = seconds_of_case["kernel", 0]
     flops, saturation = {}, {}
     for dtype in _DTYPES:
         flops[dtype], saturation[dtype] = fitted(
-            [(size, took) for (name, size), took in found.items() if name == dtype], kernel
+            [(size, took) for (name, size), took in seconds_of_case.items() if name == dtype],
+            kernel,
         )
-    copies = [(int(size), took) for (name, size), took in found.items() if name == "copy"]
+    copies = [(int(size), took) for (name, size), took in seconds_of_case.items() if name == "copy"]
     return {
         "kernel": kernel,
         "flops": flops,

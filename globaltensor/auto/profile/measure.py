@@ -26,7 +26,8 @@ from .kernels import measure_kernels
 
 __all__ = ["measured", "profile"]
 
-_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "rank_skew": 0.1}  # of ``seconds``
+#: The fraction of the time that each measurement gets.
+_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "rank_skew": 0.1}
 
 
 def profile(
@@ -38,21 +39,21 @@ def profile(
     *,
     stage: Callable[[str], object] | None = None,
 ) -> Cluster:
-    """Measure kernels, communication and both at once in about ``seconds``.
+    """Measure kernels, communication, and both at the same time, in about ``seconds``.
 
-    Return a Cluster of this world, the same on every rank. In a job of several ranks all of them
-    must call it. A process without a job starts ``nproc`` ranks of its own on this machine (0: one
-    for each GPU, or two), with ``backend`` as for ``run``.
+    Return a Cluster of this world, the same on every rank. In a job of several ranks, all ranks
+    must call this function. A process without a job starts ``nproc`` ranks on this machine (0: one
+    for each GPU, or two). ``backend`` is as for ``run``.
 
     ``device`` is "cpu" or "cuda"; "auto" uses GPUs where each rank has one. Ranks of a node must be
     numbered one after the other. Matmuls run with the threads that ranks have. A measurement takes
     as long as its slowest rank; the result is the median over interleaved rounds.
 
     ``stage``, if given, is called on rank 0 with the name of each part of the measurements when it
-    begins. Where ranks are started, it is pickled.
+    begins. If this call starts ranks, ``stage`` is pickled.
 
-    Raises ClusterError where the ranks or the options allow no measurement, and WorldError as
-    ``run`` does.
+    Raises ClusterError if the ranks or the options allow no measurement, and WorldError as ``run``
+    does.
     """
     if not seconds > 0:
         raise ClusterError(f"seconds={seconds}: seconds must be a positive number")
@@ -74,14 +75,18 @@ def profile(
         return measured(seconds, device, name, stage=stage)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     n = nproc or (gpus if device == "cuda" else max(2, gpus))
-    found = run(
+    clusters = run(
         measured,
-        *(seconds, device, name, False, stage),
+        seconds,
+        device,
+        name,
+        False,
+        stage,
         nprocs=n,
         backend=backend,
         timeout=10 * seconds + 120.0,
     )
-    return found[0]
+    return clusters[0]
 
 
 def measured(
@@ -96,52 +101,54 @@ def measured(
     All ranks must call it. ``hurried``: take a second or two, with fewer sizes, kinds of moves and
     groups. ``stage`` is as for `profile`.
     """
-    here = world()
-    begin = _ignore if stage is None or here.rank else stage
-    type_ = _device(here, device)
-    clock = Clock(here.device(type_), hurried)
+    this_world = world()
+    begin = _ignore if stage is None or this_world.rank else stage
+    type_ = _device(this_world, device)
+    clock = Clock(this_world.device(type_), hurried)
     if type_ == "cuda":
         torch.cuda.set_device(clock.device)
-    node_size = _node_size(here)
+    node_size = _node_size(this_world)
     begin("matmuls and memory")
-    found = measure_kernels(clock, seconds * _SHARES["kernels"], hurried)
-    if here.size > 1:
+    fields = measure_kernels(clock, seconds * _SHARES["kernels"], hurried)
+    if this_world.size > 1:
         begin("collectives and messages")
         curves = measure_moves(clock, seconds * _SHARES["moves"], node_size, hurried)
         begin("communication and computation at once")
-        found |= {
-            "measured": (*found["measured"], *curves),
+        fields |= {
+            "measured": (*fields["measured"], *curves),
             **constants(curves),
             "overlap": measure_overlap(clock, seconds * _SHARES["overlap"]),
         }
         begin("how long ranks wait for one another")
-        found["rank_skew"] = measure_skew(clock, seconds * _SHARES["rank_skew"], hurried)
+        fields["rank_skew"] = measure_skew(clock, seconds * _SHARES["rank_skew"], hurried)
     else:
-        found |= _borrowed(type_)
-    found |= {
+        fields |= _borrowed(type_)
+    fields |= {
         "name": name,
         "device": type_,
-        "size": here.size,
+        "size": this_world.size,
         "node_size": node_size,
-        "memory": _memory(clock.device, node_size or here.size),
+        "memory": _memory(clock.device, node_size or this_world.size),
     }
-    found["source"] = _source(seconds, here)
-    cluster: Cluster = clock.everyone.all_gather_object(Cluster(**found))[0]
+    fields["source"] = _source(seconds, this_world)
+    cluster: Cluster = clock.everyone.all_gather_object(
+        Cluster(**fields), "a measurement of this machine"
+    )[0]
     return cluster
 
 
 def _ignore(stage: str) -> None:
-    """Ignore a stage: no one watches."""
+    """Do nothing: no function for the names of stages was given."""
 
 
-def _source(seconds: float, here: World) -> str:
+def _source(seconds: float, this_world: World) -> str:
     """Describe the origin of the figures in words."""
     threads, backend = (
         torch.get_num_threads(),
-        here.backend if isinstance(here, ProcessWorld) else "",
+        this_world.backend if isinstance(this_world, ProcessWorld) else "",
     )
     ranks = (
-        f"{here.size} rank{'s' * (here.size != 1)} of {threads} "
+        f"{this_world.size} rank{'s' * (this_world.size != 1)} of {threads} "
         f"thread{'s' * (threads != 1)}{f' over {backend}' if backend else ''}"
     )
     return (
@@ -154,25 +161,27 @@ def _device(here: World, device: str) -> str:
     if device != "auto":
         return device
     each = here.comm(tuple(range(here.size))).all_gather_object(
-        torch.cuda.device_count() > here.local_rank
+        torch.cuda.device_count() > here.local_rank, "a measurement of this machine"
     )
     return "cuda" if all(each) else "cpu"
 
 
-def _node_size(here: World) -> int:
+def _node_size(this_world: World) -> int:
     """Return the number of ranks of a node; 0 where there is one node.
 
-    The attribute ``node_size`` of a world is the number of nodes.
+    It is computed from the attribute ``node_size`` of the world, which is the number of nodes.
     """
-    nodes = here.node_size
+    nodes = this_world.node_size
     if nodes <= 1:
         return 0
-    per_node = here.size // nodes
-    locals_ = here.comm(tuple(range(here.size))).all_gather_object(here.local_rank)
-    if here.size % nodes or locals_ != [r % per_node for r in range(here.size)]:
+    per_node = this_world.size // nodes
+    locals_ = this_world.comm(tuple(range(this_world.size))).all_gather_object(
+        this_world.local_rank, "a measurement of this machine"
+    )
+    if this_world.size % nodes or locals_ != [r % per_node for r in range(this_world.size)]:
         raise ClusterError(
-            f"{here.size} ranks on {nodes} nodes have the local ranks {locals_}: profile with as "
-            f"many on each node, numbered node by node"
+            f"{this_world.size} ranks on {nodes} nodes have the local ranks {locals_}: profile "
+            f"with as many on each node, numbered node by node"
         )
     return per_node
 

@@ -71,12 +71,12 @@ def measure_ops(
     return cluster.with_ops(found)
 
 
-def _check_same(clock: Clock, mine: list[tuple[str, bool]]) -> None:
+def _check_same(clock: Clock, own_ops: list[tuple[str, bool]]) -> None:
     """Raise ClusterError, before any timing, if ranks have different ops.
 
     Ranks that time different ops would wait for each other forever.
     """
-    first, *others = clock.everyone.all_gather_object(mine)
+    first, *others = clock.everyone.all_gather_object(own_ops, "a measurement of ops")
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             at = next(

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from ..._base.cpu_cores import usable_cores
 from ...cluster import Cluster
 from ...distributed.backends.shared_memory import VARIABLE as SHARED_MEMORY
 from ...distributed.world import ProcessWorld, world
@@ -48,23 +49,25 @@ def cluster_here(device: str) -> Cluster | None:
     with the same ranks, threads, machines and versions. All ranks must call it, and get the same
     cluster.
     """
-    here = world()
+    this_world = world()
     # ranks that are threads take turns, so there is nothing to measure
-    if here.size == 1 or not isinstance(here, ProcessWorld):
+    if this_world.size == 1 or not isinstance(this_world, ProcessWorld):
         return None
-    everyone = here.comm(tuple(range(here.size)))
-    asked = everyone.all_gather_object((os.environ.get(VARIABLE, "1") != "0", _machine(device)))
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    asked = everyone.all_gather_object(
+        (os.environ.get(VARIABLE, "1") != "0", _machine(device)), "a measurement of this machine"
+    )
     if not asked[0][0]:  # rank 0 decides for all
         return None
     what = {
         "version": _VERSION,
         "device": device,
-        "backend": here.backend,
+        "backend": this_world.backend,
         "torch": torch.__version__,
         "ranks": [machine for _, machine in asked],
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
-    known = here.state(KnownClusters)
+    known = this_world.state(KnownClusters)
     if key not in known:  # the same on every rank
         known[key] = _kept_or_measured(device, cache_folder() / f"{key}.json")
     return known[key]
@@ -75,17 +78,19 @@ class KnownClusters(dict[str, Cluster | None]):
 
 
 def _kept_or_measured(device: str, path: Path) -> Cluster | None:
-    here = world()
-    everyone = here.comm(tuple(range(here.size)))
-    kept: Cluster | None = everyone.all_gather_object(_read(path) if here.rank == 0 else None)[0]
-    if kept is not None:
-        return kept
+    this_world = world()
+    everyone = this_world.comm(tuple(range(this_world.size)))
+    saved: Cluster | None = everyone.all_gather_object(
+        _read(path) if this_world.rank == 0 else None, "a measurement of this machine"
+    )[0]
+    if saved is not None:
+        return saved
     try:
-        found = measured(_SECONDS, device, "this machine", hurried=True)
-        found = replace(
-            found,
-            measured=tuple(curve.lawful() for curve in found.measured),
-            source=found.source + _SHORT,
+        cluster = measured(_SECONDS, device, "this machine", hurried=True)
+        cluster = replace(
+            cluster,
+            measured=tuple(curve.lawful() for curve in cluster.measured),
+            source=cluster.source + _SHORT,
         )
     except ClusterError as error:  # the same on every rank
         log.warning(
@@ -94,8 +99,10 @@ def _kept_or_measured(device: str, path: Path) -> Cluster | None:
             error,
         )
         return None
-    where: str = everyone.all_gather_object(_write(path, found) if here.rank == 0 else "")[0]
-    return replace(found, source=found.source + where)
+    notes = everyone.all_gather_object(
+        _write(path, cluster) if this_world.rank == 0 else "", "a measurement of this machine"
+    )
+    return replace(cluster, source=cluster.source + notes[0])
 
 
 def cache_folder() -> Path:
@@ -109,16 +116,17 @@ def cache_folder() -> Path:
 
 def _machine(device: str) -> dict[str, Any]:
     """Return the properties of a rank that its figures depend on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "host": socket.gethostname(),
         "processor": _processor(),
-        "cores": cores,
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
     }
     if device == "cuda" and torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    return found | {"shared memory": os.environ.get(SHARED_MEMORY, "1")}
+        properties["gpus"] = [
+            torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())
+        ]
+    return properties | {"shared memory": os.environ.get(SHARED_MEMORY, "1")}
 
 
 def _processor() -> str:
@@ -141,24 +149,24 @@ def _read(path: Path) -> Cluster | None:
         return Cluster.load(path)
     except ClusterError as error:
         log.warning(
-            ("a file of measurements cannot be read, so this machine is measured again: %s"), error
+            "a file of measurements cannot be read, so this machine is measured again: %s", error
         )
         return None
 
 
-def _write(path: Path, found: Cluster) -> str:
+def _write(path: Path, cluster: Cluster) -> str:
     """Save a cluster. Return a sentence about the file, for the source of the cluster.
 
     The file is written completely or not at all. If it cannot be written, the sentence is empty,
     and the next job measures again.
     """
-    kept = f". Saved in {path}: delete the file to measure again"
+    file_note = f". Saved in {path}: delete the file to measure again"
     partial = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
         os.close(handle)
-        replace(found, source=found.source + kept).save(partial)
+        replace(cluster, source=cluster.source + file_note).save(partial)
         os.replace(partial, path)
     except OSError as error:
         log.warning(
@@ -169,4 +177,4 @@ def _write(path: Path, found: Cluster) -> str:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         return ""
-    return kept
+    return file_note

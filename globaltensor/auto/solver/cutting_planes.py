@@ -59,15 +59,15 @@ class CuttingPlanes:
         slopes = np.array([s[active] for s in self.slopes])
         offsets = np.array(self.bounds) - (at * slopes).sum(1)  # bound(q) <= offset + slope q
         low, high = np.maximum(centre[active] - self.width, 0.0), centre[active] + self.width
-        found = (
+        optimum = (
             line(offsets, slopes[:, 0], low[0], high[0])
             if len(active) == 1
             else program(offsets, slopes, low, high)
         )
-        if found is None:
+        if optimum is None:
             return None
-        price[active] = found[0]
-        return price, found[1]
+        price[active] = optimum[0]
+        return price, optimum[1]
 
 
 def line(offsets: Array, slopes: Array, low: float, high: float) -> tuple[Array, float]:

@@ -240,10 +240,10 @@ class Ascent:
         self.straddled = True
         for factor in (1.001, 0.999, 1.03, 0.97):
             if self.elimination is not None:
-                _, found = self.elimination.run(
+                _, choice_of = self.elimination.run(
                     np.split(
                         self.flat.cost + self.flat.prices(self.best_price * factor),
                         self.flat.first[1:-1],
                     )
                 )
-                self.polish(np.array([found[n] for n in range(len(self.flat.nodes))]), deadline)
+                self.polish(np.array([choice_of[n] for n in range(len(self.flat.nodes))]), deadline)

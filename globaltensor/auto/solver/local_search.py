@@ -17,8 +17,8 @@ from .problem import Array
 class LocalSearch:
     """A choice, the cost of changing each node, and the memory left.
 
-    `given` is the cost of each strategy while the neighbours keep theirs. `slack` is the room left
-    at each moment.
+    `conditional_costs` are the costs of strategies while the neighbours keep theirs. `slack` is the
+    room left at each moment.
     """
 
     def __init__(self, flat: FlatProblem) -> None:
@@ -38,8 +38,9 @@ class LocalSearch:
         order = np.argsort(near, kind="stable")
         near, far, at = near[order], far[order], at[order]
         columns = flat.size[far]
-        #: Entries (edge, strategy of the far node), by near node: their positions in `given`, and
-        #: in `tables` for strategy 0. The next strategy is `stride` further.
+        #: Entries (edge, strategy of the far node), by near node: their positions in
+        #: `conditional_costs`, and in `tables` for strategy 0. The next strategy is `stride`
+        #: further.
         self.theirs = ranges(flat.first[far], columns)
         self.at = ranges(at, columns)
         self.stride = np.repeat(columns, columns)
@@ -50,7 +51,7 @@ class LocalSearch:
         self.item_cut = np.searchsorted(flat.item_node[by_node], np.arange(count + 1))
         self.tolerance = 0.0
         self.choice = np.zeros(count, dtype=np.int64)
-        self.given = flat.cost.copy()
+        self.conditional_costs = flat.cost.copy()
         self.slack = flat.room.copy()
         self.value = 0.0
 
@@ -59,7 +60,7 @@ class LocalSearch:
         flat = self.flat
         self.choice = choice.astype(np.int64, copy=True)
         k = np.repeat(self.choice, np.diff(self.cut))
-        self.given = flat.cost + np.bincount(
+        self.conditional_costs = flat.cost + np.bincount(
             self.theirs, self.tables[self.at + k * self.stride], len(flat.cost)
         )
         self.slack = flat.room - flat.profile(self.choice)
@@ -94,8 +95,10 @@ class LocalSearch:
         old = int(self.choice[i])
         lo, hi = int(self.cut[i]), int(self.cut[i + 1])
         at, stride = self.at[lo:hi], self.stride[lo:hi]
-        self.value += float(self.given[flat.first[i] + k] - self.given[flat.first[i] + old])
-        self.given[self.theirs[lo:hi]] += (
+        self.value += float(
+            self.conditional_costs[flat.first[i] + k] - self.conditional_costs[flat.first[i] + old]
+        )
+        self.conditional_costs[self.theirs[lo:hi]] += (
             self.tables[at + k * stride] - self.tables[at + old * stride]
         )
         for start, end, more in change:
@@ -106,8 +109,8 @@ class LocalSearch:
         """Apply the changes of one node that gain most and fit, until no change gains anything."""
         flat = self.flat
         for _ in range(rounds):
-            now = self.given[flat.first[:-1] + self.choice]
-            gain = now[flat.owner] - self.given
+            now = self.conditional_costs[flat.first[:-1] + self.choice]
+            gain = now[flat.owner] - self.conditional_costs
             better = np.flatnonzero(gain > 1e-12 * np.abs(self.value) + 1e-300)
             if not len(better):
                 return
@@ -115,9 +118,8 @@ class LocalSearch:
             for position in better[np.argsort(-gain[better], kind="stable")].tolist():
                 i = int(flat.owner[position])
                 # the neighbours may have moved since
-                if self.given[position] < self.given[flat.first[i] + self.choice[i]] - 1e-12 * abs(
-                    self.value
-                ):
+                chosen_cost = self.conditional_costs[flat.first[i] + self.choice[i]]
+                if self.conditional_costs[position] < chosen_cost - 1e-12 * abs(self.value):
                     change = self.change(i, position - int(flat.first[i]))
                     if self.fits(change):
                         self.move(i, position - int(flat.first[i]), change)
@@ -151,7 +153,10 @@ class LocalSearch:
                 return False
             position, freed = position[some], np.minimum(freed[some], -self.slack[t])
             owner = flat.owner[position]
-            extra = self.given[position] - self.given[flat.first[owner] + self.choice[owner]]
+            extra = (
+                self.conditional_costs[position]
+                - self.conditional_costs[flat.first[owner] + self.choice[owner]]
+            )
             ratio = np.where(extra > 0, extra / freed, extra * freed)
             moved: set[int] = set()
             for n in np.argsort(ratio, kind="stable")[:400].tolist():

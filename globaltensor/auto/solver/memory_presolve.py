@@ -106,15 +106,18 @@ def compress(core: PresolvedProblem) -> None:
         renumber(core, nodes, np.flatnonzero(~implied))
 
 
-def renumber(core: PresolvedProblem, nodes: list[int], kept: Array) -> None:
+def renumber(core: PresolvedProblem, nodes: list[int], moments: Array) -> None:
     """Keep only these moments."""
-    if len(kept) == len(core.room):
+    if len(moments) == len(core.room):
         return
-    core.room, core.moments = core.room[kept], core.moments[kept]
+    core.room, core.moments = core.room[moments], core.moments[moments]
     for i in nodes:
         blocks = []
         for block in core.uses[i]:
-            starts, ends = np.searchsorted(kept, block.starts), np.searchsorted(kept, block.ends)
+            starts, ends = (
+                np.searchsorted(moments, block.starts),
+                np.searchsorted(moments, block.ends),
+            )
             some = (starts < ends) & block.amounts.any(1)
             if some.any():
                 blocks.append(

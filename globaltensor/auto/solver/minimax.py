@@ -174,18 +174,18 @@ class MinimaxSolver:
         )
         low, high, at, bound = part.low, part.high, part.at, part.bound
         while self.left > 0 and bound < self._enough:
-            found = solve(weighted(problems, at), seconds=self._seconds, gap=near, least=False)
+            solution = solve(weighted(problems, at), seconds=self._seconds, gap=near, least=False)
             self.left = self.left - 1 if self._seconds else 0
-            if not found.feasible:
-                bound = math.inf if found.infeasible else bound
+            if not solution.feasible:
+                bound = math.inf if solution.infeasible else bound
                 break
-            choice = found.choice or ()
-            bound, here = (
-                max(bound, float(found.bound)),
+            choice = solution.choice or ()
+            bound, point = (
+                max(bound, float(solution.bound)),
                 self._point(self.pair.expand(choice), choice),
             )
-            self._offered(here)
-            low, high = (here, high) if here.second > here.first else (low, here)
+            self._offered(point)
+            low, high = (point, high) if point.second > point.first else (low, point)
             if low is None or high is None:
                 end = 0.0 if low is None else 1.0
                 if at == end:
@@ -231,7 +231,7 @@ class MinimaxSolver:
             done, least = True, high
             if left.feasible:
                 first, second = (FlatProblem(core_of(problem)) for problem in left.problems)
-                found = close_larger(
+                outcome = close_larger(
                     (first, second),
                     np.zeros(len(first.room)),
                     self.bound,
@@ -241,9 +241,11 @@ class MinimaxSolver:
                     1,
                     0,
                 )
-                if found.choice is not None:
-                    self._offered(self._point(self.pair.expand(left.expand(found.choice.tolist()))))
-                done, least = found.done, min(high, found.bound)
+                if outcome.choice is not None:
+                    self._offered(
+                        self._point(self.pair.expand(left.expand(outcome.choice.tolist())))
+                    )
+                done, least = outcome.done, min(high, outcome.bound)
             self.bound = min(self.best.cost, max(self.bound, min(least, reach)))
             if not done or self.bound >= self._enough:
                 return done

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._base.extras import install_extra
 from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 from .reduced_cost_fixing import entries
@@ -128,7 +129,7 @@ class IntegerProgram:
     def __init__(self, flat: FlatProblem, gap: float, threads: int, seed: int) -> None:
         module = highspy()
         if module is None:
-            raise ImportError("highspy is missing: pip install 'globaltensor[auto]'")
+            raise ImportError(f"highspy is missing: {install_extra('auto')}")
         self.module, self.flat = module, flat
         # The objective is the cost of a choice above the base, times the scale.
         self.scale, self.base = (
@@ -136,7 +137,7 @@ class IntegerProgram:
             flat.constant,
         )
         nodes, strategies = len(flat.nodes), len(flat.cost)
-        self.kept = kept = np.flatnonzero(flat.table < flat.never)
+        self.finite_pairs = finite_pairs = np.flatnonzero(flat.table < flat.never)
         row, column = entries(flat)
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
         of_head, of_tail = (
@@ -146,19 +147,19 @@ class IntegerProgram:
         # Rows: one per node, one per (edge, strategy of the head), one per (edge, strategy of the
         # tail). The last tail row of each edge is left out, because it follows from the others.
         count = nodes + len(of_head) + len(of_tail)
-        pairs = strategies + np.arange(len(kept))
+        pairs = strategies + np.arange(len(finite_pairs))
         second = nodes + len(of_head)
         at = [
             flat.owner,
-            nodes + row[kept],
-            second + column[kept],
+            nodes + row[finite_pairs],
+            second + column[finite_pairs],
             nodes + np.arange(len(of_head)),
             second + np.arange(len(of_tail)),
         ]
         variable = [np.arange(strategies), pairs, pairs, of_head, of_tail]
         factor = [
             np.ones(strategies),
-            np.ones(2 * len(kept)),
+            np.ones(2 * len(finite_pairs)),
             -np.ones(len(of_head) + len(of_tail)),
         ]
         order = np.argsort(np.concatenate(at), kind="stable")
@@ -169,11 +170,11 @@ class IntegerProgram:
         number = np.cumsum(~last) - 1
         rows = int((~last).sum())
         lp = module.HighsLp()
-        lp.num_col_, lp.num_row_ = strategies + len(kept), rows
-        lp.col_cost_ = np.concatenate([flat.cost, flat.table[kept]]) * self.scale
+        lp.num_col_, lp.num_row_ = strategies + len(finite_pairs), rows
+        lp.col_cost_ = np.concatenate([flat.cost, flat.table[finite_pairs]]) * self.scale
         lp.col_lower_ = np.zeros(lp.num_col_)
         lp.col_upper_ = np.where(
-            np.concatenate([flat.cost, np.zeros(len(kept))]) < flat.never, 1.0, 0.0
+            np.concatenate([flat.cost, np.zeros(len(finite_pairs))]) < flat.never, 1.0, 0.0
         )
         side = np.zeros(count)
         side[:nodes] = 1.0
@@ -214,7 +215,7 @@ class IntegerProgram:
                 np.concatenate(
                     [
                         np.where(self.flat.cost < self.flat.never, flat.cost, 0.0),
-                        flat.table[self.kept],
+                        flat.table[self.finite_pairs],
                     ]
                 )
                 * self.scale
@@ -319,14 +320,14 @@ class IntegerProgram:
         room = self.flat.room
         over = (used - room) / np.maximum(room, 1e-300)
         over[list(self.rows)] = -1.0
-        found: list[int] = []
+        moments: list[int] = []
         near = max(1, len(over) // 200)
         while (
-            len(found) < ROWS
+            len(moments) < ROWS
             and len(over)
             and (worst := int(over.argmax())) >= 0
             and over[worst] > 1e-6
         ):
-            found.append(worst)
+            moments.append(worst)
             over[max(0, worst - near) : worst + near + 1] = -1.0
-        return np.array(found, dtype=np.int64)
+        return np.array(moments, dtype=np.int64)

@@ -101,7 +101,7 @@ class NeighborhoodSearch:
                         heapq.heappush(heap, (now, j))
         return taken
 
-    def given(self, free: Array) -> Array:
+    def conditional_costs(self, free: Array) -> Array:
         """Return the costs of free nodes' strategies, edges to the fixed nodes included."""
         flat, local = self.flat, self.local
         lengths = np.diff(local.cut)
@@ -124,7 +124,7 @@ class NeighborhoodSearch:
         free[nodes] = True
         inside = [edge for edge in self.edges if free[edge[0]] and free[edge[1]]]
         elimination = Elimination(flat.size.tolist(), inside, nodes, cap * 50)
-        costs = np.split(self.given(free) + flat.prices(price), flat.first[1:-1])
+        costs = np.split(self.conditional_costs(free) + flat.prices(price), flat.first[1:-1])
         _, found = elimination.run(costs)
         choice = self.local.choice.copy()
         for i, k in found.items():

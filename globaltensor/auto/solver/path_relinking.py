@@ -74,12 +74,13 @@ def relink(
             total.add([k], [problem.costs[node][ends[1, node]], problem.costs[node][ends[0, node]]])
     for node, edges in near.items():
         edges.sort()
-        found = [list(_along(problem, node, edges, ends)) for problem in costs]
+        strategy_costs = [list(_along(problem, node, edges, ends)) for problem in costs]
         picked = [
-            int(((1 - weight) * p + weight * q).argmin()) for p, q in zip(*found, strict=True)
+            int(((1 - weight) * p + weight * q).argmin())
+            for p, q in zip(*strategy_costs, strict=True)
         ]
         others[node] = [k for k, _, _ in edges], picked
-        for rows, total in zip(found, sums, strict=True):
+        for rows, total in zip(strategy_costs, sums, strict=True):
             total.add(others[node][0], [row[s] for row, s in zip(rows, picked, strict=True)])
     larger = np.maximum(sums[0].all(), sums[1].all())
     for cut in np.argsort(larger, kind="stable")[:_TRIED].tolist():

@@ -307,15 +307,15 @@ def merged(
     return new
 
 
-def drop(core: PresolvedProblem, i: int, kept: Array) -> None:
+def drop(core: PresolvedProblem, i: int, strategies: Array) -> None:
     """Keep only these strategies of node i."""
     shared = core.shared
-    core.costs[i] = shared(rows, core.costs[i], kept)
-    core.uses[i] = [block.pick(kept, shared) for block in core.uses[i]]
+    core.costs[i] = shared(rows, core.costs[i], strategies)
+    core.uses[i] = [block.pick(strategies, shared) for block in core.uses[i]]
     for j, table in core.near[i].items():
-        core.near[i][j] = smaller = shared(rows, table, kept)
+        core.near[i][j] = smaller = shared(rows, table, strategies)
         core.near[j][i] = shared(np.transpose, smaller)
-    core.steps.append(Postsolve(i, (i,), kept))
+    core.steps.append(Postsolve(i, (i,), strategies))
 
 
 def rows(table: Array, kept: Array) -> Array:
@@ -363,12 +363,12 @@ def slim(core: PresolvedProblem, j: int, i: int) -> bool:
 
     The edges of j get one row per strategy of i.
     """
-    mine, theirs = len(core.costs[j]), len(core.costs[i])
-    if theirs <= mine or len(core.near[j]) > MAX_NEIGHBOURS:
+    size_j, size_i = len(core.costs[j]), len(core.costs[i])
+    if size_i <= size_j or len(core.near[j]) > MAX_NEIGHBOURS:
         return True
-    return (theirs - mine) * sum(
+    return (size_i - size_j) * sum(
         len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]
-    ) <= GROWTH * theirs * mine
+    ) <= GROWTH * size_i * size_j
 
 
 def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:

@@ -22,13 +22,15 @@ class ExactMarginals:
     A min-marginal is the minimum cost of a choice with a given strategy or pair.
     """
 
-    def __init__(self, flat: FlatProblem, price: Array, found: Marginals) -> None:
+    def __init__(self, flat: FlatProblem, price: Array, min_marginals: Marginals) -> None:
         self.flat = flat
         always = flat.constant - float(price @ flat.room)
-        self.strategies = np.concatenate([found.nodes[n] for n in range(len(flat.nodes))]) + always
+        self.strategies = (
+            np.concatenate([min_marginals.nodes[n] for n in range(len(flat.nodes))]) + always
+        )
         self.pairs = (
-            np.concatenate([costs.ravel() for costs in found.edges]) + always
-            if found.edges
+            np.concatenate([costs.ravel() for costs in min_marginals.edges]) + always
+            if min_marginals.edges
             else np.zeros(0)
         )
 
@@ -68,18 +70,18 @@ class Reparametrization:
             ranges(flat.first[flat.head], heads),
             ranges(flat.first[flat.tail], tails),
         )
-        mine, theirs = np.split(messages.message, [len(of_head)])
+        head_messages, tail_messages = np.split(messages.message, [len(of_head)])
         pushed = total * messages.share[flat.owner]
         if forward:
-            mine = mine - pushed[of_head]
+            head_messages = head_messages - pushed[of_head]
         else:
-            theirs = theirs - pushed[of_tail]
+            tail_messages = tail_messages - pushed[of_tail]
         if whole:
-            mine, theirs = np.rint(mine), np.rint(theirs)
+            head_messages, tail_messages = np.rint(head_messages), np.rint(tail_messages)
         self.rows, self.columns = entries(flat)
-        self.table = flat.table - mine[self.rows] - theirs[self.columns]
-        moved = np.bincount(of_head, mine, len(flat.cost)) + np.bincount(
-            of_tail, theirs, len(flat.cost)
+        self.table = flat.table - head_messages[self.rows] - tail_messages[self.columns]
+        moved = np.bincount(of_head, head_messages, len(flat.cost)) + np.bincount(
+            of_tail, tail_messages, len(flat.cost)
         )
         self.cost = flat.cost + moved
         paid = priced + moved

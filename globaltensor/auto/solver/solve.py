@@ -308,13 +308,13 @@ def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Rep
     integer costs integers.
     """
     priced = flat.cost + flat.prices(ascent.best_price)
-    found = (
+    min_marginals = (
         None
         if ascent.elimination is None
         else marginals(ascent.elimination, np.split(priced, flat.first[1:-1]))
     )
-    if found is not None:
-        return ExactMarginals(flat, ascent.best_price, found)
+    if min_marginals is not None:
+        return ExactMarginals(flat, ascent.best_price, min_marginals)
     # Messages are not updated where elimination replaces them.
     for _ in range(WARMUP_PASSES if ascent.elimination is not None else 0):
         ascent.messages.sweep(priced, True)

@@ -42,17 +42,17 @@ class Level:
         self.positions = ranges(flat.first[nodes], flat.size[nodes])
         self.starts = np.cumsum(flat.size[nodes]) - flat.size[nodes]
         self.edges = edges
-        here, there = near[edges], far[edges]
-        rows, columns = flat.size[here], flat.size[there]
-        self.near, self.columns, self.forward = here, columns, forward
+        near_nodes, far_nodes = near[edges], far[edges]
+        rows, columns = flat.size[near_nodes], flat.size[far_nodes]
+        self.near, self.columns, self.forward = near_nodes, columns, forward
         self.base = flat.at[edges]
         # vectors of the edges, one entry per strategy of the near node
-        self.mine = ranges(flat.first[here], rows)
+        self.near_strategies = ranges(flat.first[near_nodes], rows)
         # the positions of the messages towards the near nodes
         self.opposite = ranges(into[edges], rows)
         # the positions of the messages towards the far nodes
         self.target = ranges(out_of[edges], columns)
-        self.theirs = ranges(flat.first[there], columns)
+        self.far_strategies = ranges(flat.first[far_nodes], columns)
         row_at, column_at, count = (
             np.cumsum(rows) - rows,
             np.cumsum(columns) - columns,
@@ -167,12 +167,12 @@ class Messages:
         owner = self.flat.owner
         for level in self.levels[forward]:
             if len(level.edges):
-                mine = level.mine
-                value = (priced[mine] + incoming[mine]) * share[owner[mine]] - message[
-                    level.opposite
-                ]
+                near_strategies = level.near_strategies
+                value = (priced[near_strategies] + incoming[near_strategies]) * share[
+                    owner[near_strategies]
+                ] - message[level.opposite]
                 new = level.passed(value)
-                np.add.at(incoming, level.theirs, new - message[level.target])
+                np.add.at(incoming, level.far_strategies, new - message[level.target])
                 message[level.target] = new
             total = priced[level.positions] + incoming[level.positions]
             bound += float(np.minimum.reduceat(total, level.starts) @ rest[level.nodes])
@@ -185,10 +185,10 @@ class Messages:
         messages.
         """
         flat = self.flat
-        given = priced + self.incoming
+        conditional_costs = priced + self.incoming
         choice = np.zeros(len(flat.nodes), dtype=np.int64)
         for level in self.levels[forward]:
-            values = given[level.positions]
+            values = conditional_costs[level.positions]
             best = np.repeat(np.minimum.reduceat(values, level.starts), flat.size[level.nodes])
             k = level.positions - np.repeat(flat.first[level.nodes], flat.size[level.nodes])
             choice[level.nodes] = np.minimum.reduceat(
@@ -197,5 +197,5 @@ class Messages:
             if len(level.edges):
                 chosen = choice[level.near]
                 row = level.table_at(flat, chosen)
-                np.add.at(given, level.theirs, row - self.message[level.target])
+                np.add.at(conditional_costs, level.far_strategies, row - self.message[level.target])
         return choice

@@ -50,8 +50,6 @@ function drawn(tag, about, ...children) {
 }
 
 const kindOf = (entry) => (entry[0] === "S" ? `S${Math.min(3, parseInt(entry.slice(2), 10) || 0)}` : entry[0] === "B" ? "B" : "P");
-const layout = (entries) => el("span.lay", {}, entries.map((e) => el(`b.${kindOf(e)}`, {}, e)));
-const change = (c) => (String(c.src) === String(c.dst) ? layout(c.src) : el("span", {}, layout(c.src), " → ", layout(c.dst)));
 
 /** What a change of layout moves, in words. */
 function moved(c) {

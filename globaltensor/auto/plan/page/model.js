@@ -1,18 +1,25 @@
 "use strict";
 // The plan as a tree of modules, in the order of their calls; layers that are alike are folded.
 
-/** Where to look things up: calls and given tensors by name, changes by value and by taker. */
+/** Look-up tables: calls, and parameters and inputs, by name; changes by value and by the call that uses it. */
 function indexed(plan) {
-  const found = { calls: new Map(), given: new Map(), ofValue: new Map(), ofTaker: new Map() };
+  const found = { calls: new Map(), placed: new Map(), ofValue: new Map(), ofTaker: new Map() };
   const push = (map, key, value) => (map.has(key) ? map.get(key).push(value) : map.set(key, [value]));
   plan.calls.forEach((c, i) => { c.at = i; found.calls.set(c.name, c); });
-  plan.placed.forEach((g) => found.given.set(g.name, g));
+  plan.placed.forEach((g) => found.placed.set(g.name, g));
   plan.changes.forEach((c) => {
     push(found.ofValue, c.value, c);
     c.takers = c.taker ? c.taker.split(" ") : [];
     if (c.takers.length) push(found.ofTaker, c.takers[0], c);
   });
   return found;
+}
+
+/** The shape of a tensor by its name; undefined for a call with results of several shapes. */
+function shapeOf(index, name) {
+  const placed = index.placed.get(name), call = index.calls.get(name);
+  if (placed) return placed.shape;
+  return call && new Set(call.shapes.map(String)).size === 1 ? call.shapes[0] : undefined;
 }
 
 const busy = (c) => c.forward + c.backward;
@@ -33,8 +40,8 @@ function treeOf(plan, index) {
     }
     for (const c of index.ofTaker.get(call.name) || []) node.children.push({ kind: "change", change: c, label: briefly(c), at: call.at });
     node.children.push({ kind: "call", call, label: call.function, at: call.at });
-    const given = (index.ofValue.get(call.name) || []).filter((c) => !index.calls.has(c.takers[0]));
-    for (const c of given) node.children.push({ kind: "change", change: c, label: briefly(c), at: call.at });
+    const stored = (index.ofValue.get(call.name) || []).filter((c) => !index.calls.has(c.takers[0]));
+    for (const c of stored) node.children.push({ kind: "change", change: c, label: briefly(c), at: call.at });
   }
   return summed(root);
 }

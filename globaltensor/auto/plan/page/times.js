@@ -6,7 +6,7 @@ class Times {
     this.box = document.getElementById("canvas");
     this.tip = document.getElementById("at");
     const spans = (trace.traceEvents || []).filter((e) => e.ph === "X");
-    if (!spans.length) { this.box.append(el("p.note", {}, "The plan holds no timeline.")); return; }
+    if (!spans.length) { this.box.append(el("p.note", {}, "The plan has no timeline.")); return; }
     const names = new Map((trace.traceEvents || []).filter((e) => e.ph === "M").map((e) => [`${e.name}:${e.pid}:${e.tid ?? ""}`, e.args.name]));
     const lanes = [...new Set(spans.map((e) => `${e.pid}:${e.tid}`))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
     const many = new Set(spans.map((e) => e.pid)).size > 1;
@@ -27,7 +27,7 @@ class Times {
     this.canvas.addEventListener("keydown", (e) => this.key(e));
     document.getElementById("wider").addEventListener("click", () => this.zoom(2));
     document.getElementById("narrower").addEventListener("click", () => this.zoom(0.5));
-    document.getElementById("whole").addEventListener("click", () => { this.from = 0; this.to = this.end; this.paint(); });
+    document.getElementById("reset").addEventListener("click", () => { this.from = 0; this.to = this.end; this.paint(); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
     new ResizeObserver(() => requestAnimationFrame(() => this.paint())).observe(this.box);
     this.tip.textContent = `${seconds(this.end * 1e-6)} in all, ${about}; Ctrl and the wheel zoom, dragging moves`;
@@ -107,11 +107,11 @@ class Times {
 
   /** A colour for each kind of span. */
   paints(color) {
-    const known = { forward: "--compute", backward: "--s2", "backward of inputs": "--s2", "backward of weights": "--s1", moving: "--move", transfer: "--move", optimizer: "--update", updating: "--update" };
-    const spare = ["--s1", "--s3", "--s0"], given = new Map();
+    const known = { forward: "--compute", backward: "--s2", "backward of inputs": "--s2", "backward of weights": "--s1", moving: "--move", communication: "--move", transfer: "--move", optimizer: "--update", updating: "--update" };
+    const spare = ["--s1", "--s3", "--s0"], chosen = new Map();
     return (s) => {
-      if (!given.has(s.cat)) given.set(s.cat, color(known[s.cat] || spare[given.size % spare.length]));
-      return given.get(s.cat);
+      if (!chosen.has(s.cat)) chosen.set(s.cat, color(known[s.cat] || spare[chosen.size % spare.length]));
+      return chosen.get(s.cat);
     };
   }
 }

@@ -1,17 +1,18 @@
 "use strict";
 // The calls as rows, of which only those in sight are in the document, with the tensors between them as lines on the left.
 
-const ROW = 26, HEAD = 28, LANE = 9;
+const LANE = 9;
 
 class Tree {
   constructor(plan, index, chosen) {
     Object.assign(this, { plan, index, chosen, root: treeOf(plan, index), open: new Set(), wanted: "", at: 0, rows: [] });
     this.box = document.getElementById("tree");
     this.body = document.getElementById("rows");
+    this.box.style.setProperty("--layout-width", `${Math.max(110, 40 + 82 * plan.mesh.length)}px`);  // two layouts and an arrow
     this.most = Math.max(1e-12, ...plan.calls.map(busy), ...plan.changes.map(moving));
     for (const child of this.root.children) if (child.kind === "module") this.openFirst(child);
-    document.getElementById("head").append(...[["call"], ["layout", "of the results"], ["bytes", "what one rank holds of the results; of a change of layout, the whole tensor"], ["computing", "forward and backward"],
-      ["moving", "forward and backward"]].map(([t, title]) => el("div", { role: "columnheader", title }, t)));
+    document.getElementById("head").append(...[["call"], ["layout", "of the outputs"], ["bytes", "what one rank holds of the outputs; of a boxing, the global tensor"], ["computing", "forward and backward"],
+      ["communication", "forward and backward"]].map(([t, title]) => el("div", { role: "columnheader", title }, t)));
     this.box.addEventListener("scroll", () => this.paint());
     this.box.addEventListener("keydown", (e) => this.key(e));
     this.body.addEventListener("click", (e) => this.click(e));
@@ -35,35 +36,50 @@ class Tree {
   }
 
   build() {
+    const narrow = matchMedia("(max-width: 640px)").matches;
+    [this.row_height, this.head_height] = narrow ? [72, 54] : [26, 28];  // as in page.css
     this.rows = rowsOf(this.root, this.open, this.wanted);
     this.at = Math.max(0, Math.min(this.at, this.rows.length - 1));
     const { wires, lanes } = wiresOf(this.plan, this.rows);
     this.wires = wires;
     this.most_lanes = this.box.clientWidth < 500 ? 2 : 7;
     this.margin = 16 + LANE * Math.min(lanes, this.most_lanes);
-    this.body.style.height = `${this.rows.length * ROW}px`;
+    this.body.style.height = `${this.rows.length * this.row_height}px`;
     this.box.setAttribute("aria-rowcount", this.rows.length + 1);
     this.paint();
   }
 
   paint() {
-    const from = Math.max(0, Math.floor((this.box.scrollTop - HEAD) / ROW) - 8);
-    const to = Math.min(this.rows.length, from + Math.ceil(this.box.clientHeight / ROW) + 18);
+    const from = Math.max(0, Math.floor((this.box.scrollTop - this.head_height) / this.row_height) - 8);
+    const to = Math.min(this.rows.length, from + Math.ceil(this.box.clientHeight / this.row_height) + 18);
     const made = [];
     for (let r = from; r < to; r++) made.push(this.row(r));
+    const refocus = this.focused();
     this.body.replaceChildren(this.lines(from, to), ...made);
+    if (refocus) refocus();
     if (this.rows.length) this.box.setAttribute("aria-activedescendant", `row-${this.at}`);
-    if (!this.rows.length) this.body.append(el("p.note", { style: "padding: 12px" }, `nothing is called like “${this.wanted}”`));
+    if (!this.rows.length) this.body.append(el("p.note", { style: "padding: 12px" }, `no module, call or layout matches “${this.wanted}”`));
+  }
+
+  /** If a mark of a row has the focus: a function that gives the focus to the new mark in its place, or to the tree. */
+  focused() {
+    const active = document.activeElement, row = this.body.contains(active) && active.closest(".row");
+    if (!row) return null;
+    const marks = (of) => [...of.querySelectorAll(".lay b")], at = marks(row).indexOf(active);
+    return () => {
+      const again = document.getElementById(row.id), mark = again && marks(again)[at];
+      (mark && mark.tabIndex === 0 ? mark : this.box).focus({ preventScroll: true });
+    };
   }
 
   row(r) {
     const { node, depth } = this.rows[r];
     const opens = Boolean(node.children), isOpen = opens && (this.open.has(node) || (this.wanted && this.rows[r + 1] && this.rows[r + 1].depth > depth));
-    const name = el("div.name", { role: "gridcell", style: `padding-left: ${this.margin + 14 * depth}px` });
+    const name = el("div.name", { role: "gridcell", title: node.path || node.label, style: `padding-left: ${this.margin + 14 * depth}px` });
     name.append(el("span.twist", { "aria-hidden": "true" }, opens ? (isOpen ? "▾" : "▸") : node.kind === "change" ? "↳" : ""), ...this.named(node));
-    const about = { role: "row", id: `row-${r}`, style: `top: ${r * ROW}px`, "data-row": r, "aria-level": depth + 1, "aria-rowindex": r + 2, "aria-selected": r === this.at };
+    const about = { role: "row", id: `row-${r}`, style: `top: ${r * this.row_height}px`, "data-row": r, "aria-level": depth + 1, "aria-rowindex": r + 2, "aria-selected": r === this.at };
     if (opens) about["aria-expanded"] = isOpen;
-    return el(`div.row.${node.kind}${r === this.at ? ".at" : ""}`, about, name, el("div", { role: "gridcell" }, this.lies(node)), el("div", { role: "gridcell" }, this.size(node)),
+    return el(`div.row.${node.kind}${r === this.at ? ".at" : ""}`, about, name, el("div", { role: "gridcell" }, this.layoutOf(node, r === this.at)), el("div", { role: "gridcell" }, this.size(node)),
       this.meter(node.compute, "compute"), this.meter(node.move, "move"));
   }
 
@@ -74,11 +90,11 @@ class Tree {
     return [node.label, el("span.sub", {}, `  ${node.call.name}`)];
   }
 
-  lies(node) {
-    if (node.kind === "change") return change(node.change);
-    if (node.kind === "call") return node.call.results.length ? layout(node.call.results[0]) : "";
-    const last = node.calls[node.calls.length - 1];
-    return last === undefined ? "" : layout(this.plan.calls[last].results[0] || []);
+  /** The layout of a row. The keyboard reaches the marks of the selected row only: there are thousands of rows. */
+  layoutOf(node, focusable) {
+    if (node.kind === "change") return change(node.change, shapeOf(this.index, node.change.value), focusable);
+    const call = node.kind === "call" ? node.call : this.plan.calls[node.calls[node.calls.length - 1]];
+    return call && call.results.length ? layout(call.results[0], call.shapes[0], focusable) : "";
   }
 
   size(node) {
@@ -94,8 +110,8 @@ class Tree {
   }
 
   lines(from, to) {
-    const svg = drawn("svg", { id: "wires", width: this.margin, height: this.rows.length * ROW, "aria-hidden": "true" });
-    const mid = (r) => r * ROW + ROW / 2, x0 = 8;
+    const svg = drawn("svg", { id: "wires", width: this.margin, height: this.rows.length * this.row_height, "aria-hidden": "true" });
+    const mid = (r) => r * this.row_height + this.row_height / 2, x0 = 8;
     for (const w of this.wires) {
       if (w.to < from || w.from > to || w.lane > this.most_lanes) continue;
       const x = x0 + LANE * w.lane;
@@ -142,16 +158,16 @@ class Tree {
   select(r) {
     if (!this.rows.length) return;
     this.at = Math.max(0, Math.min(r, this.rows.length - 1));
-    const top = this.at * ROW;
+    const top = this.at * this.row_height;
     if (top < this.box.scrollTop) this.box.scrollTop = top;
-    else if (top + ROW + HEAD > this.box.scrollTop + this.box.clientHeight) this.box.scrollTop = top + ROW + HEAD - this.box.clientHeight;
+    else if (top + this.row_height + this.head_height > this.box.scrollTop + this.box.clientHeight) this.box.scrollTop = top + this.row_height + this.head_height - this.box.clientHeight;
     this.paint();
     this.chosen(this.rows[this.at].node);
   }
 
   key(e) {
     const { node, depth } = this.rows[this.at] || {};
-    const page = Math.floor(this.box.clientHeight / ROW) - 2;
+    const page = Math.floor(this.box.clientHeight / this.row_height) - 2;
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -this.rows.length, End: this.rows.length };
     if (e.key in steps) this.select(this.at + steps[e.key]);
     else if (e.key === "ArrowRight" && node && node.children && !this.open.has(node)) this.toggle(this.at);
