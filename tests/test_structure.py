@@ -4,6 +4,7 @@ and an import without side effects."""
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -12,8 +13,10 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import globaltensor
 from globaltensor._base.hidden_attributes import HIDDEN_ATTRIBUTES
@@ -154,6 +157,10 @@ def hidden_attributes(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if other(node.func.value) and node.func.attr in ("get", "pop", "setdefault"):
                 keys = node.args[:1]
+            elif other(node.func.value) and node.func.attr == "update":
+                keys = [ast.Constant(word.arg) for word in node.keywords]
+                keys += [key for arg in node.args if isinstance(arg, ast.Dict)
+                         for key in arg.keys if key is not None]  # fmt: skip
         elif isinstance(node, ast.Compare) and any(map(other, node.comparators)):
             keys = [node.left]
         for key in keys:
@@ -170,6 +177,45 @@ def test_hidden_attributes_are_declared() -> None:
         if name not in HIDDEN_ATTRIBUTES
     ]
     assert not wrong, "declare them in _base/hidden_attributes.py:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("x.__dict__['_a'] = 1", ["_a"]),
+        ("x.__dict__[_KEY]", ["_named"]),
+        ("x.__dict__.get('_a')", ["_a"]),
+        ("x.__dict__.update(_a=1, _b=2)", ["_a", "_b"]),
+        ("x.__dict__.update({'_a': 1, _KEY: 2}, _b=3, **more)", ["_b", "_a", "_named"]),
+        ("'_a' in x.__dict__", ["_a"]),
+        ("self.__dict__.update(_a=1)", []),
+        ("names.update(_a=1)", []),
+    ],
+)
+def test_hidden_attributes_are_found(tmp_path: Path, statement: str, names: list[str]) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f"_KEY = '_named'\n{statement}\n")
+    assert [name for name, _ in hidden_attributes(path)] == names
+
+
+def words(text: str) -> set[str]:
+    """Return the names and the texts of one word in a program, without those in docstrings."""
+    found: set[Any] = set()
+    for node in ast.walk(ast.parse(text)):
+        found |= {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("name", HIDDEN_ATTRIBUTES)
+def test_the_module_of_a_hidden_attribute_has_it(name: str) -> None:
+    module, _ = HIDDEN_ATTRIBUTES[name]
+    if module == "torch":
+        source = inspect.getsource(torch.nn.Module) + inspect.getsource(torch.nn.parameter)
+    else:
+        source = (ROOT / module).read_text()
+    assert name in words(source), f"{module} does not write {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: pages that do not stand in docs/, and links to them.
+"""Hooks of mkdocs, which add pages from outside of docs/ and rewrite the links to them.
 
 README.md is the home page. Pages of other folders (CONTRIBUTING.md, benchmarks/results/README.md)
-have the same path in the site as in the repository. A link that works on GitHub then works in the
-site too: links between the two trees are rewritten here. `reference.py` makes the API reference.
+have the same path in the site as in the repository. The hooks rewrite links between docs/ and the
+rest of the repository, so that a link that works on GitHub also works in the site. `reference.py`
+makes the API reference.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
-#: Pages of the navigation that stand outside of docs/: address in the site, path in the repository.
-#: Files that pages link to are added too.
+#: Pages of the navigation from outside of docs/: address in the site -> path in the repository.
+#: `on_files` also adds the files that pages link to.
 OUTSIDE = {
     "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
@@ -74,7 +75,7 @@ def _targets(markdown: str) -> list[str]:
 
 
 def _in_repository(uri: str, target: str) -> str | None:
-    """Return the path in the repository that a link leads to, or None for other links."""
+    """Return the path in the repository of a link's target, or None if it has no such path."""
     path = target.partition("#")[0]
     if not path or re.match(r"[a-z]+:|/", path):
         return None
@@ -86,7 +87,7 @@ def _in_repository(uri: str, target: str) -> str | None:
 def _in_site(path: str) -> str:
     """Return the address in the site of a path of the repository.
 
-    A folder is its first page.
+    The address of a folder is that of its first page.
     """
     if path == "README.md":
         return "index.md"

@@ -1,6 +1,7 @@
 """The pages of the API reference, made from the public names and their docstrings.
 
-``hooks.py`` adds them to the site. `missing` is for the test that every public name has an entry.
+``hooks.py`` adds the pages to the site. A test calls `missing` to check that every public name has
+an entry.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MODULES: Final = (
     "utils", "utils.data", "utils.global_view",
 )  # fmt: skip
 
-#: The same objects under a second address, or parts of the package that users do not call.
+#: Second names of objects, and the names under which the objects have their entries.
 ALIASES: Final = {
     "show": "visualize_sharding",
     "Placement": "placement",
@@ -47,7 +48,7 @@ ALIASES: Final = {
     "sbp.sbp": "sbp.Sbp",
 }
 
-#: Classes that users reach through an attribute of an object.
+#: Classes that have no public name, and the attribute through which users get their instances.
 ATTRIBUTES: Final = {"nn.Graph.config": Config}
 
 _LEGACY: Final = " ".join(
@@ -189,8 +190,8 @@ def _names(module: str) -> Iterator[str]:
     define.
     """
     found = _module(module)
-    # Not by getattr: torch would answer. flow.pipeline hands on the names of another package, which
-    # its own __all__ does not repeat.
+    # getattr would return torch's __all__. flow.pipeline re-exports the names of another package,
+    # which are not in its own __all__.
     listed = None if module == "pipeline" else vars(found).get("__all__")
     for name, value in list(vars(found).items()):
         if listed is None and (
@@ -204,7 +205,7 @@ def _names(module: str) -> Iterator[str]:
         if listed is None or name in listed:
             yield f"{module}.{name}".lstrip(".")
     for name in listed or ():
-        if name not in vars(found):  # imported when it is first asked for
+        if name not in vars(found):  # the module imports it at the first access
             yield f"{module}.{name}".lstrip(".")
 
 
@@ -216,7 +217,7 @@ def public_names() -> list[str]:
 
 @functools.cache
 def _sections() -> dict[str, list[tuple[str, list[str]]]]:
-    """Return the names of each page's sections, with ``module.*`` spelt out."""
+    """Return the names of each page's sections, with the names of ``module.*`` listed."""
     public = public_names()
     explicit = {
         name
@@ -282,9 +283,7 @@ def _signature(name: str, value: Any, bound: bool = False) -> str:
         parameters = parameters[1:]
     returns = found.return_annotation
     result = "" if returns is empty or returns == "None" else f" -> {_Shown(returns)}"
-    line = f"{name}{inspect.Signature(parameters)}{result}"
-    line = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", line)  # a member of an enum
-    line = line.replace("<factory>", "...")
+    line = _without_reprs(f"{name}{inspect.Signature(parameters)}{result}")
     if len(line) <= 88:
         return line
     parts = [str(inspect.Signature([p]))[1:-1].split(", /")[0] for p in parameters]
@@ -295,8 +294,16 @@ def _signature(name: str, value: Any, bound: bool = False) -> str:
     else:
         parts = [part.removeprefix("*, ") for part in parts]
     inside = "".join(f"    {part},\n" for part in parts)
-    inside = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", inside).replace("<factory>", "...")
-    return f"{name}(\n{inside}){result}"
+    return f"{name}(\n{_without_reprs(inside)}){result}"
+
+
+def _without_reprs(text: str) -> str:
+    """Return a signature with ``Class.member`` and ``...`` as defaults, in place of reprs.
+
+    >>> _without_reprs("f(x=<Color.RED: 1>, y=<factory>)")
+    'f(x=Color.RED, y=...)'
+    """
+    return re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", text).replace("<factory>", "...")
 
 
 @functools.cache
@@ -315,7 +322,7 @@ def _addresses() -> dict[str, str]:
 def _linked(line: str, own: Collection[str]) -> str:
     """Return a line of a docstring with links: of `names`, ``flow.names``, errors and pages.
 
-    ``own``: names that are members of the class described.
+    ``own`` are the names of the members of the class that the docstring describes.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -334,7 +341,7 @@ def _linked(line: str, own: Collection[str]) -> str:
 
 
 def _markdown(text: str, own: Collection[str] = ()) -> str:
-    """Return a docstring as Markdown: examples in fences, links, blank lines before lists."""
+    """Return a docstring as Markdown, with fenced examples, links, and blank lines before lists."""
     out: list[str] = []
     in_example = False
     for line in text.splitlines():
@@ -360,7 +367,7 @@ def _markdown(text: str, own: Collection[str] = ()) -> str:
 
 
 def _documentation(value: Any) -> str:
-    """Return an object's docstring as Markdown; of one that is torch's, the first sentence."""
+    """Return an object's docstring as Markdown, or only its first paragraph if it is torch's."""
     text = inspect.getdoc(value) or ""
     theirs = getattr(torch.distributed, getattr(value, "__name__", ""), None)
     if not _is_ours(value) or (theirs is not None and text == inspect.getdoc(theirs)):
@@ -392,13 +399,13 @@ def _is_of_torch(cls: type, name: str) -> bool:
 def _member_lines(cls: type) -> list[str]:
     """Return the lines of a class's methods and attributes."""
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    explained: dict[int, list[str]] = {}  # by identity: one method may have several names
+    explained: dict[int, list[str]] = {}  # id of a method -> its names
     members: dict[int, Any] = {}
     unexplained = []
     own_names = {name for name, _ in _members(cls)}
     for name, member in _members(cls):
         value = getattr(member, "__func__", member)
-        # Not by inspect.getdoc, which would inherit torch's.
+        # inspect.getdoc would return the docstring of torch's base class.
         shown = callable(value) or isinstance(value, property)
         if name in fields or not shown or not value.__doc__:
             unexplained.append(name)
@@ -449,7 +456,7 @@ def _entry(name: str) -> list[str]:
 
 
 def _same_entries(names: Sequence[str]) -> list[str]:
-    """Return a table for functions whose docstrings differ only in the name: one text for all."""
+    """Return one text and a table for functions whose docstrings differ only in the name."""
     first = names[0]
     text = _documentation(_value(first)).replace(f"torch.{first}`", "torch.NAME`")
     out = ["```python", _signature("NAME", _value(first)), "```", "", text, ""]
@@ -460,7 +467,7 @@ def _same_entries(names: Sequence[str]) -> list[str]:
 
 
 def _grouped(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield runs of names whose docstrings are equal but for the name."""
+    """Yield runs of names whose docstrings differ only in the name."""
     run: list[str] = []
     shape = None
     for name in names:

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 import globaltensor
-from globaltensor.__main__ import doctor, main
+from globaltensor.__main__ import _parsers, doctor, main
+from globaltensor._base.patches import TABLE
 from globaltensor._base.progress_line import ProgressLine, StageFile
 from globaltensor.distributed import doctor as checks
 from globaltensor.distributed.doctor import Finding, examine
@@ -66,8 +67,8 @@ def test_help_ends_in_examples_that_parse(verb: str, capsys: pytest.CaptureFixtu
         if verb == "launch":
             assert launcher().parse_args(given).training_script in ("train.py", "globaltensor")
         else:
-            assert ended(verb, *given, "--help") == 0  # its options are known
-            assert not re.search("error", capsys.readouterr().err)
+            top, _ = _parsers([verb])
+            assert top.parse_args([verb, *given]).verb == verb
 
 
 def test_short_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,8 +442,18 @@ def test_limits_and_sizes_that_are_too_small(monkeypatch: pytest.MonkeyPatch) ->
     assert found.mend.endswith("ulimit -n 8192")
     limits[resource.RLIMIT_NOFILE] = (65536, 65536)
     assert finding("limits").status == "ok"
+    limits[resource.RLIMIT_NOFILE] = (256, 1024)  # ulimit -n cannot reach the minimum here
+    mend = finding("limits").mend
+    assert "the hard limit is 1024" in mend
+    assert "docker run --ulimit nofile=65536" in mend
+    assert "ulimit -n" not in mend
+    limits[resource.RLIMIT_NOFILE] = (65536, 65536)
     monkeypatch.setattr(checks, "rdma_devices", lambda: ["mlx5_0:1 (InfiniBand)"])
-    assert "ulimit -l unlimited" in finding("limits").mend
+    mend = finding("limits").mend
+    assert "docker run --ulimit memlock=-1" in mend
+    assert "ulimit -l" not in mend
+    limits[resource.RLIMIT_MEMLOCK] = (65536, resource.RLIM_INFINITY)
+    assert finding("limits").mend.endswith("ulimit -l unlimited")
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     found = finding("shared_memory")
@@ -455,18 +466,30 @@ def test_limits_and_sizes_that_are_too_small(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_versions_that_are_too_old_and_packages_that_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_LEAST_TORCH", (99, 1))
+    monkeypatch.setattr(checks, "_MIN_TORCH", (99, 1))
     found = finding("torch")
     assert (found.status, found.mend) == ("FAIL", "pip install 'torch>=99.1'")
     monkeypatch.setattr(checks, "_CORE", ("torch", "no_such_package"))
     found = finding("globaltensor")
     assert (found.status, found.mend) == ("FAIL", "pip install no_such_package")
+
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.metadata, "version", not_installed)
+        found = finding("globaltensor")
+        assert (found.status, found.mend) == ("FAIL", "pip install no_such_package")
+        patched.setattr(checks, "_CORE", ("torch",))
+        found = finding("globaltensor")
+        assert (found.status, found.what.partition(", ")[2]) == ("warn", "not installed")
     requires = ["numpy", 'highspy>=1.10; extra == "auto"', "no-such>=3 ; extra == 'hf'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
     monkeypatch.setattr(checks, "_installed", lambda package: package == "highspy")
     found = finding("extras")
     assert (found.status, found.what) == ("ok", "auto installed; hf lacks no-such")
     assert found.values == {"installed": ["auto"], "missing": {"hf": ["no-such"]}}
+    assert found.mend.startswith("optional: pip install '.[NAME]' in a checkout of globaltensor")
 
 
 def test_cores_that_the_container_does_not_grant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +516,14 @@ def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks._gpus("gpus")
     assert found.status == "warn"
     assert "this torch is built for CPUs" in found.mend
+
+
+def test_gpus_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    found = checks._backends("backends")
+    assert (found.status, found.what) == ("warn", "GPUs, but no nccl: they talk over gloo")
+    assert found.mend == "install a torch that is built with NCCL, see pytorch.org"
 
 
 def test_gpus_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,9 +561,17 @@ def test_an_interrupt_is_no_traceback(
     assert capsys.readouterr() == ("", "globaltensor doctor: interrupted\n")
 
 
-def test_patches_are_listed_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_patch_is_a_row_with_its_state_and_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", "--patches"]) == 0
-    assert "torch" in capsys.readouterr().out
+    rows = [re.split(r" {2,}", line, maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        (patch.target, patch.since, patch.reason) for patch in TABLE
+    ]
+    states = {row[0]: row[2] for row in rows}
+    assert set(states.values()) <= {"applied", "waits for import", "unused"}
+    assert {states[f"torch:Tensor.{name}"] for name in ("to_global", "sbp", "data")} == {"applied"}
 
 
 def test_a_reader_that_leaves_early() -> None:
