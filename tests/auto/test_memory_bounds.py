@@ -50,7 +50,7 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
     compared = raised = 0
     for c in search.candidates:
         dual = search._dual(
-            search._ground(c.setting.mesh, c.setting.micros), c.setting, c.schedule, c.lanes
+            search._mesh_context(c.setting.mesh, c.setting.micros), c.setting, c.schedule, c.lanes
         )
         evenly = dual.evenly + dual.bubble
         assert evenly <= all_looks(dual) <= c.cost * (1 + 1e-9), (c.setting, c.schedule)
@@ -95,7 +95,7 @@ def test_a_bound_without_a_limit_is_the_even_part() -> None:
     for setting in settings[:6]:
         for lanes, schedule in search._lanes(setting.stages):
             dual = search._dual(
-                search._ground(setting.mesh, setting.micros), setting, schedule, lanes
+                search._mesh_context(setting.mesh, setting.micros), setting, schedule, lanes
             )
             assert not dual.look()
             assert dual.value == dual.evenly + dual.bubble

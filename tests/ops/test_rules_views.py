@@ -45,7 +45,6 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("heads", T.view, (x(3, 5, 12), 3, 5, 4, 3)),
     ("flatten", torch.flatten, (x(5, 2, 3),)),
     ("flatten some", T.flatten, (x(5, 2, 3, 2), 1, -2)),
-    ("ravel", torch.ravel, (x(5, 3),)),
     ("unflatten", torch.unflatten, (x(5, 12), 1, (3, -1))),
     ("transpose", torch.transpose, (x(5, 3, 2), 0, -1)),
     ("swapaxes", T.swapaxes, (x(5, 3), 0, 1)),

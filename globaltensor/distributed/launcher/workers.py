@@ -35,7 +35,8 @@ _RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 #: report names a rank without such a message.
 _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own "
-    r"error says why\)|remote process exited|socket closed",
+    r"error says why\)|remote process exited|socket closed|has died, with no end of its program|"
+    r"has failed: the exception in its own output is the cause",
     re.IGNORECASE,
 )
 _THROWN: Final = "terminate called"
