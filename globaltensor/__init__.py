@@ -8,7 +8,7 @@ import torch as _torch_package
 from ._ops import foreach as _foreach  # (adds handlers)
 from .amp import unscale as _scaling  # (adds handlers)
 from .optim import local_step as _optimizers
-from ._ops import random as _draws  # (adds handlers)
+from ._ops import random_streams as _draws  # (adds handlers)
 from ._ops import autograd_function as _functions
 
 # (adds to_global and to_local to torch.nn.Module)
@@ -18,7 +18,7 @@ from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
 from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
-from .distributed import replicated_values as _counted_once
+from .distributed import double_counting as _counted_once
 from ._tensor import file_savers as _savers
 from ._ops import metrics as _metrics
 

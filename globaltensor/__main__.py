@@ -235,8 +235,8 @@ def _profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    from ._base.atomic_file import check_writable
     from ._base.progress_line import ProgressLine, StageFile
-    from ._base.writable_path import check_writable
     from .auto.profile import describe, profile
     from .cluster.json_file import as_json
     from .distributed.cluster_env import detect

@@ -234,7 +234,6 @@ TWICE = {
     "collectives.py": "what users call, and how MPI runs it",
     "explain.py": "of boxing, and of plans",
     "graph.py": "the class, and the public page that has it",
-    "random.py": "drawing numbers, and the rules of functions that draw",
     "reduction.py": "rules of reductions, and MPI's own arithmetic",
     "sbp.py": "the class, and the public page that has it",
     "search.py": "within one mesh, and over meshes and stages",

@@ -26,7 +26,7 @@ from .._base.torch_private import function_mode_on
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
-from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec

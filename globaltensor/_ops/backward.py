@@ -19,7 +19,7 @@ from .._base.user_code import user_line
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
-from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import KernelError

@@ -12,7 +12,7 @@ import torch
 
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.promote import content_digest
+from .._tensor.plain_operands import content_digest
 from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
 from ..errors import DivergenceError

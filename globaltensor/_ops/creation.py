@@ -26,17 +26,17 @@ from .._base.refusals import dense_message
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
-from .._tensor.promote import check_replicated
+from .._tensor.plain_operands import check_replicated
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
 from ..errors import KernelError, PlacementError, SbpError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
-from . import random as draws
+from . import random_streams as draws
 from .dispatch import Handler, register_handlers
 from .local_plan import unpartial_norm_target
-from .random import RandomFill, draw_global, fill_local, part
+from .random_streams import RandomFill, draw_global, fill_local, part
 from .rules.gather_scatter import check_number
 
 #: Default (placement, sbp) of tensors that are created without them (utils/global_view.py).
@@ -655,7 +655,7 @@ _QUANTIZING = ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tens
 register_handlers(
     dict.fromkeys([getattr(torch, name) for name in _QUANTIZING], _refuse_quantized), "refused"
 )
-# ``torch.normal`` of tensors is handled in random.py. ``linspace`` between tensors has a rule.
+# random_streams.py handles ``torch.normal`` of tensors. ``linspace`` between tensors has a rule.
 register_handlers(
     {
         **{

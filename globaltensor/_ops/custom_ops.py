@@ -19,7 +19,7 @@ from .._base.refusals import kernel_message
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.view_tracking import RemoteView, mark_written
 from ..boxing import box
-from ..distributed.replicated_values import note_replicated
+from ..distributed.double_counting import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec

@@ -16,8 +16,8 @@ from .._base.overridable import SEEN, apply
 from .._base.python_bodies import python_body
 from .._base.user_code import warn_user
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.promote import operand_spec, promote_plain_tensor
-from ..distributed.replicated_values import note_replicated
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
+from ..distributed.double_counting import note_replicated
 from ..distributed.world import sent, world
 from ..errors import FallbackWarning, GlobalTensorError, InplaceError
 from ..sharding.placement import Placement

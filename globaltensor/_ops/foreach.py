@@ -14,7 +14,7 @@ import torch
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record_together
-from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.view_tracking import finish_inplace, has_aliases, has_partial_alias
 from ..boxing import box
 from ..distributed.world import placeholder, world

@@ -13,7 +13,7 @@ import torch
 
 from .._tensor.convert import to_global
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.promote import promote_plain_tensor
+from .._tensor.plain_operands import promote_plain_tensor
 from ..errors import LocalTensorError
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec

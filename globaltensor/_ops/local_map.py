@@ -14,7 +14,7 @@ from .._tensor.convert import spec_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import observe_gradients, reducer
 from .._tensor.gradients.watchers import Watcher
-from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import placeholder, world
 from ..errors import SbpError

@@ -15,7 +15,7 @@ from .._base.overridable import apply
 from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
-from .._tensor.promote import promote_plain_tensor
+from .._tensor.plain_operands import promote_plain_tensor
 from .._tensor.strides import (
     Note,
     base_note,
@@ -73,7 +73,7 @@ _run_random: Callable[..., Any] | None = None
 
 
 def register_random(run: Callable[..., Any]) -> None:
-    """Let plans call random functions through ``run``, as globaltensor._ops.random does.
+    """Let plans call random functions through ``run``, as globaltensor._ops.random_streams does.
 
     ``run(function, args, kwargs, coordinates along split axes, placement)`` returns the result.
     """

@@ -30,7 +30,7 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
-from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.serialization import reduce_ex
 from .._tensor.set_data import (
     data,

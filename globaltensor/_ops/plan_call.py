@@ -15,7 +15,7 @@ import torch
 from .._base import torch_private
 from .._base.user_code import warn_user
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.promote import operand_spec
+from .._tensor.plain_operands import operand_spec
 from .._tensor.strides import differ, permutes
 from .._tensor.view_tracking import RemoteView, link_alias
 from ..boxing import box

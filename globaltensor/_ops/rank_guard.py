@@ -25,7 +25,7 @@ from .._base import torch_private
 from .._base.pytree import tensors_in
 from .._base.user_code import user_line as _line
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.promote import content_digest
+from .._tensor.plain_operands import content_digest
 from ..distributed.communicator import Communicator
 from ..distributed.world import ProcessWorld, timeout, world
 from ..distributed.world_base import World

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.atomic_file import Replacement
 from .._base.patches import patch
 from .._base.pytree import replaced, tensors_in
 from .._base.user_code import user_line
-from .._base.writable_path import Replacement
 from ..distributed.world import placeholder, world
 from ..errors import DivergenceError, PartError, SbpError, WorldError
 from ..sharding.placement import Placement

@@ -23,7 +23,7 @@ from .global_tensor import GlobalTensor, SlottedGlobalTensor
 from .grad import get_grad, set_grad
 from .gradients import parameter_gather
 from .gradients.leaf import attach, detach
-from .promote import operand_spec, promote_plain_tensor
+from .plain_operands import operand_spec, promote_plain_tensor
 from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
 

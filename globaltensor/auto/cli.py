@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._base.atomic_file import check_writable
 from .._base.command_line import closest
 from .._base.progress_line import ProgressLine
-from .._base.writable_path import check_writable
 from ..cluster import PRESETS, Cluster
 from ..errors import GlobalTensorError, PlanError
 from ..graph.graph import Graph

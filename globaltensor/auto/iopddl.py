@@ -17,7 +17,7 @@ import os
 import sys
 import time
 
-from .._base.writable_path import check_writable, write_text
+from .._base.atomic_file import check_writable, write_text
 from .solver import Problem, ProblemError, Solution, from_iopddl, solve
 
 #: Time reserved for the step that is running at the time limit, and for writing the answer: in

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .._base.writable_path import write_text
+from .._base.atomic_file import write_text
 from ..errors import ClusterError
 from .measured_curves import Curve
 from .model import Cluster

@@ -4,7 +4,7 @@ User code calls them through ``flow.distributed``. Each call starts the world if
 
 Gloo reads and writes storages as they are in memory. So on gloo a tensor may be sent as a
 contiguous copy. That is the case if it is not contiguous, or if gloo does not know its dtype. The
-ranks also compare first what they are about to call (distributed/collective_check.py). Other
+ranks also compare first what they are about to call (distributed/gloo_call_check.py). Other
 backends get the arguments unchanged.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from .._base.user_code import user_line
 from ..errors import KernelError, WorldError
-from .collective_check import CallHeader, check_collective, enabled
+from .double_counting import ADDING, refuse_replicated
+from .gloo_call_check import CallHeader, check_collective, enabled
 from .process_groups import start
-from .replicated_values import ADDING, refuse_replicated
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",

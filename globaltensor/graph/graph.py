@@ -26,7 +26,7 @@ from .._tensor.compiler_guard import LEFT_ALONE
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import flat_buffers
 from .._tensor.gradients.reducer import reducer
-from .._tensor.promote import check_replicated
+from .._tensor.plain_operands import check_replicated
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
 from ..errors import GraphError

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .._base.atomic_file import write_text
 from .._base.pytree import replaced, tensors_in
-from .._base.writable_path import write_text
 from .._ops.call_plan import name_of
 from .._ops.rules import RULES, Arg, OpDescription, rule_of
 from .._tensor.global_tensor import GlobalTensor

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .._base.writable_path import check_writable, write_text
+from .._base.atomic_file import check_writable, write_text
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..distributed.world_base import World

@@ -28,7 +28,7 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
-from globaltensor._base.writable_path import Replacement, replacing, write_text
+from globaltensor._base.atomic_file import Replacement, replacing, write_text
 from globaltensor.auto.solver import Problem
 from globaltensor.auto.solver.problem_io import save as save_problem
 from globaltensor.distributed.launch import reserved_port

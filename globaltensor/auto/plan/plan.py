@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..._base.writable_path import write_text
+from ..._base.atomic_file import write_text
 from ...errors import PlanError
 from ..solver import proven
 

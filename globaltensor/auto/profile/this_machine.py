@@ -161,20 +161,14 @@ def _write(path: Path, cluster: Cluster) -> str:
     and the next job measures again.
     """
     file_note = f". Saved in {path}: delete the file to measure again"
-    partial = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        os.close(handle)
-        replace(cluster, source=cluster.source + file_note).save(partial)
-        os.replace(partial, path)
+        replace(cluster, source=cluster.source + file_note).save(path)
     except OSError as error:
         log.warning(
             "measurements could not be saved, so the next job measures again: %s: %s",
             path,
             error.strerror or error,
         )
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
         return ""
     return file_note

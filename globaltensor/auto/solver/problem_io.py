@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._base.writable_path import replacing
+from ..._base.atomic_file import replacing
 from ...errors import ProblemError
 from .problem import Array, Problem, numbers
 

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..._base.atomic_file import check_writable
 from ..._base.error_line import in_one_line
-from ..._base.writable_path import check_writable
 from ...errors import WorldError
 from ..network import is_here, own_address
 from .elastic_agent import Signals

@@ -18,7 +18,7 @@ from ..._base import overridable, torch_private
 from ..._base.python_bodies import python_body, recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
-from ..._ops import random as draws
+from ..._ops import random_streams as draws
 from ..._ops.dispatch import dispatch
 from ..._ops.rules import DATA_FREE_VARIANTS
 from ..._ops.rules.deferred_mean import materialize

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..._tensor.promote import compare_replicated, comparison_due
+from ..._tensor.plain_operands import compare_replicated, comparison_due
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._ops import random as draws
+from ..._ops import random_streams as draws
 from ...distributed.world import placeholder
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ..._base.writable_path import write_text
+from ..._base.atomic_file import write_text
 from ...errors import ScheduleError
 
 __all__ = [

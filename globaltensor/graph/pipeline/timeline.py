@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ..._base.writable_path import write_text
+from ..._base.atomic_file import write_text
 from ...errors import ScheduleError
 from .schedule import KINDS, Action, Span
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import backward as gradients
-from ..._ops import random as draws
+from ..._ops import random_streams as draws
 from ..._ops.rules.deferred_mean import PendingCount
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather

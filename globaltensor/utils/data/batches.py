@@ -12,7 +12,7 @@ import torch
 from ..._base.pytree import replaced, structure, tensors_in
 from ..._tensor.convert import check_placement, spec_of
 from ..._tensor.global_tensor import GlobalTensor
-from ..._tensor.promote import check_replicated
+from ..._tensor.plain_operands import check_replicated
 from ...distributed.world import placeholder, world
 from ...errors import DivergenceError, GlobalTensorError, SbpError
 from ...sharding.placement import Placement

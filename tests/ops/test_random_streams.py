@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
-from globaltensor._ops import random as draws
-from globaltensor._ops.random import RandomFill, advance_key, fill_local, run
+from globaltensor._ops import random_streams as draws
+from globaltensor._ops.random_streams import RandomFill, advance_key, fill_local, run
 from globaltensor.distributed.communicator import Communicator
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import set_world
