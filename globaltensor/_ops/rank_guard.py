@@ -51,6 +51,7 @@ class OpRecord(NamedTuple):
     placement: Placement
     op: str
     line: str
+    operands: str  # text that tells operands of one layout apart
 
 
 class RankGuard(TorchFunctionMode):
@@ -80,6 +81,7 @@ class RankGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         self._see(name, global_operands)
         what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"  # noqa: E501
+        which = _identities(global_operands)
         self._now, before = _cut(what), self._now
         try:
             out = func(*args, **kwargs)
@@ -90,9 +92,9 @@ class RankGuard(TorchFunctionMode):
             count, digest = self._digests.get(placement, (0, b""))
             self._digests[placement] = (
                 count + 1,
-                hashlib.blake2b(digest + what.encode(), digest_size=8).digest(),
+                hashlib.blake2b(digest + f"{what}{which}".encode(), digest_size=8).digest(),
             )
-            self._done.append(OpRecord(placement, _cut(what), _line()))
+            self._done.append(OpRecord(placement, _cut(what), _line(), which))
         return out
 
     def _see(self, name: str, operands: Sequence[GlobalTensor]) -> None:
@@ -131,7 +133,9 @@ class RankGuard(TorchFunctionMode):
         self._busy = True
         try:
             common = [p for p in self._digests if set(comm.ranks) <= set(p.flat)]
-            done = [(did.op, did.line) for did in self._done if did.placement in common]
+            done = [
+                (did.op, did.line, did.operands) for did in self._done if did.placement in common
+            ]
             counts = {
                 repr(p): (self._digests[p][0], self._digests[p][1].hex())
                 for p in sorted(common, key=repr)
@@ -268,10 +272,11 @@ def _apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
         if at is None:
             lines.append(f"the ranks differ in an op before the last {_MAX_OPS_SHOWN}")
         else:
+            same_text = at in one and at in two and one[at][0] == two[at][0]
             lines += [
                 f"the first op that differs is number {at + 1}",
-                f"  rank {me} ran {_shown_op(one, at)}",
-                f"  rank {rank} ran {_shown_op(two, at)}",
+                f"  rank {me} ran {_shown_op(one, at, same_text)}",
+                f"  rank {rank} ran {_shown_op(two, at, same_text)}",
             ]
     return "\n".join(lines)
 
@@ -300,15 +305,29 @@ def _replicas_apart(me: int, own_report: dict[str, Any], rank: int, other: dict[
 
 
 def _op(done: dict[int, tuple[str, ...]], n: int) -> str:
-    return done[n][0] if n in done else ""
+    return f"{done[n][0]}{done[n][2]}" if n in done else ""
 
 
-def _shown_op(done: dict[int, tuple[str, ...]], n: int) -> str:
-    return f"{done[n][0]}  ({done[n][1]})" if n in done else "nothing more"
+def _shown_op(done: dict[int, tuple[str, ...]], n: int, operands: bool) -> str:
+    """Return an op as errors show it, with the ``operands`` that tell it from another one."""
+    if n not in done:
+        return "nothing more"
+    op, line, which = done[n]
+    return f"{op}{which if operands else ''}  ({line})"
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 4]} ..."
+
+
+def _identities(operands: Sequence[GlobalTensor]) -> str:
+    """Return text that tells operands of one layout apart: ``" on tensors 3fa1, 07c2"``.
+
+    It is the end of each serial. Only tensors on the first one's placement have a serial that its
+    ranks share."""
+    placement = operands[0].placement
+    ends = [f"{t._serial & 0xFFFF:04x}" for t in operands if t._serial and t.placement is placement]
+    return f" on tensor{'s' if len(ends) > 1 else ''} {', '.join(ends)}" if ends else ""
 
 
 def _shown(value: Any) -> str:

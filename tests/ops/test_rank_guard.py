@@ -15,7 +15,7 @@ from torch import nn
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.errors import WorldError
+from globaltensor.errors import DivergenceError, WorldError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 PAIR = flow.placement("cpu", [0, 1])
@@ -166,3 +166,20 @@ def with_and_without() -> None:
 def test_ranks_that_do_the_same_see_nothing() -> None:
     simulate(2, with_and_without)
     run_on(2, with_and_without)
+
+
+def other_tensors_under_the_guard() -> str:
+    where = flow.placement.all("cpu")
+    a, b = (flow.ones(4, 3, placement=where, sbp=S(0)) for _ in range(2))
+    with pytest.raises(DivergenceError) as raised, flow.check_ranks():
+        (b if flow.env.get_rank() else a).mul(2).sum().item()
+    return str(raised.value)
+
+
+def test_the_guard_names_the_operation_on_another_tensor() -> None:
+    for text in run_on(2, other_tensors_under_the_guard):
+        assert re.search(
+            r"rank 0 ran mul\(f32\[4, 3\] S\(0\), 2\) on tensor (\w{4})  .*\n"
+            r"  rank 1 ran mul\(f32\[4, 3\] S\(0\), 2\) on tensor (?!\1)\w{4}  ",
+            text,
+        ), text
