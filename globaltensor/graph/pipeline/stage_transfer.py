@@ -234,8 +234,8 @@ class Transfer:
                 channel.connect()
             except WorldError as error:
                 raise WorldError(
-                    f"rank {me}: cannot connect with rank {source + target - me}, which has a "
-                    f"stage next to one of this rank's stages: {error}"
+                    f"{error}\n(rank {me} cannot connect with rank {source + target - me}, which "
+                    f"has a stage next to one of its stages)"
                 ) from error
             if target == me:
                 self._intakes[source, wire].channel = channel
