@@ -7,7 +7,7 @@ are in `local_plan`. Plans that run on full tensors are in `replicated_plan`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,8 @@ class CallPlan:
         "leading",
         "mixed_history",
         "out",
+        "pick_named",
+        "pick_operands",
         "picks",
         "shape",
         "usual",
@@ -170,8 +172,12 @@ class CallPlan:
         # The history of calls, with the serials of their operands. It is None if the plan is part
         # of another plan, which is recorded, if there is no other rank, or in the next case.
         self.history: History | None = None
-        # The number of global operands, if they are the first one or two arguments, else 0.
+        # The number of global operands, if they are the first one to three arguments, else 0.
         self.leading = 0
+        # Functions that return the global operands from the arguments, and from those passed by
+        # name, if there are quick ones.
+        self.pick_operands: Callable[[Any], Iterable[GlobalTensor]] | None = None
+        self.pick_named: Callable[[Any], Iterable[GlobalTensor]] | None = None
         # The history if operands are on several placements: ranks outside one of them may know its
         # tensors by other serials.
         self.mixed_history: History | None = None

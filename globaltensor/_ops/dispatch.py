@@ -9,7 +9,7 @@ import contextlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,12 +181,23 @@ def dispatch(
         code = plan.code if number is None else plan.codes.get(number) or plan.code_with(number)
         # The serials of the operands are numbers alone: None has no hash that is the same in every
         # process.
-        if plan.leading == 1:
+        leading = plan.leading
+        if leading == 1:
             serial = hash((history.serial, code, args[0]._serial))
-        elif plan.leading == 2:
+        elif leading == 2:
             serial = hash((history.serial, code, args[0]._serial, args[1]._serial))
-        else:
+        elif leading == 3:
+            of_two = args[0]._serial, args[1]._serial
+            serial = hash((history.serial, code, of_two, args[2]._serial))
+        elif plan.pick_operands is None:
             serial = hash((history.serial, code, *_serials_in(args, kwargs)))
+        elif plan.pick_named is None:
+            of_all = tuple(map(_serial_of, plan.pick_operands(args)))
+            serial = hash((history.serial, code, of_all))
+        else:
+            of_args = tuple(map(_serial_of, plan.pick_operands(args)))
+            of_named = tuple(map(_serial_of, plan.pick_named(kwargs)))
+            serial = hash((history.serial, code, of_args, of_named))
         history.serial = serial
     try:
         if not plan.direct:
@@ -196,7 +207,12 @@ def dispatch(
                         b"", plan.code if number is None else plan.code_with(number)
                     )
                 return plan.run(func, args, kwargs or {})
-            return _identified(plan.run(func, args, kwargs or {}), serial)
+            results = plan.run(func, args, kwargs or {})
+            if type(results) is not SlottedGlobalTensor:
+                return _identified(results, serial)
+            if not results._serial:
+                results._serial = serial
+            return results
         if kwargs:
             out = (plan.function or func)(
                 *values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()}
@@ -228,11 +244,8 @@ def dispatch(
 
 def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[int]:
     """Return the serials of the global tensors in a call's arguments."""
-    serials = [a._serial for a in args if isinstance(a, GlobalTensor)]
-    if kwargs or any(type(a) is list or type(a) is tuple for a in args):
-        tensors = tensors_in(kwargs, tensors_in(args, []))
-        serials = [t._serial for t in tensors if isinstance(t, GlobalTensor)]
-    return serials
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    return [t._serial for t in tensors if isinstance(t, GlobalTensor)]
 
 
 def _identified(results: Any, serial: int) -> Any:
@@ -247,6 +260,7 @@ def _identified(results: Any, serial: int) -> Any:
     return results
 
 
+_serial_of = operator.attrgetter("_serial")
 _PLAIN = frozenset({int, type(None)})
 
 
@@ -289,7 +303,9 @@ def _plan_and_cache(
     tensors = [t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)]
     first = next(iter(tensors), None)
     if first is not None:
-        _record_in_history(plan, first._spec.shown.placement, args, tensors, _text(func, key))
+        _record_in_history(
+            plan, first._spec.shown.placement, args, kwargs, tensors, _text(func, key)
+        )
     if hashable:
         _cache.derived.keep(tuple(key), plan, version, _MAX_PLANS)
     return plan
@@ -299,6 +315,7 @@ def _record_in_history(
     plan: CallPlan,
     placement: Placement,
     args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     operands: Sequence[GlobalTensor],
     text: str,
 ) -> None:
@@ -311,10 +328,38 @@ def _record_in_history(
         return
     if all(t._spec.shown.placement is placement for t in operands):
         plan.history = history
-        leading = sum(map(operator.is_, args, operands))
-        plan.leading = leading if leading == len(operands) <= 2 else 0
+        _find_operands(plan, args, kwargs, operands)
     else:
         plan.mixed_history = history
+
+
+def _find_operands(
+    plan: CallPlan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[GlobalTensor],
+) -> None:
+    """Tell the plan where calls have their operands, for a quick way to their serials."""
+    places = [i for i, a in enumerate(args) if isinstance(a, GlobalTensor)]
+    names = [name for name, a in kwargs.items() if isinstance(a, GlobalTensor)]
+    if len(places) + len(names) == len(operands):
+        if not names and places == list(range(len(places))) and len(places) <= 3:
+            plan.leading = len(places)
+            return
+        plan.pick_operands = _getter(places)
+        if names:
+            plan.pick_named = _getter(names)
+    elif args and type(args[0]) is list and len(args[0]) == len(operands) and not places:
+        plan.pick_operands = operator.itemgetter(0)
+
+
+def _getter(keys: Sequence[Any]) -> Callable[[Any], Iterable[GlobalTensor]]:
+    """Return a function that returns the entries ``keys`` of a sequence or mapping."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    if list(keys) == [0]:
+        return operator.itemgetter(slice(0, 1))
+    return lambda entries: [entries[key] for key in keys]
 
 
 def _text(func: Any, key: Sequence[Any]) -> str:
