@@ -203,9 +203,10 @@ def dispatch(
         if not plan.direct:
             if history is None:
                 if plan.mixed_history is not None:
-                    plan.mixed_history.record(
-                        b"", plan.code if number is None else plan.code_with(number)
-                    )
+                    code = plan.code
+                    if number is not None:
+                        code = plan.codes.get(number) or plan.code_with(number)
+                    plan.mixed_history.record(b"", code)
                 return plan.run(func, args, kwargs or {})
             results = plan.run(func, args, kwargs or {})
             if type(results) is not SlottedGlobalTensor:

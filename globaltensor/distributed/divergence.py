@@ -49,9 +49,9 @@ READING_ADVICE: Final = (
     "rank), so that each rank has the full value"
 )
 _ADVICE: Final = (
-    "Find the branch, number or random seed that differs between ranks. Code that only one rank "
-    "runs needs plain tensors: call x.numpy() or x.to_global(sbp=broadcast).to_local() on every "
-    "rank first"
+    "Find the branch, order, number or random seed that differs between ranks. Code that only one "
+    "rank runs needs plain tensors: call x.numpy() or x.to_global(sbp=broadcast).to_local() on "
+    "every rank first"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
 _SHOWN: Final = 160  # characters of an operation that an error shows
@@ -250,8 +250,8 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
         lines += _only_there(first, other)
         if len(lines) == 3 and (first.kind, first.purpose) == (other.kind, other.purpose):
             lines.append(
-                "  they have run the same operations, but with other numbers, other values of "
-                "arguments, some more often, or in another order: flow.check_ranks() shows which"
+                "  they have run the same operations, but with other numbers, on other tensors, "
+                "some more often, or in another order: flow.check_ranks() shows which"
             )
     lines.append(_ADVICE)
     return "\n".join(lines)
