@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DROPPED_ARGS", "apply_plainly", "python_body", "recover_dropped_args"]
+__all__ = ["DROPPED_ARGS", "apply_plainly", "plain_applies", "python_body", "recover_dropped_args"]
 
 #: Arguments that torch's functions drop when they pass a call on to ``__torch_function__`` (2.13;
 #: `l1_loss` had no weight before).
@@ -93,12 +93,21 @@ class _Stand:
         return getattr(self.__module, name)
 
 
+#: The custom Functions that `apply_plainly` is calling, in all threads.
+plain_applies: list[Any] = []
+
+
 def apply_plainly(
     apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call ``function.apply`` as torch does, for calls without global arguments.
 
     This frame shows the dispatcher that it is inside a custom Function's forward. torch has no
-    frame of its own there since 2.14.
+    frame of its own there since 2.14. The dispatcher looks for it only while ``plain_applies`` has
+    an entry.
     """
-    return apply(function, *args, **kwargs)
+    plain_applies.append(function)
+    try:
+        return apply(function, *args, **kwargs)
+    finally:
+        plain_applies.pop()

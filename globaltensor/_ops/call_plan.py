@@ -7,7 +7,7 @@ are in `local_plan`. Plans that run on full tensors are in `replicated_plan`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from ..sharding.spec import Spec
 from .rules import RULES, Range
 
 __all__ = [
+    "ANYWHERE",
+    "IN_LIST",
+    "ONE_AND_NAMED",
     "CallPlan",
     "ConstantPlan",
     "DelegatePlan",
@@ -137,6 +140,10 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 _MAX_CACHED_CODES = 64  # per plan
+# Where the global operands of a call are, if they are not its first one to three arguments:
+IN_LIST = -1  # the entries of the first argument, a list
+ONE_AND_NAMED = -2  # the first argument, and arguments passed by name
+ANYWHERE = -3  # found by a search of all arguments
 
 
 class CallPlan:
@@ -152,13 +159,10 @@ class CallPlan:
         "direct",
         "dtype",
         "function",
-        "history",
-        "leading",
         "mixed_history",
         "out",
-        "pick_named",
-        "pick_operands",
         "picks",
+        "recorded",
         "shape",
         "usual",
         "view",
@@ -169,15 +173,11 @@ class CallPlan:
         self.code = 0
         # number that the plan does not depend on -> code of the call with it
         self.codes: dict[Any, int] = {}
-        # The history of calls, with the serials of their operands. It is None if the plan is part
-        # of another plan, which is recorded, if there is no other rank, or in the next case.
-        self.history: History | None = None
-        # The number of global operands, if they are the first one to three arguments, else 0.
-        self.leading = 0
-        # Functions that return the global operands from the arguments, and from those passed by
-        # name, if there are quick ones.
-        self.pick_operands: Callable[[Any], Iterable[GlobalTensor]] | None = None
-        self.pick_named: Callable[[Any], Iterable[GlobalTensor]] | None = None
+        # The history of calls, the code, and where the global operands are: their number if they
+        # are the first one to three arguments, or one of the constants above. It is None if the
+        # plan is part of another plan, which is recorded, if there is no other rank, or in the next
+        # case.
+        self.recorded: tuple[History, int, int] | None = None
         # The history if operands are on several placements: ranks outside one of them may know its
         # tensors by other serials.
         self.mixed_history: History | None = None

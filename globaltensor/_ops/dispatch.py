@@ -6,16 +6,15 @@ loop."""
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._base import torch_private
-from .._base.python_bodies import DROPPED_ARGS, apply_plainly
+from .._base.python_bodies import DROPPED_ARGS, apply_plainly, plain_applies
 from .._base.python_numbers import OWN_TYPES, as_python_numbers, key_of_other
 from .._base.refusals import kernel_message
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
@@ -26,7 +25,16 @@ from ..errors import KernelError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from . import call_plan
-from .call_plan import CallPlan, DelegatePlan, RecoverArgsPlan, name_of, tensors_in
+from .call_plan import (
+    ANYWHERE,
+    IN_LIST,
+    ONE_AND_NAMED,
+    CallPlan,
+    DelegatePlan,
+    RecoverArgsPlan,
+    name_of,
+    tensors_in,
+)
 from .plan_call import autocast_state, plan_call
 from .rules import RULES, Derived
 from .rules.deferred_mean import materialize
@@ -104,7 +112,6 @@ _SCALARS = RULES.scalars
 
 
 def dispatch(
-    cls: type,
     func: Any,
     types: Any,
     args: tuple[Any, ...] = (),
@@ -113,7 +120,7 @@ def dispatch(
     """Run a call, as the ``__torch_function__`` of GlobalTensor.
 
     Every op pays for each line here: measure (benchmarks/eager_overhead.py) before changing one."""
-    if not _grad_enabled():
+    if plain_applies and not _grad_enabled():
         _refuse_in_function(args)
     handler = _handlers.get(func)
     if handler is not None:
@@ -149,7 +156,10 @@ def dispatch(
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
         elif t is list and func not in _SCALARS:  # the result of `_key`, without the cost of a call
-            key.append((list, *[v._spec if type(v) in ORDINARY else _key(v, False) for v in a]))
+            entries: list[Any] = [list]  # a loop: until Python 3.12 a comprehension is a call
+            for v in a:
+                entries.append(v._spec if type(v) in ORDINARY else _key(v, False))
+            key.append(tuple(entries))
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)
             key.append(types_)
@@ -162,26 +172,31 @@ def dispatch(
                 a = a._local
         values.append(a)
     if kwargs:
+        named: Any = 0  # the serials of the operands by name, for the history
         for name, a in kwargs.items():
             key.append(name)
             if type(a) in ORDINARY:
                 key.append(a._spec)
+                named = (named, a._serial)
             elif a is None or type(a) is bool:
                 key.append(a)
             else:
-                key.append(_key(a, free := func in _SCALARS))
+                key.append(described := _key(a, free := func in _SCALARS))
                 if free:
                     number = (number, _numbers_in(a))
+                if type(described) is Spec or type(a) is RemoteView:
+                    named = (named, a._serial)
     try:
         plan = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
         plan = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
-    history, serial = plan.history, 0
-    if history is not None:
-        code = plan.code if number is None else plan.codes.get(number) or plan.code_with(number)
+    recorded, serial = plan.recorded, 0
+    if recorded is not None:
         # The serials of the operands are numbers alone: None has no hash that is the same in every
         # process.
-        leading = plan.leading
+        history, code, leading = recorded
+        if number is not None:
+            code = plan.codes.get(number) or plan.code_with(number)
         if leading == 1:
             serial = hash((history.serial, code, args[0]._serial))
         elif leading == 2:
@@ -189,19 +204,19 @@ def dispatch(
         elif leading == 3:
             of_two = args[0]._serial, args[1]._serial
             serial = hash((history.serial, code, of_two, args[2]._serial))
-        elif plan.pick_operands is None:
-            serial = hash((history.serial, code, *_serials_in(args, kwargs)))
-        elif plan.pick_named is None:
-            of_all = tuple(map(_serial_of, plan.pick_operands(args)))
-            serial = hash((history.serial, code, of_all))
+        elif leading == IN_LIST:
+            serials = [history.serial, code]
+            for v in args[0]:
+                serials.append(v._serial)
+            serial = hash(tuple(serials))
+        elif leading == ONE_AND_NAMED:
+            serial = hash((history.serial, code, args[0]._serial, named))
         else:
-            of_args = tuple(map(_serial_of, plan.pick_operands(args)))
-            of_named = tuple(map(_serial_of, plan.pick_named(kwargs)))
-            serial = hash((history.serial, code, of_args, of_named))
+            serial = hash((history.serial, code, *_serials_in(args, kwargs)))
         history.serial = serial
     try:
         if not plan.direct:
-            if history is None:
+            if recorded is None:
                 if plan.mixed_history is not None:
                     code = plan.code
                     if number is not None:
@@ -251,17 +266,19 @@ def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[in
 
 def _identified(results: Any, serial: int) -> Any:
     """Give the new tensors among a call's results their serials, and return the results."""
-    if isinstance(results, GlobalTensor):
-        if not results._serial:
-            results._serial = serial
-    elif isinstance(results, (tuple, list)):
-        for i, result in enumerate(results):
-            if isinstance(result, GlobalTensor) and not result._serial:
-                result._serial = hash((serial, i))
+    # isinstance with a class of tensors is slow: it is the last test
+    if type(results) is tuple or type(results) is list or isinstance(results, (tuple, list)):
+        for result in results:
+            serial += 1
+            if type(result) is SlottedGlobalTensor:
+                result._serial = result._serial or serial
+            elif isinstance(result, GlobalTensor) and not result._serial:
+                result._serial = serial
+    elif isinstance(results, GlobalTensor) and not results._serial:
+        results._serial = serial
     return results
 
 
-_serial_of = operator.attrgetter("_serial")
 _PLAIN = frozenset({int, type(None)})
 
 
@@ -270,11 +287,7 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 
     Gradients are off there, and the Function's backward would receive local tensors as if they were
     global."""
-    # not a generator: it takes four times as long, and inference pays for it in each op
-    for a in args:
-        if type(a) in ORDINARY and a._local.requires_grad:
-            break
-    else:
+    if not any(type(a) in ORDINARY and a._local.requires_grad for a in args):
         return
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
@@ -300,7 +313,7 @@ def _plan_and_cache(
     if hashable and call_plan.has_default_dtype(plan, args, kwargs):
         plan = call_plan.DefaultDtypePlan(plan, plan_call)
     if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
-        plan = RecoverArgsPlan(plan, lambda *a, **k: dispatch(GlobalTensor, func, (), a, k))
+        plan = RecoverArgsPlan(plan, lambda *a, **k: dispatch(func, (), a, k))
     tensors = [t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)]
     first = next(iter(tensors), None)
     if first is not None:
@@ -328,39 +341,27 @@ def _record_in_history(
     if not history.records:
         return
     if all(t._spec.shown.placement is placement for t in operands):
-        plan.history = history
-        _find_operands(plan, args, kwargs, operands)
+        plan.recorded = history, plan.code, _operand_places(args, kwargs, operands)
     else:
         plan.mixed_history = history
 
 
-def _find_operands(
-    plan: CallPlan,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    operands: Sequence[GlobalTensor],
-) -> None:
-    """Tell the plan where calls have their operands, for a quick way to their serials."""
+def _operand_places(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[GlobalTensor]
+) -> int:
+    """Return where a call has its operands, for a quick way to their serials.
+
+    It is their number, if they are the first one to three arguments, or ONE_AND_NAMED, IN_LIST or
+    ANYWHERE."""
     places = [i for i, a in enumerate(args) if isinstance(a, GlobalTensor)]
-    names = [name for name, a in kwargs.items() if isinstance(a, GlobalTensor)]
-    if len(places) + len(names) == len(operands):
-        if not names and places == list(range(len(places))) and len(places) <= 3:
-            plan.leading = len(places)
-            return
-        plan.pick_operands = _getter(places)
-        if names:
-            plan.pick_named = _getter(names)
-    elif args and type(args[0]) is list and len(args[0]) == len(operands) and not places:
-        plan.pick_operands = operator.itemgetter(0)
-
-
-def _getter(keys: Sequence[Any]) -> Callable[[Any], Iterable[GlobalTensor]]:
-    """Return a function that returns the entries ``keys`` of a sequence or mapping."""
-    if len(keys) > 1:
-        return operator.itemgetter(*keys)
-    if list(keys) == [0]:
-        return operator.itemgetter(slice(0, 1))
-    return lambda entries: [entries[key] for key in keys]
+    named = sum(isinstance(a, GlobalTensor) for a in kwargs.values())
+    if len(places) == len(operands) <= 3 and places == list(range(len(places))):
+        return len(places)
+    if places == [0] and 1 + named == len(operands):
+        return ONE_AND_NAMED
+    if args and type(args[0]) is list and len(args[0]) == len(operands) and not places:
+        return IN_LIST
+    return ANYWHERE
 
 
 def _text(func: Any, key: Sequence[Any]) -> str:
@@ -404,7 +405,13 @@ def _numbers_in(a: Any) -> bytes:
     return b"".join(map(_numbers_in, a.values())) if isinstance(a, dict) else b""
 
 
-GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+# For each argument of a call, torch looks up this attribute, several times, without a cache. It is
+# found soonest on the class itself. A static method needs no new method object each time. Torch
+# warns of a method that is bound to a tensor, so it asks for `__self__`, and a missing attribute
+# costs an exception.
+dispatch.__self__ = GlobalTensor  # type: ignore[attr-defined]
+for _class in (GlobalTensor, SlottedGlobalTensor):
+    _class.__torch_function__ = staticmethod(dispatch)  # type: ignore[assignment]
 
 
 def _key(a: Any, free: bool) -> Any:

@@ -140,7 +140,7 @@ class LocalRecorder(Differentiated):
         kwargs = recover_dropped_args(func, kwargs or {})
         if any(issubclass(t, GlobalTensor) for t in types):
             with self:
-                return dispatch(GlobalTensor, func, types, args, kwargs)
+                return dispatch(func, types, args, kwargs)
         special = self.special.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -151,7 +151,7 @@ class LocalRecorder(Differentiated):
         # (``torch.einsum("i, i", [x, y])``).
         if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
             with self:
-                return dispatch(GlobalTensor, func, types, args, kwargs)
+                return dispatch(func, types, args, kwargs)
         return self.record(func, args, kwargs)
 
     # States
