@@ -35,7 +35,7 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
     A broadcast output is seeded as partial: the value on one rank, zero on the others. Raises
     RuntimeError where ``grad`` is None and the output has more than one element."""
     spec = output._spec
-    record("backward", output)
+    record("backward", output, *([grad] if isinstance(grad, GlobalTensor) else []))
     where = spec.placement.coordinate(world().rank)
     if grad is None:
         if spec.numel != 1:
@@ -198,6 +198,8 @@ def grad(
         )
     locals_, seeds = _starts(_sequence(outputs), grad_outputs)
     wanted = _sequence(inputs)
+    # The order does not matter: it may be that of a set, which differs by rank.
+    record("autograd.grad", *sorted(_global(wanted), key=lambda x: x._serial))
     if not locals_:
         return tuple(
             GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None
@@ -213,7 +215,16 @@ def grad(
                 raise same_on_all_ranks from None
             raise
     with torch.set_grad_enabled(create_graph):
-        return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
+        results = tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
+    for x, result in zip(wanted, results, strict=True):
+        if isinstance(x, GlobalTensor) and isinstance(result, GlobalTensor):
+            history = world().history((x._spec.shown.placement,))
+            result._serial = hash((history.serial, x._serial))
+    return results
+
+
+def _global(tensors: Sequence[Any]) -> list[GlobalTensor]:
+    return [t for t in tensors if isinstance(t, GlobalTensor)]
 
 
 def _batched(

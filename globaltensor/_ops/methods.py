@@ -142,7 +142,7 @@ def local_to_global(
     self = arrived(self)
     spec, alike = gather_specs(self, placement, layout, check_meta)
     history = world().history((placement,))
-    history.record(b"to_global" + spec.text)
+    history.record(history.code_of("to_global", spec))
     serial = history.serial
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
@@ -233,10 +233,10 @@ def _record_move(what: str, x: GlobalTensor, dst: Spec) -> int:
         return hash((x._serial, int.from_bytes(dst.text, "little")))
     # The serial counts among the ranks of the tensor's placement. Others may not know it.
     history = world().history((src.placement,))
-    history.record(what.encode() + dst.text, x._serial)
+    history.record(history.code_of(what, dst), x._serial)
     if dst.placement is not src.placement:
         history = world().history((src.placement, dst.placement))
-        history.record(what.encode() + dst.text)
+        history.record(history.code_of(what, dst))
     return history.serial
 
 

@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .._base import torch_private
 from ..boxing import box
-from ..distributed.world import world
 from ..errors import SbpError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 from .gradients.reducer import observe_gradients, reducer
 from .gradients.watchers import Watcher
+from .history import record
 from .view_tracking import link_alias
 
 __all__ = [
@@ -45,6 +45,7 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
         return grad
     if not isinstance(grad, GlobalTensor):
         raise SbpError("a hook on a global tensor must return a global tensor or None")
+    record("gradient from a hook", grad)
     return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
 
 
@@ -55,14 +56,10 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
     Collective: every rank registers the same hooks in the same order. Returns a handle with
     ``remove()``. Raises SbpError where a hook returns a local tensor.
     """
-    _record("register_hook", self)
+    # This rank observes gradients early, which changes how all ranks sum them.
+    record("register_hook", self)
     watcher = Watcher(reducer().watchers)
     return _Handle(self._local.register_hook(_Hook(self, hook, watcher)), watcher)  # type: ignore[no-untyped-call]
-
-
-def _record(what: str, x: GlobalTensor) -> None:
-    """Record that this rank observes gradients early, which changes how all ranks sum them."""
-    world().history((x._spec.shown.placement,)).record(what.encode() + x._spec.text, x._serial)
 
 
 class _Hook:
@@ -172,7 +169,7 @@ def retain_grad(self: GlobalTensor) -> None:
     """Keep the gradient of a tensor that is no leaf: ``.grad`` has it in the tensor's own sbp."""
     self._local.retain_grad()
     if not self._local.is_leaf:
-        _record("retain_grad", self)
+        record("retain_grad", self)
         observe_gradients(self._local)
 
 
@@ -185,7 +182,7 @@ def grad_fn(self: GlobalTensor) -> Any:
     if local_grad_fn is None:
         # A module asks this of each tensor that becomes its parameter.
         return None
-    _record("grad_fn", self)
+    record("reading grad_fn", self)
     reducer().watchers.of_graph(local_grad_fn)
     node = self.__dict__.get("_node")
     return node if node is not None and node.node is local_grad_fn else local_grad_fn

@@ -18,8 +18,9 @@ def record_together(what: str, tensors: Sequence[GlobalTensor]) -> None:
 
     Only tensors on the placement of the first one identify the call."""
     placement = tensors[0]._spec.shown.placement
-    world().history((placement,)).record(
-        what.encode() + tensors[0]._spec.text,
+    history = world().history((placement,))
+    history.record(
+        history.code_of(what, tensors[0]._spec),
         *[t._serial for t in tensors if t._spec.shown.placement is placement],
     )
 
@@ -33,6 +34,6 @@ def record(what: str, *tensors: GlobalTensor) -> None:
     for t in tensors:
         spec = t._spec
         history = world().history((spec.shown.placement,))
-        history.record(what.encode() + spec.text, t._serial)
+        history.record(history.code_of(what, spec), t._serial)
         if not t._serial:
             t._serial = history.serial

@@ -13,7 +13,6 @@ import torch
 
 from .._base import torch_private
 from .._base.refusals import refuse_transforms
-from .._base.user_code import caller_frame, user_frame
 from ..boxing import box
 from ..distributed.communicator import as_bytes, flatten
 from ..distributed.world import placeholder, world
@@ -33,9 +32,9 @@ __all__ = [
     "promote_plain_tensor",
 ]
 
-# Number of uses of a plain tensor at one place that are always checked.
+# Number of uses of plain tensors for one purpose that are always checked.
 _ALWAYS_CHECKED = 16
-# Maximum number of places in the program that are counted.
+# Maximum number of purposes that are counted.
 _MAX_PLACES = 1 << 14
 # Number of a tensor's elements that an error shows.
 _SHOWN = 3
@@ -141,15 +140,15 @@ def check_replicated(
 ) -> None:
     """Compare a plain tensor with those of the other ranks.
 
-    It compares the first 16 times that the program reaches this place, then at intervals that grow
-    by an eighth. ``place``: the key to count by, with the ranks. None: the line that has called
-    this library, and the user's line. The comparison is collective: all of ``ranks`` call it.
-    Raises DivergenceError, on every rank. The error names the line, the ranks with their values,
-    and how to express what is meant.
+    It compares the first 16 uses of such tensors for one purpose, then at intervals that grow by an
+    eighth. ``place``: the key to count by, with the ranks. None: the purpose, and the tensor's
+    dtype and number of dims. The line of the program is no part of it, because one rank may run the
+    same call from another line (to time or log it). The comparison is collective: all of ``ranks``
+    call it. Raises DivergenceError, on every rank. The error names the line, the ranks with their
+    values, and how to express what is meant.
     """
     if place is None:
-        frames = [f for f in (caller_frame(), user_frame()) if f is not None]
-        place = (purpose, *[(f.f_code, f.f_lasti) for f in frames])
+        place = purpose, tensor.dtype, tensor.dim()
     # Ranks of several placements reach one place at different frequencies.
     if comparison_due((place, ranks)):
         compare_replicated(tensor, ranks.flat if isinstance(ranks, Placement) else ranks, purpose)

@@ -14,7 +14,6 @@ import torch
 from .._base import torch_private
 from .._base.overridable import visible
 from ..boxing import box
-from ..distributed.world import world
 from ..errors import GlobalTensorError, InplaceError, SbpError
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec, fitting
@@ -23,6 +22,7 @@ from .global_tensor import GlobalTensor, SlottedGlobalTensor
 from .grad import get_grad, set_grad
 from .gradients import parameter_gather
 from .gradients.leaf import attach, detach
+from .history import record
 from .plain_operands import operand_spec, promote_plain_tensor
 from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
@@ -55,6 +55,8 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
             box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False),
             whole,
         )
+    if not maybe_alone and self._local.requires_grad != value:
+        record(f"requires_grad_({value})", self)
     self._local.requires_grad = value
     if not self._local.is_leaf:
         return
@@ -128,9 +130,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
             box(value._local.detach(), value._spec, self._spec, why=".data", alias=False),
             self._spec,
         )
-    world().history((self._spec.shown.placement,)).record(
-        b"set data" + self._spec.text + value._spec.text, self._serial, value._serial
-    )
+    record("setting .data", self, value)
     parameter_gather.reset_prefetch()
     if isinstance(self, RemoteView):
         self.cut()

@@ -66,7 +66,7 @@ class History:
     which run one operation on different tensors diverge too. Dispatch adds to the serial itself.
     """
 
-    __slots__ = ("operations", "ranks", "records", "serial")
+    __slots__ = ("codes", "operations", "ranks", "records", "serial")
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
@@ -75,6 +75,8 @@ class History:
         self.serial = 0
         #: The planned operations, each once, in the order of first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
+        #: What `code_of` has returned.
+        self.codes: dict[tuple[str, Any], bytes] = {}
 
     def record(self, what: bytes, *serials: int) -> None:
         """Add a call, described by ``what``, on tensors with these serials."""
@@ -101,6 +103,15 @@ class History:
             if len(self.operations) > _MAX_OPERATIONS:
                 self.operations.popitem(last=False)
         return digest
+
+    def code_of(self, what: str, spec: Any) -> bytes:
+        """Return the digest by which to record a call on a tensor of this spec."""
+        code = self.codes.get((what, spec))
+        if code is None:
+            if len(self.codes) >= _MAX_OPERATIONS:
+                self.codes.clear()
+            code = self.codes[what, spec] = self.learn(f"{what} of {spec!r}")
+        return code
 
 
 def digest_of(text: str) -> bytes:
@@ -211,8 +222,12 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
         ),
         reports[-1],
     )
-    # Equal plain tensors are not what differs.
-    if all(r.plain for r in reports) and len({r.plain for r in reports}) > 1:
+    # Tensors for other operations may differ, and equal ones are not what differs.
+    if (
+        all(r.plain for r in reports)
+        and len({r.plain for r in reports}) > 1
+        and len({r.purpose for r in reports}) == 1
+    ):
         return _plain_differs(reports)
     reading = next((r for r in (first, other) if r.purpose.startswith(READING)), None)
     elsewhere = other if reading is first else first

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["clip"]
+__all__ = ["CLIP_OPTIONS", "clip"]
+
+#: The entries of a parameter group that are for `clip`, not for the optimizer.
+CLIP_OPTIONS = ("clip_grad_max_norm", "clip_grad_norm_type")
 
 
 def clip(optimizer: Optimizer, scaler: Any = None) -> None:

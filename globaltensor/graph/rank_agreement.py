@@ -18,8 +18,10 @@ from ..distributed.communicator import Communicator
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..errors import GraphError, noted
+from ..optim.hyperparameters import as_numbers
 from ..sharding.placement import Placement
 from .capture.dry_world import GRAPH, INSIDE, Left
+from .grad_clip import CLIP_OPTIONS
 from .program.nodes import RandomCall
 
 __all__ = ["Text", "agree", "agreed", "seed_of", "settings"]
@@ -50,11 +52,12 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
     for i, entry in enumerate(graph._optimizers):
         kind = type(entry.optimizer).__name__
         for j, group in enumerate(entry.optimizer.param_groups):
-            told = ", ".join(
-                f"{name}={_shown(value)}" for name, value in group.items() if name != "params"
+            names = {*entry.optimizer.defaults, *CLIP_OPTIONS}
+            options = ", ".join(
+                f"{name}={_number_or_text(value)}" for name, value in group.items() if name in names
             )
             lines.append(
-                f"optimizer {i} ({kind}), group {j}: {len(group['params'])} parameters, {told}"
+                f"optimizer {i} ({kind}), group {j}: {len(group['params'])} parameters, {options}"
             )
         schedules = (
             entry.schedule if isinstance(entry.schedule, (list, tuple)) else [entry.schedule]
@@ -78,6 +81,12 @@ def _shown(value: Any) -> str:
         )
     text = repr(value)
     return text if " at 0x" not in text else type(value).__name__
+
+
+def _number_or_text(value: Any) -> str:
+    """Return a text that is equal for equal numbers of different types."""
+    numbers = as_numbers(value)
+    return _shown(value) if numbers is None else repr(numbers)
 
 
 def seed_of(program: fx.Graph) -> int | None:

@@ -45,7 +45,7 @@ from torch.optim.optimizer import (
 
 from .._base import torch_private
 from .._base.patches import patch
-from .._tensor.global_tensor import GlobalTensor
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.grad import local_grad, set_grad
 from .._tensor.history import record
 from ..boxing import box
@@ -54,6 +54,7 @@ from ..errors import GlobalTensorError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import partial_sum
 from ..sharding.spec import Spec, StorageSpec
+from .hyperparameters import hyperparameter_tensors, hyperparameters, spelled
 from .repeated_step import RepeatedStep, State, group_values, identical
 from .shard_gather import ShardPlaces, SteppedShards, stepped, summed
 from .state_layout import relay_state, state_beside
@@ -446,11 +447,22 @@ _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary(
 _RECORDED = "_globaltensor_recorded"
 
 
+class _Recorded(NamedTuple):
+    """The results of `_record` for an optimizer, valid until its groups change."""
+
+    values: list[Any]  # of the groups
+    count: int  # of parameters
+    tensors: list[torch.Tensor]  # hyperparameters that are tensors
+    versions: list[int]  # of these
+    code: bytes
+    serials: list[int]  # of the parameters
+
+
 def _record(optimizer: Optimizer) -> None:
     """Add a step to the history of what this rank has run.
 
-    Ranks compare the optimizer, the numbers among its settings, its parameters, and how many of
-    them have a state."""
+    Ranks compare the optimizer's class, its hyperparameters, its parameters, and how many of them
+    have a state."""
     this_world, groups = world(), optimizer.param_groups
     if (
         not this_world.compares
@@ -459,18 +471,30 @@ def _record(optimizer: Optimizer) -> None:
         or not isinstance(first := groups[0]["params"][0], GlobalTensor)
     ):
         return
-    values, known = group_values(groups), optimizer.__dict__.get(_RECORDED)
-    count = sum(len(group["params"]) for group in groups)
     placement = first._spec.shown.placement
-    if known is None or known[1] != count or not identical(values, known[0]):
-        numbers = [v for v in values if type(v) in _NUMBERS]
-        known = optimizer.__dict__[_RECORDED] = (
+    history = this_world.history((placement,))
+    values = group_values(groups)
+    known: _Recorded | None = optimizer.__dict__.get(_RECORDED)
+    count = sum(len(group["params"]) for group in groups)
+    if (
+        known is None
+        or known.count != count
+        or not identical(values, known.values)
+        or [t._version for t in known.tensors] != known.versions
+    ):
+        tensors = hyperparameter_tensors(optimizer)
+        settings = "; ".join(map(spelled, hyperparameters(optimizer)))
+        known = optimizer.__dict__[_RECORDED] = _Recorded(
             values,
             count,
-            f"{type(optimizer).__name__} {numbers!r}".encode(),
+            tensors,
+            [t._version for t in tensors],
+            history.learn(f"{type(optimizer).__name__}.step with {settings}"),
             [p._serial for group in groups for p in group["params"] if _is_on(p, placement)],
         )
-    this_world.history((placement,)).record(known[2], len(optimizer.state), *known[3])
+    # Reading the state of a parameter makes an empty one.
+    with_state = sum(1 for p, state in optimizer.state.items() if type(p) in ORDINARY and state)
+    history.record(known.code, with_state, *known.serials)
 
 
 def _is_on(p: torch.Tensor, placement: Placement) -> bool:

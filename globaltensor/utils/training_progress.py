@@ -106,10 +106,10 @@ class TrainingProgress:
     step. ``first``: the steps that were done before, for a run that goes on. ``tokens``: the tokens
     of a step over all ranks; then the speed is in tokens a second. ``every``: steps between two
     reports. ``measure_every``: the communication of one step in so many is measured. The other
-    steps have no overhead. ``log_to``: a TensorBoard SummaryWriter, a run of Weights & Biases, or
-    several. ``file``: where rank 0 prints, standard output by default. ``live``: on a terminal,
-    redraw a line between reports. ``quiet``: print nothing. Raises GlobalTensorError for other
-    arguments.
+    steps have no overhead. ``log_to``: a TensorBoard SummaryWriter, a run of Weights & Biases,
+    several of them, or None, as on the ranks that write no log. ``file``: where rank 0 prints,
+    standard output by default. ``live``: on a terminal, redraw a line between reports. ``quiet``:
+    print nothing. Raises GlobalTensorError for other arguments.
 
     Use it in a ``with`` block. The end of the block stops a measurement in progress.
 
@@ -239,6 +239,8 @@ class TrainingProgress:
 
 
 def _writers(log_to: Any) -> tuple[ScalarWriter | RunWriter, ...]:
+    if log_to is None:
+        return ()
     writers = tuple(log_to) if isinstance(log_to, Sequence) else (log_to,)
     for writer in writers:
         if not isinstance(writer, ScalarWriter | RunWriter):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.launched import Launched
 from support.pool import run_on
@@ -208,6 +209,81 @@ def cleared_state() -> None:
     layers[0](rows()).sum().item()
 
 
+def another_rate(rate: Callable[[float], Any]) -> Callable[[], None]:
+    def run() -> None:
+        layers = two()
+        optimizer = torch.optim.SGD(layers.parameters(), rate(0.1 * (1 + flow.env.get_rank())))
+        layers[0](rows()).sum().backward()
+        optimizer.step()
+        layers[0](rows()).sum().item()
+
+    return run
+
+
+def rate_written_in_place() -> None:
+    layers = two()
+    optimizer = torch.optim.Adam(layers.parameters(), torch.tensor(0.1))
+    for _ in range(2):
+        layers[0](rows()).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(chosen(0.1, 0.3))
+    layers[0](rows()).sum().item()
+
+
+def rate_of_a_graph() -> None:
+    layers = two()
+    optimizer = torch.optim.SGD(layers[0].parameters(), np.float64(0.1))
+
+    class Step(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layers[0]
+            self.add_optimizer(optimizer)
+
+        def build(self, x: Any) -> Any:
+            loss = self.layer(x).sum()
+            loss.backward()
+            return loss
+
+    step = Step()
+    step(rows())
+    optimizer.param_groups[0]["lr"] *= chosen(np.float64(1.0), np.float64(2.0))
+    for _ in range(2):
+        step(rows()).item()
+
+
+def leaf_frozen() -> None:
+    a, b = nn.Parameter(rows()), nn.Parameter(rows(1))
+    b.requires_grad_(flow.env.get_rank() == 0)
+    (a * b).sum().backward()
+    torch.optim.SGD([a, b], 0.1).step()
+    b.sum().item()
+
+
+def gradient_given() -> None:
+    a = rows().requires_grad_()
+    (a * 2).backward(chosen(rows(), rows(1)))
+    a.grad.sum().item()
+
+
+def gradient_asked_for() -> None:
+    a, b = rows().requires_grad_(), rows(1).requires_grad_()
+    torch.autograd.grad((a * b).sum(), chosen(a, b))[0].sum().item()
+
+
+def gradient_picked() -> None:
+    a, b = rows().requires_grad_(), rows(1).requires_grad_()
+    chosen(*torch.autograd.grad((a * b).sum(), (a, b))).sum().item()
+
+
+def result_of_a_hook() -> None:
+    a, others = rows().requires_grad_(), (rows(1), rows(2))
+    y = a * 1
+    y.register_hook(lambda grad: chosen(*others))
+    y.sum().backward()
+    a.grad.sum().item()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "boxed in another order": boxed_in_another_order,
     "another operand": another_operand,
@@ -235,6 +311,15 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "fewer parameters": fewer_parameters,
     "loaded step count": loaded_step_count,
     "cleared state": cleared_state,
+    "rate of NumPy": another_rate(np.float64),
+    "rate that is a tensor": another_rate(torch.tensor),
+    "rate written in place": rate_written_in_place,
+    "rate of a graph": rate_of_a_graph,
+    "leaf frozen": leaf_frozen,
+    "gradient given": gradient_given,
+    "gradient asked for": gradient_asked_for,
+    "gradient picked": gradient_picked,
+    "result of a hook": result_of_a_hook,
 }
 
 
