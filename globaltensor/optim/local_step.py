@@ -20,6 +20,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -447,7 +448,8 @@ _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary(
 _RECORDED = "_globaltensor_recorded"
 
 
-class _Recorded(NamedTuple):
+@dataclass(slots=True)
+class _Recorded:
     """The results of `_record` for an optimizer, valid until its groups change."""
 
     values: list[Any]  # of the groups
@@ -456,6 +458,8 @@ class _Recorded(NamedTuple):
     versions: list[int]  # of these
     code: bytes
     serials: list[int]  # of the parameters
+    # The number of states, if none was empty and all were of global parameters, else -1.
+    full_states: int = -1
 
 
 def _record(optimizer: Optimizer) -> None:
@@ -480,7 +484,7 @@ def _record(optimizer: Optimizer) -> None:
         known is None
         or known.count != count
         or not identical(values, known.values)
-        or [t._version for t in known.tensors] != known.versions
+        or (known.tensors and [t._version for t in known.tensors] != known.versions)
     ):
         tensors = hyperparameter_tensors(optimizer)
         settings = "; ".join(map(spelled, hyperparameters(optimizer)))
@@ -492,8 +496,11 @@ def _record(optimizer: Optimizer) -> None:
             history.learn(f"{type(optimizer).__name__}.step with {settings}"),
             [p._serial for group in groups for p in group["params"] if _is_on(p, placement)],
         )
-    # Reading the state of a parameter makes an empty one.
-    with_state = sum(1 for p, state in optimizer.state.items() if type(p) in ORDINARY and state)
+    with_state = len(optimizer.state)
+    if with_state != known.full_states:
+        # Reading the state of a parameter makes an empty one.
+        full = sum(1 for p, state in optimizer.state.items() if type(p) in ORDINARY and state)
+        with_state, known.full_states = full, with_state if full == with_state else -1
     history.record(known.code, with_state, *known.serials)
 
 
