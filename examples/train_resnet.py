@@ -60,7 +60,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise SystemExit(
-            "scikit-learn has the images: pip install 'globaltensor[examples]'"
+            "scikit-learn has the images: pip install '.[examples]' in a checkout of globaltensor"
         ) from None
     pixels, classes = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16

@@ -1,6 +1,7 @@
 """The command ``globaltensor``: its verbs, each of which is a Python function.
 
 globaltensor launch -n 2 script.py                   start a script on several processes
+globaltensor trace -n 2 --out trace.json script.py   the same, with a trace of all ranks for Perfetto
 globaltensor doctor [--json | --patches]             check this machine and this environment
 globaltensor ops [NAME ...]                          how torch's functions run on global tensors
 globaltensor profile -n 2 --out cluster.json         what computing and moving data cost here, for plans
@@ -46,14 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .distributed.launch import main as launch
 
         return launch(arguments[1:], prog="globaltensor launch")
+    if arguments[:1] == ["trace"]:  # the launcher's options too
+        from .utils.trace_command import main as trace
+
+        return trace(arguments[1:])
     top, parsers = _parsers(arguments[:1])
     options = top.parse_args(arguments)
     if options.verb == "completion":
         from ._base.shell_completion import completion_script
         from .distributed.launcher.options import parser as launcher
+        from .utils.trace_command import trace_parser
 
         _, parsers = _parsers(list(_VERBS))
-        parsers |= {"launch": launcher("globaltensor launch")}
+        parsers |= {"launch": launcher("globaltensor launch"), "trace": trace_parser()}
         sys.stdout.write(completion_script(options.shell, "globaltensor", top, parsers))
         return 0
     runs = {"doctor": _doctor, "ops": _ops, "profile": _profile, "plan": _plan}
@@ -304,6 +310,12 @@ _VERBS: Final[
     dict[str, tuple[str, str, tuple[str, ...], Callable[[argparse.ArgumentParser], None]]]
 ] = {
     "launch": ("start a script on several processes (globaltensor launch -h)", "", (), _no_options),
+    "trace": (
+        "start a script on several processes, and write one trace of them",
+        "",
+        (),
+        _no_options,
+    ),
     "doctor": (
         "check this machine and this environment, and advise",
         """\

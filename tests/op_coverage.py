@@ -170,8 +170,8 @@ def report(rows: Sequence[Row]) -> str:
         if {"refused", "error", "wrong"} & set(r["verdicts"].values())
     ]
     for kind, title in (
-        ("fallback", "Run on whole tensors, without a rule"),
-        ("whole", "Run whole by rule"),
+        ("fallback", "Computed on full tensors, for lack of a rule"),
+        ("whole", "Computed on full tensors by a rule"),
     ):
         text += [
             "",

@@ -40,7 +40,7 @@ def load(folder, batch_size):
     except ImportError:
         raise SystemExit(
             "no --mnist FOLDER is given, and scikit-learn, which has digits, is not installed: "
-            'pip install "globaltensor[examples]"'
+            "pip install '.[examples]' in a checkout of globaltensor"
         ) from None
     found = load_digits()
     order = np.random.RandomState(0).permutation(len(found.target))

@@ -43,6 +43,8 @@ def refusal_of_kernel(kernel: Any) -> KernelError:
             "gradients torch computes on local tensors: pass check_undefined_grad=False, and "
             "leave check_batched_grad and check_forward_ad off"
         )
+    if (wrapper := _wrapper_under_construction()) is not None:
+        return KernelError(wrapper_message(wrapper))
     if kernel.namespace == "c10d":
         return KernelError(collective_message(name))
     if "sparse" in name or "nested" in name:
@@ -62,6 +64,28 @@ def _calling_modules() -> Iterator[str]:
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
         frame = frame.f_back
+
+
+def _wrapper_under_construction() -> str | None:
+    """Return torch's wrapper for data parallelism that is being made of a model, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module == "torch.nn.parallel.distributed" and function == "__init__":
+            return "DistributedDataParallel"
+        if module.startswith("torch.distributed.fsdp") and function == "fully_shard":
+            return "fully_shard"
+        frame = frame.f_back
+    return None
+
+
+def wrapper_message(wrapper: str) -> str:
+    plan = "data" if wrapper == "DistributedDataParallel" else "fsdp"
+    return (
+        f"torch's {wrapper} was called on a model whose parameters are global tensors. Leave it "
+        f'out: flow.parallelize(model, placement, "{plan}") does its work already, and backward '
+        "sums the gradients over the ranks"
+    )
 
 
 def copied_message(where: str) -> str:

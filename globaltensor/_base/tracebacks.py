@@ -1,6 +1,7 @@
 """Short tracebacks: errors of this library show only the user's own lines.
 
-Frames of this library, of torch and of the standard library are left out. The package calls
+So do errors of torch that this library found before the call ran (`mark_torch_error`). Frames of
+this library, of torch and of the standard library are left out. The package calls
 `install` when it is imported. ``GLOBALTENSOR_TRACEBACK=full`` shows all frames.
 """
 
@@ -16,17 +17,24 @@ from ..errors import GlobalTensorError
 from .patches import patch
 from .user_code import is_user_code
 
-__all__ = ["VARIABLE", "install", "shortened"]
+__all__ = ["VARIABLE", "install", "mark_torch_error", "shortened"]
 
 VARIABLE = "GLOBALTENSOR_TRACEBACK"
+_MARK = "_globaltensor_found_it"
+
+
+def mark_torch_error(error: Exception) -> None:
+    """Mark an error of torch about the user's call, so that its traceback is shortened too."""
+    setattr(error, _MARK, True)
 
 
 def shortened(error: BaseException) -> list[str] | None:
-    """Return the traceback of one of this library's errors, with the user's frames only.
+    """Return the traceback of this library's or a marked error, with the user's frames only.
 
     Return None where the full traceback should be shown.
     """
-    if not isinstance(error, GlobalTensorError) or os.environ.get(VARIABLE) == "full":
+    ours = isinstance(error, GlobalTensorError) or getattr(error, _MARK, False)
+    if not ours or os.environ.get(VARIABLE) == "full":
         return None
     frames = [
         (frame, line)

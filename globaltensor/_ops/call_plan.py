@@ -15,6 +15,7 @@ import torch
 from .._base import torch_private
 from .._base.python_bodies import recover_dropped_args
 from .._base.pytree import replaced, tensors_in
+from .._base.tracebacks import mark_torch_error
 from .._tensor.global_tensor import GlobalTensor
 from ..distributed.divergence import History, digest_of
 from ..errors import GlobalTensorError
@@ -117,6 +118,7 @@ def as_on_one_device(
             warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as alone:
+        mark_torch_error(alone)
         return alone
     return None
 

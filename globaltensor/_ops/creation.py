@@ -230,9 +230,9 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
     check_placement(placement)  # type: ignore[arg-type]
     assert isinstance(placement, Placement)
     if sbp is None:
+        each = f" (a list, one for each of the {placement.axes} axes)" * (placement.axes > 1)
         raise SbpError(
-            f"{name} got a placement but no sbp: add sbp=broadcast, split(dim) or partial_sum "
-            f"(one for each of the {placement.axes} axes)"
+            f"{name} got a placement but no sbp: add sbp=broadcast, split(dim) or partial_sum{each}"
         )
     if kwargs.get("device") is not None:
         raise PlacementError(

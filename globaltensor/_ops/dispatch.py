@@ -17,6 +17,7 @@ from .._base import torch_private
 from .._base.python_bodies import DROPPED_ARGS, apply_plainly, plain_applies
 from .._base.python_numbers import OWN_TYPES, as_python_numbers, key_of_other
 from .._base.refusals import kernel_message
+from .._base.tracebacks import mark_torch_error
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
@@ -189,7 +190,7 @@ def dispatch(
     try:
         plan = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
-        plan = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
+        plan = _plan_and_cache(func, args, kwargs or {}, key, miss)
     recorded, serial = plan.recorded, 0
     if recorded is not None:
         # The serials of the operands are numbers alone: None has no hash that is the same in every
@@ -238,6 +239,7 @@ def dispatch(
     except (IndexError, RuntimeError) as error:
         if (alone := call_plan.as_on_one_device(error, func, args, kwargs or {})) is not None:
             raise alone from None
+        mark_torch_error(error)
         raise
     wrapped = (
         _make(SlottedGlobalTensor, plan.shape)
@@ -298,10 +300,25 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def _forget_miss(error: BaseException, miss: Exception) -> None:
+    """Take the cache's miss out of an error's context: its traceback would show the miss first."""
+    while error.__context__ is not None and error.__context__ is not miss:
+        error = error.__context__
+    error.__context__ = None
+
+
 def _plan_and_cache(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    miss: KeyError | TypeError,
 ) -> CallPlan:
-    """Plan a call that is not in the cache, and cache the plan if all arguments can be hashed."""
+    """Plan a call that is not in the cache, and cache the plan if all arguments can be hashed.
+
+    ``miss`` is the error of the cache: a KeyError, or a TypeError if the key has no hash.
+    """
+    hashable = isinstance(miss, KeyError)
     version = RULES.version
     if as_python_numbers(args) is not args or as_python_numbers(kwargs) is not kwargs:
         # The call with Python's own numbers is dispatched, recorded and planned instead.
@@ -309,7 +326,11 @@ def _plan_and_cache(
         if hashable:
             _cache.derived.keep(tuple(key), delegate, version, _MAX_PLANS)
         return delegate
-    plan = plan_call(func, args, kwargs)
+    try:
+        plan = plan_call(func, args, kwargs)
+    except Exception as error:
+        _forget_miss(error, miss)
+        raise
     if hashable and call_plan.has_default_dtype(plan, args, kwargs):
         plan = call_plan.DefaultDtypePlan(plan, plan_call)
     if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):

@@ -15,6 +15,7 @@ import torch
 
 from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
+from .._base.tracebacks import mark_torch_error
 from ..distributed.world import world
 from ..sharding.spec import Spec
 
@@ -61,6 +62,17 @@ def infer_outputs(
     """Run the function on meta tensors of the global shapes and return (result tensors, result).
 
     Returns (None, None) if torch has no meta kernel for it, or if the result depends on values."""
+    try:
+        return _inferred(func, specs, args, kwargs)
+    except Exception as error:
+        mark_torch_error(error)
+        raise
+
+
+def _inferred(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Found:
+    """Do the work of `infer_outputs`, or return what it found for the same call."""
     known = _known.memo
     if known is None or torch_private.any_autocast():
         return _tried(func, specs, args, kwargs)
@@ -191,6 +203,7 @@ def check_dtypes(
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as error:
         if isinstance(error, NotImplementedError) or _DTYPES.search(str(error)):
+            mark_torch_error(error)
             raise
 
 

@@ -279,8 +279,8 @@ def _read(value: Any, name: str) -> Target:
     """Convert (model, inputs) or (model, inputs, keyword arguments) to a target."""
     if isinstance(value, (torch.nn.Module, Graph)) or _is_kind(value):
         raise PlanError(
-            f"{name} is a model without inputs; give (model, inputs): a tuple, or a function that "
-            f"returns it"
+            f"{name} is a model without inputs; give a tuple (model, inputs), or a function that "
+            f"returns one, such as: def small(): return Net(), (torch.empty(8, 32),)"
         )
     if not isinstance(value, tuple) or not 2 <= len(value) <= 3:
         raise PlanError(

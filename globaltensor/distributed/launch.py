@@ -16,7 +16,7 @@ import os
 import signal
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -36,7 +36,7 @@ from .launcher.node_rendezvous import bound
 from .launcher.options import job_of, parser
 from .launcher.workers import OrphanReaper, signal_name
 
-__all__ = ["Job", "launch", "main", "parser", "reserved_port"]
+__all__ = ["Job", "launch", "main", "parser", "reserved_port", "run"]
 
 
 def launch(job: Job) -> int:
@@ -120,12 +120,17 @@ def main(
     arguments: Sequence[str] | None = None, prog: str = "python -m globaltensor.distributed.launch"
 ) -> int:
     """Run the launcher as a command, and return its exit code."""
+    options = parser(prog).parse_args(arguments)
+    return run(lambda: job_of(options))
+
+
+def run(job: Callable[[], Job]) -> int:
+    """Launch the job that ``job`` returns, report errors on stderr, and return the exit code."""
     if "LOGLEVEL" not in os.environ:
         # The launcher itself reports what this logger would warn of.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = parser(prog).parse_args(arguments)
     try:
-        return launch(job_of(options))
+        return launch(job())
     except WorldError as error:
         say(str(error))
         return 2

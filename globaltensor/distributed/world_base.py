@@ -178,10 +178,15 @@ class World(ABC):
         index = self.index(type)
         if type == "cuda" and index >= (count := torch.cuda.device_count()):
             raise WorldError(
-                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this "
-                f"machine shows {count}; "
-                'use placement("cpu", ...), start at most one process per device'
-                + (", or let them share it with the backend gloo" if count else "")
+                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: PyTorch "
+                f"finds {count or 'none'} on this machine. "
+                + (
+                    f"Start at most {count} process{'es' if count > 1 else ''} here, let ranks "
+                    'share GPUs with the backend gloo, or use the placement type "cpu"'
+                    if count
+                    else 'Use the placement type "cpu": flow.placement.all("cpu"). With a GPU, '
+                    "check the build of PyTorch and the driver: globaltensor doctor"
+                )
             )
         return torch.device(type, index)
 

@@ -288,3 +288,9 @@ def test_waiting_counts_for_what_goes_on_from_a_second_layout() -> None:
 def test_a_missing_plan_of_a_graph_is_told(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"none\.json is no plan: FileNotFoundError"):
         GraphPlan.load(tmp_path / "none.json")
+
+
+def test_calls_have_the_line_of_the_user() -> None:
+    """The frames between are torch's, ours, and those of the standard library."""
+    plan = flow.auto.plan(nn.Sequential(nn.Linear(8, 16), nn.GELU()), X, "dgx-h100", mesh=(2,))
+    assert {call.where.rpartition(":")[0] for call in plan.calls} == {__file__}

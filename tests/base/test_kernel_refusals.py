@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn as nn
 from support.pool import run_on
+from torch.distributed.fsdp import fully_shard
 
 import globaltensor as flow
+from globaltensor.distributed.world import world
 from globaltensor.errors import GlobalTensorError, KernelError, KindError
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -178,6 +180,31 @@ def quantized() -> dict[str, str]:
             assert torch.quantize_per_tensor(local, 0.1, 0, torch.quint8).is_quantized
     assert (g / 0.5).round().to(torch.int8).tolist() == (value() / 0.5).tolist()
     return {name: refusal(call) for name, call in calls.items()}
+
+
+def wrapped() -> dict[str, str]:
+    model = nn.Linear(4, 2)
+    flow.parallelize(model, flow.placement.all("cpu"), "data")
+    texts = {
+        "ddp": refusal(lambda: nn.parallel.DistributedDataParallel(model)),
+        "fsdp": refusal(lambda: fully_shard(model)),
+    }
+    world().forget()  # each rank has cut its own part out of the parameters: the ranks diverged
+    world().comm(tuple(range(world().size))).barrier()
+    return texts
+
+
+def test_wrappers_of_torch_say_that_the_model_is_parallel_already() -> None:
+    texts = same_on_ranks(wrapped)
+    assert texts == {
+        name: f"torch's {wrapper} was called on a model whose parameters are global tensors. Leave "
+        f'it out: flow.parallelize(model, placement, "{plan}") does its work already, and backward '
+        f"sums the gradients over the ranks"
+        for name, wrapper, plan in (
+            ("ddp", "DistributedDataParallel", "data"),
+            ("fsdp", "fully_shard", "fsdp"),
+        )
+    }
 
 
 def test_quantizing_names_ways_to_small_numbers() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -597,6 +599,34 @@ def test_errors_show_the_lines_of_the_user_alone() -> None:
     assert "SbpError: sbp splits dim 7" in text
     assert found.value._render_traceback_()[0] == "Traceback (most recent call last):"  # type: ignore[attr-defined]
     assert shortened(ValueError("mine")) is None
+
+
+REFUSED_BY_TORCH: list[tuple[type[Exception], str, Callable[[torch.Tensor], Any]]] = [
+    (RuntimeError, "mat1 and mat2 shapes", lambda x: nn.Linear(7, 2)(x)),
+    (RuntimeError, "same dtype", lambda x: nn.Linear(x.shape[1], 2)(x.double())),
+    (RuntimeError, "same dtype", lambda x: nn.Linear(x.shape[1], 2)(x.long())),
+    (ValueError, "to match target batch_size", lambda x: loss_of(x, torch.tensor([1]))),
+    (RuntimeError, "target dtype", lambda x: loss_of(x, torch.zeros(len(x)))),
+    (IndexError, "out of bounds", lambda x: x[:, 99]),
+]
+loss_of = nn.functional.cross_entropy
+
+
+@pytest.mark.parametrize(("kind", "says", "call"), REFUSED_BY_TORCH)
+def test_calls_that_torch_refuses_show_the_lines_of_the_user_alone(
+    kind: type[Exception], says: str, call: Callable[[torch.Tensor], Any]
+) -> None:
+    for _ in range(2):  # a call that is planned the first time, and perhaps cached then
+        with pytest.raises(kind, match=says) as found:
+            call(rows())
+        assert "KeyError" not in "".join(traceback.format_exception(found.value))
+        lines = shortened(found.value)
+        assert lines is not None
+        text = "".join(lines)
+        assert says in text
+        assert __file__ in text
+        assert os.path.dirname(flow.__file__) not in text
+        assert os.path.dirname(torch.__file__) not in text
 
 
 def unseeded() -> tuple[list[float], float, list[float]]:

@@ -188,8 +188,9 @@ def test_ranks_share_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         WorldError,
         match=(
-            r"rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend "
-            r"gloo"
+            r"rank 2 .* has no cuda device: PyTorch finds 2 on this machine. Start at most 2 "
+            r"processes here, let ranks share GPUs with the backend gloo, or use the placement "
+            r"type \"cpu\"$"
         ),
     ):
         over_nccl.device("cuda")
@@ -205,8 +206,9 @@ def test_without_gpus_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         WorldError,
         match=(
-            r"this machine shows 0; use placement\(\"cpu\", ...\), start at most one process "
-            r"per device$"
+            r"PyTorch finds none on this machine. Use the placement type \"cpu\": "
+            r"flow.placement.all\(\"cpu\"\). With a GPU, check the build of PyTorch and the "
+            r"driver: globaltensor doctor$"
         ),
     ):
         ProcessWorld(0, 1, 0, 1, owned=False).device("cuda")

@@ -29,8 +29,9 @@ from globaltensor.distributed import doctor as checks
 from globaltensor.distributed.doctor import Finding, examine
 from globaltensor.distributed.launcher.options import job_of
 from globaltensor.distributed.launcher.options import parser as launcher
+from globaltensor.utils.trace_command import trace_parser
 
-VERBS = ("launch", "doctor", "ops", "profile", "plan", "completion")
+VERBS = ("launch", "trace", "doctor", "ops", "profile", "plan", "completion")
 COMMAND = [sys.executable, "-m", "globaltensor"]
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME")
 
@@ -64,8 +65,9 @@ def test_help_ends_in_examples_that_parse(verb: str, capsys: pytest.CaptureFixtu
         called = example.partition(f"globaltensor {verb}")[2]
         command = re.split(r"   |\)\"| > |\|", called)[0]  # without the comment
         given = [word.strip("'") for word in command.split()]
-        if verb == "launch":
-            assert launcher().parse_args(given).training_script in ("train.py", "globaltensor")
+        if verb in ("launch", "trace"):
+            parser = launcher() if verb == "launch" else trace_parser()
+            assert parser.parse_args(given).training_script in ("train.py", "globaltensor")
         else:
             top, _ = _parsers([verb])
             assert top.parse_args([verb, *given]).verb == verb
@@ -151,6 +153,7 @@ COMPLETED = [
     ("completion ", {"bash", "zsh", "fish"}),
     ("launch -n 2 --master_", {"--master_addr", "--master_port"}),
     ("launch --backend g", {"gloo"}),
+    ("trace --ou", {"--out"}),
     ("plan --expl", {"--explain"}),
     ("doctor --no", {"--no-ranks"}),
 ]

@@ -238,8 +238,8 @@ def test_nccl_wants_a_gpu_for_each_rank(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
     said = fresh_pool(2).run(_second_has_none, timeout=120.0)
-    assert "rank 1 (local rank 1) has no cuda device: this machine shows 1" in said[1]
-    assert "share it with the backend gloo" in said[1]
+    assert "rank 1 (local rank 1) has no cuda device: PyTorch finds 1" in said[1]
+    assert "Start at most 1 process here, let ranks share GPUs with the backend gloo" in said[1]
 
 
 # ---------------------------------------------------------------------------------- compiled graphs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn as nn
 from support.pool import run_on
 
 import globaltensor as flow
+from globaltensor.__main__ import main
 from globaltensor.distributed.simulate import simulate
 from globaltensor.utils.run_trace import _compact, merged
 
@@ -121,3 +124,56 @@ def test_a_block_that_fails_writes_nothing(tmp_path: Path) -> None:
 
 def test_simulated_ranks_are_refused(tmp_path: Path) -> None:
     assert "threads of one process" in simulate(2, cannot, str(tmp_path / "trace.json"))[0]
+
+
+TRACED = """
+import sys
+import globaltensor as flow
+from globaltensor.__main__ import main
+from beside import SIZE
+x = flow.randn(SIZE, 4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+x.to_global(sbp=flow.sbp.broadcast)
+if flow.env.get_rank() == 0:
+    print(__name__, sys.argv)
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize(("as_module", "n"), [(False, 2), (True, 1)])
+def test_the_command_traces_a_script_on_all_ranks(
+    as_module: bool,
+    n: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "beside.py").write_text("SIZE = 8\n")
+    script, path = tmp_path / "traced_program.py", tmp_path / "traced.json"
+    script.write_text(TRACED)
+    if as_module:
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    name = ["-m", "traced_program"] if as_module else [str(script)]
+    assert main(["trace", "-n", str(n), "--out", str(path), *name, "--steps", "0"]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"__main__ {[str(script), '--steps', '0']}\n"
+    assert err == f"globaltensor trace: wrote {path}; ui.perfetto.dev opens it\n"
+    events = json.loads(path.read_text())["traceEvents"]
+    boxings = {(e["pid"], e["name"]) for e in events if e["name"].startswith("box ")}
+    assert {e["pid"] for e in events} == set(range(n))
+    expected = {(rank, "box S(0)->B 64 B ranks 0-1") for rank in (0, 1)} if n == 2 else set()
+    assert boxings == expected
+
+
+def test_the_command_ends_as_the_script_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside.py").write_text("SIZE = 8\n")
+    script, path = tmp_path / "traced_program.py", tmp_path / "traced.json"
+    script.write_text(TRACED)
+    assert main(["trace", "--out", str(path), str(script), "7"]) == 7
+    assert not path.exists(), "a run that failed"
+    assert main(["trace", "--no_python", "ls"]) == 2
+    assert main(["trace", str(tmp_path / "nonesuch.py")]) == 2
+    assert re.search(
+        r"only a Python script .*nonesuch.py does not exist", capfd.readouterr().err, re.S
+    )

@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def highspy() -> Any | None:
-    """Return the module, or None where the extra `globaltensor[auto]` is not installed."""
+    """Return the module, or None where the extra `auto` is not installed."""
     try:
         return importlib.import_module("highspy")
     except ImportError:

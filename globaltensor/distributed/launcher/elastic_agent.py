@@ -297,7 +297,11 @@ class NodeAgent(SimpleElasticAgent):
                 (STDERR, to.stderrs, to.tee_stderrs),
             ):
                 streams[worker.local_rank, number] = _stream(
-                    number, paths[worker.local_rank], worker.local_rank in teed, prefix
+                    number,
+                    paths[worker.local_rank],
+                    worker.local_rank in teed,
+                    prefix,
+                    whole_lines=len(group.workers) > 1,
                 )
         ranks = []
         for worker in group.workers:
@@ -339,7 +343,7 @@ def _met(group: WorkerGroup) -> Any:
     return group
 
 
-def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
+def _stream(number: int, path: str, teed: bool, prefix: str, whole_lines: bool) -> Stream:
     """Return the stream for a rank's stdout or stderr, as torch's LogsSpecs describes it.
 
     The path "" is the console. Any other path is a file, and also the console if the stream is
@@ -347,5 +351,6 @@ def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
     """
     save_tail = number == STDERR
     if path in ("", os.devnull):
-        return Stream(number if not path else None, save_tail=save_tail)
+        console = number if not path else None
+        return Stream(console, save_tail=save_tail, whole_lines=whole_lines and not path)
     return Stream(number if teed else None, Path(path), prefix.encode() if teed else b"")

@@ -56,13 +56,15 @@ class Stream:
     """The stdout or stderr of a rank.
 
     ``console`` is the descriptor where it is shown (1 or 2), or None. If ``save_tail`` is True, its
-    end is saved for a report.
+    end is saved for a report. If ``whole_lines`` is True, the console shows it line by line: ranks
+    write without a buffer, so that the pieces of one `print` would mix with those of other ranks.
     """
 
     console: int | None
     path: Path | None = None
     prefix: bytes = b""
     save_tail: bool = False
+    whole_lines: bool = False
     ours: int = -1  # our end of the channel, or -1
     theirs: int | None = None  # the rank's end, or None for the launcher's own descriptor
     said: bytes = b""
@@ -81,7 +83,7 @@ class Stream:
             self.theirs = os.dup(self.file.fileno())
         elif self.console is None and not self.save_tail:
             self.theirs = os.open(os.devnull, os.O_WRONLY)
-        elif self.file is not None or self.save_tail or self.prefix:
+        elif self.file is not None or self.save_tail or self.whole_lines or self.prefix:
             self.ours, self.theirs = _channel(self.console)
 
     def started(self) -> None:

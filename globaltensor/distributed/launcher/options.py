@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ from .job import ROLE, Job, Output
 __all__ = ["job_of", "parser"]
 
 BACKENDS: Final = ("auto", "gloo", "nccl", "mpi")
+_DESCRIPTION: Final = (
+    "Start a script as several processes, on one machine or more, and monitor them."
+)
 _EXAMPLES: Final = (
     "%(prog)s -n 2 train.py --lr 0.1",
     "%(prog)s --nnodes 2 --node_rank 0 -n 8 --master_addr 10.0.0.1 --master_port 29500 train.py      (on 10.0.0.1; --node_rank 1 on the other)",  # noqa: E501
@@ -33,11 +37,14 @@ A variable can set each option: PET_NPROC_PER_NODE sets --nproc_per_node. Kubern
 set such variables. docs/environment.md describes the launcher."""
 
 
-def parser(prog: str = "python -m globaltensor.distributed.launch") -> CommandParser:
+def parser(
+    prog: str = "python -m globaltensor.distributed.launch",
+    description: str = _DESCRIPTION,
+    examples: Sequence[str] = _EXAMPLES,
+) -> CommandParser:
     """Return the parser of the launcher's options, each with its explanation."""
-    what = "Start a script as several processes, on one machine or more, and monitor them."
     out = CommandParser(
-        prog=prog, description=what, examples=_EXAMPLES, epilog=_EPILOG, allow_abbrev=False
+        prog=prog, description=description, examples=examples, epilog=_EPILOG, allow_abbrev=False
     )
 
     def group(title: str) -> Any:

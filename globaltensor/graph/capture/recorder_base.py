@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import sys
+import sysconfig
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -223,6 +225,7 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return func, args
 
 
+_STANDARD: Final = sysconfig.get_path("stdlib") + os.sep
 _INSIDE: Final = (str(Path(torch.__file__).parent), str(PACKAGE_ROOT), "<")
 
 
@@ -231,12 +234,18 @@ def of_user(path: str) -> bool:
     return not path.startswith(_INSIDE)
 
 
+def _of_python(path: str) -> bool:
+    """Return True if a file is of Python's standard library, such as contextlib."""
+    return path.startswith(_STANDARD) and f"-packages{os.sep}" not in path
+
+
 def line() -> str:
     """Return file:line of the user's code that is running."""
     frame = sys._getframe(2)
     while frame is not None:
-        if of_user(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if of_user(file) and not _of_python(file):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
