@@ -26,6 +26,7 @@ from .._base.torch_private import function_mode_on
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
+from .._tensor.pending_tensor import PendingTensor, local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..sharding.sbp import broadcast
@@ -79,17 +80,13 @@ class Context:
 
     def _hand_over(self, node: Any) -> None:
         """Pass the saved tensors on to the local graph's node, which holds them from here on."""
-        node.save_for_backward(*[_local(t) for t in self._saved])
-        node.mark_dirty(*[_local(t) for t in self._dirty])
-        node.mark_non_differentiable(*[_local(t) for t in self._without])
+        node.save_for_backward(*[local_of(t) for t in self._saved])
+        node.mark_dirty(*[local_of(t) for t in self._dirty])
+        node.mark_non_differentiable(*[local_of(t) for t in self._without])
         node.set_materialize_grads(self._materialize)
         self._saved = tuple(t._spec if isinstance(t, GlobalTensor) else None for t in self._saved)
         self._dirty = self._without = ()
         self._node = weakref.ref(node)
-
-
-def _local(x: Any) -> Any:
-    return x._local if isinstance(x, GlobalTensor) else x
 
 
 class _FunctionNode(torch.autograd.Function):
@@ -110,7 +107,7 @@ class _FunctionNode(torch.autograd.Function):
         node.input_homes = [_home(x) for x in inputs]
         context._hand_over(node)
         node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
-        return tuple(_local(out) for out in outs)
+        return tuple(local_of(out) for out in outs)
 
     @staticmethod
     def backward(node: Any, *grads: Any) -> Any:
@@ -161,13 +158,13 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
         grad = grad.sum_to_size(shape)
     if not isinstance(home, Spec):
         return (
-            grad.to_global(sbp=[broadcast] * grad._spec.placement.axes)._local
+            local_of(grad.to_global(sbp=[broadcast] * grad._spec.placement.axes))
             if isinstance(grad, GlobalTensor)
             else grad
         )
     if isinstance(grad, GlobalTensor):
         return box(
-            grad._local,
+            local_of(grad),
             grad._spec,
             home.replace(dtype=grad.dtype),
             why="gradient from a custom Function",
@@ -186,6 +183,9 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
         _promoted(a, placement) if need and not isinstance(a, GlobalTensor) else a
         for a, need in zip(args, needs, strict=True)
     ]
+    for a in args:
+        if isinstance(a, PendingTensor):
+            a._materialize()
     context = Context(needs)
     with torch.no_grad():
         if function.setup_context is torch.autograd.Function.setup_context:
@@ -203,7 +203,7 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
         context,
         list(args),
         [outs[i] for i in at],
-        *[_local(a) for a in args if isinstance(a, torch.Tensor)],
+        *[local_of(a) for a in args if isinstance(a, torch.Tensor)],
     )
     for i, part in zip(at, parts, strict=True):
         out = outs[i]
@@ -276,9 +276,9 @@ class LocalFunction:
         self.written = [
             i
             for i, (g, part) in enumerate(zip(inputs, parts, strict=True))
-            if _local(g) is not part
+            if local_of(g) is not part
         ]
-        return [_local(t) for t in result_tensors], [_local(inputs[i]) for i in self.written]
+        return [local_of(t) for t in result_tensors], [local_of(inputs[i]) for i in self.written]
 
 
 _EMPTY = torch.empty(0)

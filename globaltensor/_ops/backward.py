@@ -19,6 +19,7 @@ from .._base.user_code import user_line
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
+from .._tensor.pending_tensor import local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import world
@@ -48,7 +49,7 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
         counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
         return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
     if isinstance(grad, GlobalTensor):
-        return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
+        return box(local_of(grad), grad._spec, spec.dual(), why="gradient given to backward")
     whole = operand_spec(grad, spec.placement, "gradient given to backward")
     return box(
         promote_plain_tensor(grad, whole, "gradient given to backward"),
@@ -59,9 +60,9 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
 
 
 def _settled(output: Any) -> Any:
-    """Reduce partials other than sums, which have no cotangent of their own."""
+    """Materialize an output, and reduce partials other than sums, which have no cotangent."""
     if isinstance(output, GlobalTensor) and any(
-        e.is_partial and e.reduce != "sum" for e in output._spec.layout
+        e.is_partial and e.reduce != "sum" for e in output._materialize()._spec.layout
     ):
         settled = GlobalTensor.wrap(
             box(output._local, output._spec, output._spec.replicated(), why="backward"),
@@ -103,10 +104,6 @@ def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
 
 def _outside(x: Any) -> bool:
     return isinstance(x, GlobalTensor) and x._spec.placement.coordinate(world().rank) is None
-
-
-def local_of(x: Any) -> Any:
-    return x._local if isinstance(x, GlobalTensor) else x
 
 
 def backward(

@@ -129,7 +129,7 @@ def _may_be_index(t: torch.Tensor) -> bool:
 
 def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a copy of an operand if this rank has its full value, else zeros of its shape."""
-    here = part._local if isinstance(part, GlobalTensor) else part
+    here = part._stored if isinstance(part, GlobalTensor) else part
     partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
     return (
         here.detach().cpu().clone()

@@ -12,8 +12,8 @@ import torch
 
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.pending_tensor import materialize_all
 from .._tensor.plain_operands import content_digest
-from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
 from ..errors import DivergenceError
 from ..sharding.spec import Spec
@@ -110,8 +110,7 @@ def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 and tensor.layout is torch.strided
             ):
                 seen.add(id(tensor))
-                if isinstance(tensor, RemoteView):
-                    tensor._local  # noqa: B018 - this may fetch the data, on all ranks
+                materialize_all(tensor)
                 yield name, tensor
 
 

@@ -26,6 +26,7 @@ from .._base.refusals import dense_message
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
+from .._tensor.pending_tensor import register_lazy_functions
 from .._tensor.plain_operands import check_replicated
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
@@ -471,7 +472,7 @@ def _like(
         # Torch's own function on the local tensor preserves its strides, which optimizers want for
         # their state.
         return _wrapped(
-            draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec),
+            draws.zero_unless_owner(getattr(torch, name)(x._stored, *args, **kwargs), spec),
             spec,
             grad,
         )
@@ -669,4 +670,5 @@ register_handlers(
     },
     "creation",
 )
+register_lazy_functions([*(getattr(torch, n) for n in LIKES), *(getattr(Tensor, n) for n in NEW)])
 __all__ = [*sorted(n for n in MAKE), *LIKES]

@@ -38,7 +38,6 @@ from .call_plan import (
 )
 from .plan_call import autocast_state, plan_call
 from .rules import RULES, Derived
-from .rules.deferred_mean import materialize
 
 __all__ = ["Handler", "dispatch", "fresh_plans", "handler_kind", "register_handlers"]
 
@@ -168,7 +167,7 @@ def dispatch(
             key.append(_key(a, free := func in _SCALARS))
             if free:
                 number = (number, _numbers_in(a))
-            # `_key` has computed the quotient of a deferred mean: it is an ordinary tensor now.
+            # `_key` has materialized it: a deferred mean is an ordinary tensor now.
             if t is not list and type(a) in ORDINARY:
                 a = a._local
         values.append(a)
@@ -453,7 +452,9 @@ def _key(a: Any, free: bool) -> Any:
     if a is None or a is Ellipsis:
         return a
     if isinstance(a, GlobalTensor):
-        return materialize(a)._spec if type(a) is not RemoteView else (RemoteView, a._spec)
+        # `PendingTensor` has done so already, unless torch has not seen it among the arguments.
+        a._materialize()
+        return (RemoteView, a._spec) if type(a) is RemoteView else a._spec
     if isinstance(a, torch.Tensor):
         try:
             return (torch.Tensor, a.shape, a.dtype)

@@ -14,6 +14,7 @@ from .._tensor.convert import spec_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import observe_gradients, reducer
 from .._tensor.gradients.watchers import Watcher
+from .._tensor.pending_tensor import materialize_all
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import placeholder, world
@@ -59,6 +60,7 @@ def local_map(
     @functools.partial(visible, name="local_map", alone=function)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
+        materialize_all(tensors)
         where = placement or next(
             (t.placement for t in tensors if isinstance(t, GlobalTensor)), None
         )

@@ -140,7 +140,12 @@ class LocalPlan(CallPlan):
                     log.check(route, f"{self.name}: operand {i}")
         out = []
         for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
-            if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
+            if (
+                self.gathers[i]
+                and "_is_param" in t.__dict__
+                and isinstance(t, GlobalTensor)
+                and type(t) in ORDINARY
+            ):
                 out.append(parameter_gather.gather_param(t, src, dst, f"{self.name}: operand {i}"))
                 continue
             if isinstance(t, GlobalTensor):

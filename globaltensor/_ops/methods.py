@@ -30,6 +30,11 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
+from .._tensor.pending_tensor import (
+    PendingTensor,
+    materialized_first,
+    register_lazy_functions,
+)
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.serialization import reduce_ex
 from .._tensor.set_data import (
@@ -215,6 +220,7 @@ def global_to_global(
     )
     if dst is shown and back is None:
         return self.clone() if copy else self
+    self = self._materialize()
     serial = _record_move("to_global", self, dst)
     # without an alias, because a write into the result must not reach this tensor
     local = box(self._local, src, dst, back, why="to_global", alias=False)
@@ -312,7 +318,7 @@ def gather_global_value(x: GlobalTensor) -> torch.Tensor:
         raise NotImplementedError(
             "Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values"
         )
-    spec = x._spec
+    spec = x._materialize()._spec
     this_world = world()
     local = x._local.detach()
     if set(spec.placement.flat) >= set(range(this_world.size)):
@@ -383,6 +389,7 @@ def array(self: GlobalTensor, dtype: Any = None, copy: Any = None) -> np.ndarray
 def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     if dtype is x.dtype:
         return x
+    x = x._materialize()
     spec = x._spec
     linear = all(d.is_floating_point or d.is_complex for d in (dtype, spec.dtype))
     if any(e.is_partial for e in spec.layout) and not linear:
@@ -539,6 +546,7 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
         src = GlobalTensor.wrap(promote_plain_tensor(src, whole, "the source of copy_"), whole)
     if src.shape != self.shape:
         src = src.expand(self.shape)
+    src = src._materialize()
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
     record("copy_", self, src)
     self._local.copy_(local, non_blocking)
@@ -670,6 +678,18 @@ RECORDED = {
     *[f"{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")],
 }  # fmt: skip
 
+#: Methods and properties that use no values, or that materialize a pending tensor themselves.
+LAZY_METHODS = {
+    "to_global", "global_to_global", "to", "type", "type_as", "cpu", "cuda", "float", "double",
+    "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble",
+    "backward", "check_meta_consistency", "global_id", "resize_", "resize_as_", "is_contiguous",
+    "requires_grad", "nbytes", "itemsize", "is_cpu", "is_cuda", "is_xpu", "names", "is_meta",
+    "layout", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy",
+    "is_pinned", "get_device", "is_inference", "is_signed", "is_conj", "is_neg", "is_shared",
+    "storage_type",
+    *storage.METHODS,
+}  # fmt: skip
+
 #: Methods and properties that ordinary tensors gain.
 PLAIN: dict[str, Any] = {
     "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local,
@@ -683,9 +703,12 @@ PLAIN: dict[str, Any] = {
 
 
 def install() -> None:
-    """Add the methods to GlobalTensor and to torch.Tensor."""
+    """Add the methods to GlobalTensor, to pending tensors and to torch.Tensor."""
     for name, value in METHODS.items():
         setattr(GlobalTensor, name, visible(value, name) if name in RECORDED else value)
+        if name not in LAZY_METHODS:
+            first = materialized_first(value)
+            setattr(PendingTensor, name, visible(first, name) if name in RECORDED else first)
     for name, value in PLAIN.items():
         patch(f"torch:Tensor.{name}", lambda before, value=value: value, missing=True)
     autograd_hooks.install()
@@ -792,4 +815,16 @@ register_handlers(
     "method",
     replace=False,
 )
+register_lazy_functions(
+    [
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch_private.may_take_data),
+        *(
+            getattr(owner, name)
+            for name in LAZY_METHODS
+            for owner in (torch, torch.Tensor)
+            if callable(METHODS[name]) and callable(getattr(owner, name, None))
+        ),
+    ]
+)
 install()
+register_handlers({getattr(PendingTensor, name): _method(name) for name in _OF_OWN_CLASS}, "method")

@@ -66,7 +66,6 @@ from .rules import (
     rule_of,
     select_signature,
 )
-from .rules.deferred_mean import materialize
 from .shape_inference import check_dtypes, infer_outputs, operands_among
 
 __all__ = ["lies_at", "plan_call", "stage_context", "writes"]
@@ -184,7 +183,7 @@ def _with_scalars(
     groups: dict[Spec, list[GlobalTensor]] = {}
     for t in tensors:
         if isinstance(t, GlobalTensor) and t._spec.shown.placement is not where:
-            groups.setdefault(materialize(t)._spec, []).append(t)
+            groups.setdefault(t._materialize()._spec, []).append(t)
     brought: dict[int, torch.Tensor] = {}
     for group in groups.values():
         values = torch.stack(group) if len(group) > 1 else group[0].unsqueeze(0)

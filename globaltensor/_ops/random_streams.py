@@ -31,6 +31,7 @@ from torch import Tensor
 from .._base import torch_private
 from .._base.overridable import shown, visible
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.pending_tensor import local_of
 from .._tensor.strides import memory_order
 from .._tensor.view_tracking import finish_inplace
 from ..boxing import box
@@ -523,7 +524,7 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
         # Any probability advances the generator by the same amount.
         return torch.full(value._spec.shape, 0.5, dtype=value._spec.dtype)
     return box(
-        value._local.detach(), value._spec, value._spec.replicated(), why=f"argument of {name}"
+        local_of(value).detach(), value._spec, value._spec.replicated(), why=f"argument of {name}"
     )
 
 

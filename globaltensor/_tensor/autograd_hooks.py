@@ -26,6 +26,7 @@ from .global_tensor import GlobalTensor
 from .gradients.reducer import observe_gradients, reducer
 from .gradients.watchers import Watcher
 from .history import record
+from .pending_tensor import local_of
 from .view_tracking import link_alias
 
 __all__ = [
@@ -46,6 +47,7 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
     if not isinstance(grad, GlobalTensor):
         raise SbpError("a hook on a global tensor must return a global tensor or None")
     record("gradient from a hook", grad)
+    grad = grad._materialize()
     return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
 
 
@@ -238,7 +240,7 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     """
     if not any(isinstance(t, GlobalTensor) for t in tensors):
         return identity(*tensors)
-    parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
+    parts = identity(*map(local_of, tensors))
     # one node computes all of them
     computed = next((part for part in parts if part.grad_fn is not None), None)
     if computed is not None:
@@ -268,7 +270,7 @@ def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
     note: Note = [
         (t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs
     ]
-    return [t._local if isinstance(t, GlobalTensor) else t for t in inputs], note
+    return list(map(local_of, inputs)), note
 
 
 def _given(parts: Sequence[Any], note: Note) -> list[Any]:
@@ -280,7 +282,7 @@ def _given(parts: Sequence[Any], note: Note) -> list[Any]:
             part
             if was is None
             else known
-            if known is not None and known._local is part
+            if known is not None and local_of(known) is part
             else GlobalTensor.wrap(part, was[0])
         )
     return inputs

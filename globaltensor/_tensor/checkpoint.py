@@ -26,6 +26,7 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, _rebuild_spec, _rebuild_storage_spec
 from .global_tensor import GlobalTensor
+from .pending_tensor import local_of
 from .serialization import GATHERED, rebuild_global_tensor
 from .storage import is_whole
 
@@ -324,7 +325,7 @@ def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
         return []
     data = planner.TensorWriteData(
         chunk=metadata.ChunkStorageMetadata(*held),
-        properties=metadata.TensorProperties.create_from_tensor(self._local),
+        properties=metadata.TensorProperties.create_from_tensor(self._stored),
         size=self._spec.shape,
     )
     return [
@@ -346,7 +347,7 @@ def chunk_list(self: GlobalTensor) -> list[Any]:
 
 def tensor_shard(self: GlobalTensor, index: Any) -> torch.Tensor:
     """Return the memory that is written, or read into."""
-    return self._local.detach()
+    return local_of(self).detach()  # type: ignore[no-any-return]
 
 
 def _check_all_shards(where: str, shards: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -406,7 +407,8 @@ def _staged(copy: Any, x: Any) -> Any:
         return copy(x)
     spec = x._spec
     return GlobalTensor.wrap(
-        copy(x._local.detach()), spec.replace(placement=spec.placement.with_type("cpu"))
+        copy(local_of(x).detach()),
+        spec.replace(placement=spec.placement.with_type("cpu")),
     )
 
 

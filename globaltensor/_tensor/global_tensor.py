@@ -47,7 +47,8 @@ class GlobalTensor(torch.Tensor):
 
     ``to_global`` and the creation functions make it; it is never constructed directly.
 
-    ``_local`` is this rank's local tensor, an ordinary one that autograd works on. ``_spec``
+    ``_local`` is this rank's local tensor, an ordinary one that autograd works on. Reading it never
+    communicates. ``_materialize()`` does what must be done before it may be read. ``_spec``
     describes the global tensor that the local tensors form. This class has no slots, so that a
     plain tensor or parameter can become one and stay the same object
     (parallel/module_to_global.py). Ops return a `SlottedGlobalTensor`.
@@ -104,12 +105,18 @@ class GlobalTensor(torch.Tensor):
             refuse(args)
         raise refusal_of_kernel(func)
 
+    def _materialize(self) -> GlobalTensor:
+        """Fetch or compute the local tensor of a `PendingTensor`, in place, and return the tensor.
+
+        It may be collective. Any other tensor has its local tensor, so that nothing is done.
+        """
+        return self
+
     @property
     def _stored(self) -> torch.Tensor:
         """A tensor with the device, layout and kind of memory of the local tensor.
 
-        Reading it never communicates. Its values may be out of date. See `RemoteView` and
-        `DeferredMean`, whose ``_local`` may communicate.
+        The values of a `PendingTensor` may be out of date.
         """
         return self._local
 
@@ -218,6 +225,6 @@ class SlottedGlobalTensor(GlobalTensor):
     __slots__ = ("_local", "_memory", "_serial", "_spec")
 
 
-#: The classes of ordinary global tensors: they need nothing to be settled first, unlike a
-#: `RemoteView` or a `DeferredMean`.
+#: The classes of ordinary global tensors, which have their local tensor. A `PendingTensor` may have
+#: to be materialized first.
 ORDINARY = frozenset((GlobalTensor, SlottedGlobalTensor))

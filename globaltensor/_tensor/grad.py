@@ -67,7 +67,7 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
         and grad._spec.layout == spec.layout
         and grad._spec.placement is spec.placement
     )
-    return alike, grad._local if alike else None
+    return alike, grad._materialize()._local if alike else None
 
 
 @functools.partial(visible, name="set_grad")
@@ -91,6 +91,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         raise SbpError(
             f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}"
         )
+    value = value._materialize()
     record("set grad", x, value)
     grad_spec = _grad_spec(x).replace(dtype=value.dtype)
     local = (

@@ -125,6 +125,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
         )
     if not isinstance(value, GlobalTensor):
         value = laid_out_like(self, value.detach())
+    value = value._materialize()
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(
             box(value._local.detach(), value._spec, self._spec, why=".data", alias=False),
@@ -148,7 +149,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
     """Give a tensor another local tensor and layout. A leaf stays a leaf, without gradient."""
     parameter_gather.relearn()
-    kept, old = leaf.requires_grad, leaf._local
+    kept, old = leaf.requires_grad, leaf._materialize()._local
     _refuse_older_graphs(old)
     leaf._local, leaf._spec, leaf._leaf = local, spec, None
     leaf.__dict__.pop("_kept_grad", None)
@@ -219,7 +220,7 @@ def exchange(swap: Any, t1: torch.Tensor, t2: torch.Tensor) -> None:
     tensor that the gradient belongs to afterwards. A graph that was recorded before refuses to go
     backward.
     """
-    tensors = [t for t in (t1, t2) if isinstance(t, GlobalTensor)]
+    tensors = [t._materialize() for t in (t1, t2) if isinstance(t, GlobalTensor)]
     for t in tensors:
         _refuse_older_graphs(t._local)
         if t._leaf is not None:

@@ -20,6 +20,7 @@ from ..distributed.world import world
 from ..errors import InterfaceError, KindError, StorageError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor, SlottedGlobalTensor, refuse_kernel
+from .pending_tensor import local_of
 from .set_data import exchange
 from .view_tracking import RemoteView
 
@@ -67,7 +68,7 @@ def held(x: GlobalTensor, what: str) -> torch.Tensor:
     """Return the local tensor if it is the full value. Raises StorageError otherwise."""
     if not is_whole(x._spec, world().rank):
         refuse(what, x)
-    return x._local
+    return x._materialize()._local
 
 
 # ------------------------------------------------------------------------------- identity of memory
@@ -134,7 +135,7 @@ class StorageHandle:
     def __init__(self, x: GlobalTensor, itemsize: int = 1) -> None:
         base = _base(x)
         self._storage, self._spec, self._itemsize, self.device = (
-            base._local.untyped_storage(),
+            base._materialize()._local.untyped_storage(),
             x._spec,
             itemsize,
             base.device,
@@ -207,12 +208,11 @@ def data_ptr(self: GlobalTensor) -> Any:
     An `Address` identifies the memory and cannot be read from.
     """
     if _asks_part(self):
+        local = self._materialize()._local
         return (
-            torch_private.storage_key(self._local)
-            if torch_private.is_fake(self._local)
-            else self._local.data_ptr()
+            torch_private.storage_key(local) if torch_private.is_fake(local) else local.data_ptr()
         )
-    local = _base(self)._local
+    local = _base(self)._materialize()._local
     if local.is_meta:
         return 0  # as for every tensor on that device
     offset = 0 if isinstance(self, RemoteView) else local.storage_offset() * local.element_size()
@@ -220,12 +220,12 @@ def data_ptr(self: GlobalTensor) -> Any:
 
 
 def untyped_storage(self: GlobalTensor) -> Any:
-    return self._local.untyped_storage() if _asks_part(self) else StorageHandle(self)
+    return local_of(self).untyped_storage() if _asks_part(self) else StorageHandle(self)
 
 
 def storage(self: GlobalTensor) -> Any:
     return (
-        self._local.storage()
+        local_of(self).storage()
         if _asks_part(self)
         else StorageHandle(self, self._spec.dtype.itemsize)
     )
@@ -235,7 +235,7 @@ def typed_storage(self: GlobalTensor) -> Any:
     if not _asks_part(self):
         return StorageHandle(self, self._spec.dtype.itemsize)
     return torch.TypedStorage(
-        wrap_storage=self._local.untyped_storage(), dtype=self._spec.dtype, _internal=True
+        wrap_storage=local_of(self).untyped_storage(), dtype=self._spec.dtype, _internal=True
     )
 
 
@@ -248,7 +248,7 @@ def storage_offset(self: GlobalTensor) -> int:
     if isinstance(self, RemoteView) and not _asks_part(_base(self)):
         refuse("storage_offset() of a view", self)
     if _asks_part(self) or not any(e.is_split for e in self._spec.layout):
-        return self._local.storage_offset()
+        return self._materialize()._local.storage_offset()
     if self._memory is not None and self._memory.viewed:
         refuse("storage_offset() of a view", self)
     return 0
@@ -258,7 +258,7 @@ def is_set_to(self: GlobalTensor, other: Any) -> bool:
     return (
         isinstance(other, GlobalTensor)
         and self._spec is other._spec
-        and self._local.is_set_to(other._local)
+        and bool(local_of(self).is_set_to(local_of(other)))
     )
 
 
@@ -288,7 +288,7 @@ def dlpack_device(self: GlobalTensor) -> Any:
 def cuda_array_interface(self: GlobalTensor) -> Any:
     if self._spec.placement.type == "cuda" and not is_whole(self._spec, world().rank):
         raise InterfaceError(refusal("__cuda_array_interface__", self._spec))
-    return self._local.__cuda_array_interface__
+    return local_of(self).__cuda_array_interface__
 
 
 class _Absent:

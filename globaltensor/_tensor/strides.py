@@ -305,7 +305,7 @@ def is_contiguous(
 ) -> bool:
     """Return the answer that one device would give, the same on every rank."""
     if local_strides_tell(self):
-        return self._local.is_contiguous(memory_format=memory_format)
+        return self._stored.is_contiguous(memory_format=memory_format)
     strides = (
         device_strides(self)
         if part_tells(self) or note_of(self) is not None or "_origin" in self.__dict__

@@ -22,6 +22,7 @@ from ..distributed.world import world
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
+from .pending_tensor import PendingTensor
 from .strides import copy_noted_strides, device_strides
 
 __all__ = [
@@ -32,10 +33,7 @@ __all__ = [
     "has_partial_alias",
     "link_alias",
     "mark_written",
-    "refresh_view",
 ]
-
-_KEPT: Any = SlottedGlobalTensor.__dict__["_local"]
 
 
 def link_alias(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
@@ -82,8 +80,11 @@ def mark_written(x: Any) -> None:
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
 
 
-class RemoteView(SlottedGlobalTensor):
-    """A view of another tensor that needed communication."""
+class RemoteView(PendingTensor):
+    """A view of another tensor that needed communication.
+
+    It is pending after a write into its base.
+    """
 
     __slots__ = ()
 
@@ -112,17 +113,19 @@ class RemoteView(SlottedGlobalTensor):
 
     def follow(self, local: torch.Tensor, origin: Origin) -> None:
         """Show what ``origin`` describes from now on, which is ``local`` at present."""
-        _KEPT.__set__(self, local)
+        self._local = local
         self.__dict__.update(_origin=origin, _seen=self._memory.writes)  # type: ignore[union-attr]
 
-    @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]
-        held = self.__dict__
-        if held["_seen"] != self._memory.writes:  # type: ignore[union-attr]
-            source, taken, _, grad = held["_origin"]
+    def _is_pending(self) -> bool:
+        return bool(self.__dict__["_seen"] != self._memory.writes)  # type: ignore[union-attr]
+
+    def _materialize(self) -> GlobalTensor:
+        """Compute the view from its base again, if the base was written into. Collective then."""
+        if self._is_pending():
+            origin = source, taken, _, grad = self.__dict__["_origin"]
             with torch.set_grad_enabled(grad):
-                anew = taken(source)
-                # read it first: if it is such a view itself, reading updates its spec
+                # this may be another such view, or a mean whose spec changes here
+                anew = taken(source)._materialize()
                 local = anew._local
                 if anew._spec is not self._spec:
                     local = box(
@@ -132,21 +135,13 @@ class RemoteView(SlottedGlobalTensor):
                         why="a view of what was written into",
                         alias=False,
                     )
-            self.follow(local, held["_origin"])
-        return _KEPT.__get__(self)  # type: ignore[no-any-return]
-
-    @_local.setter
-    def _local(self, value: torch.Tensor) -> None:
-        _KEPT.__set__(self, value)
-
-    @property
-    def _stored(self) -> torch.Tensor:
-        return _KEPT.__get__(self)  # type: ignore[no-any-return]
+            self.follow(local, origin)
+        return self
 
     @property
     def requires_grad(self) -> bool:
         """True if autograd tracks the view. The answer needs no update of its values."""
-        if self.__dict__["_seen"] == self._memory.writes:  # type: ignore[union-attr]
+        if not self._is_pending():
             return bool(self._stored.requires_grad)
         source, _, _, grad = self.__dict__["_origin"]
         differentiable = self.is_floating_point() or self.is_complex()
@@ -158,25 +153,26 @@ class RemoteView(SlottedGlobalTensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        if self.__dict__["_seen"] == self._memory.writes:  # type: ignore[union-attr]
+        if not self._is_pending():
             return bool(self._stored.is_leaf)
         return not self.requires_grad
 
     def detach_origin(self) -> None:
         """Detach the view and its base from the graph."""
         source, taken, index, _ = self.__dict__["_origin"]
-        self.follow(self._local.detach(), (alias_of(source, detached=True), taken, index, False))
+        local = self._materialize()._local.detach()
+        self.follow(local, (alias_of(source, detached=True), taken, index, False))
 
     def cut(self) -> None:
         """Make the view an independent tensor."""
-        local = self._local
+        local = self._materialize()._local
         del self.__dict__["_origin"], self.__dict__["_seen"]
         self.__class__ = SlottedGlobalTensor  # type: ignore[assignment]
         self._local, self._memory = local, None
 
     def write_on(self) -> None:
         """Write the view's values into its base too."""
-        local = _KEPT.__get__(self)
+        local = self._stored
         source, taken, index, _ = origin = self.__dict__["_origin"]
         # a copy: the local tensors of the view and of its base may overlap on some rank
         value = GlobalTensor.wrap(local.clone(), self._spec)
@@ -203,7 +199,7 @@ def _with_view_written(
     The view has another dtype, so that its elements are not elements of ``source``.
     """
     replicated = [broadcast] * source.placement.axes
-    copy: Any = source.to_global(source.placement, replicated)  # type: ignore[attr-defined]
+    copy: Any = source.to_global(source.placement, replicated)._materialize()  # type: ignore[attr-defined]
     written: Any = value.to_global(source.placement, replicated)  # type: ignore[attr-defined]
     if source.placement.coordinate(world().rank) is None:
         return copy  # type: ignore[no-any-return]
@@ -260,15 +256,6 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     copy_noted_strides(x, out)
     out._serial = x._serial
     return out
-
-
-def refresh_view(x: Any) -> None:
-    """Update a view that needs communication from its base.
-
-    It is collective where the base has been written into.
-    """
-    if isinstance(x, RemoteView):
-        x._local  # noqa: B018
 
 
 def finish_inplace(target: GlobalTensor) -> GlobalTensor:

@@ -403,7 +403,7 @@ def _resized(t: torch.Tensor, batch: int) -> torch.Tensor:
         return torch.empty(shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
     spec = Spec.make(shape, t.dtype, t._spec.placement, t._spec.layout)
     return GlobalTensor.wrap(
-        t._local.new_empty(spec.local_shape(world().rank)).requires_grad_(t.requires_grad), spec
+        t._stored.new_empty(spec.local_shape(world().rank)).requires_grad_(t.requires_grad), spec
     )
 
 

@@ -26,6 +26,7 @@ from .._tensor.compiler_guard import LEFT_ALONE
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import flat_buffers
 from .._tensor.gradients.reducer import reducer
+from .._tensor.pending_tensor import local_of
 from .._tensor.plain_operands import check_replicated
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
@@ -577,7 +578,7 @@ class Graph:
     ) -> CompiledShape:
         """Return this rank's programs. Collective."""
         outside = [*captured.global_states, *self._held_now().tensors]
-        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in outside}
+        owners = {id(local_of(p)): p for p in outside}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
             passes.choose_recompute(captured.program, captured.constants, self.config.memory)
@@ -741,10 +742,7 @@ def _shape_of(value: Any) -> Any:
 
 def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
     args, kwargs = micro
-    return [
-        t._local if isinstance(t, GlobalTensor) else t
-        for t in object_tensors(kwargs, object_tensors(args, []))
-    ]
+    return list(map(local_of, object_tensors(kwargs, object_tensors(args, []))))
 
 
 def _filled(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from .._base.pytree import object_tensors, replaced_in_objects
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.pending_tensor import local_of
 from ..errors import GraphError
 from ..sharding.spec import Spec
 
@@ -61,6 +62,7 @@ class MicrobatchSplit:
             return [t] * self.n
         if not isinstance(t, GlobalTensor) or _blocks(t) != self.blocks:
             return list(t.tensor_split(self.n))
+        t = t._materialize()
         spec = t._spec
         part = spec.replace(shape=(spec.shape[0] // self.n, *spec.shape[1:]))
         if _absent(t._local, spec):
@@ -93,7 +95,7 @@ class MicrobatchSplit:
                 whole.local_shape(r)[0] == self.n * spec.local_shape(r)[0]
                 for r in spec.placement.flat
             ):
-                locals_ = [p._local for p in parts]  # type: ignore[attr-defined]
+                locals_ = list(map(local_of, parts))
                 return GlobalTensor.wrap(
                     locals_[0] if _absent(locals_[0], spec) else torch.cat(locals_), whole
                 )

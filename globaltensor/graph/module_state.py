@@ -86,7 +86,7 @@ def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
 
 def _clear(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
-        if not isinstance(p, GlobalTensor):
+        if not isinstance(p, GlobalTensor) or type(p) not in ORDINARY:
             p.grad = None
         elif (
             p._local.grad is not None

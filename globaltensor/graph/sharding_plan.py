@@ -22,8 +22,9 @@ from .._base.atomic_file import write_text
 from .._base.pytree import replaced, tensors_in
 from .._ops.call_plan import name_of
 from .._ops.rules import RULES, Arg, OpDescription, rule_of
-from .._tensor.global_tensor import GlobalTensor
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
+from .._tensor.pending_tensor import local_of, materialize_all
 from ..boxing import box
 from ..boxing import plan_boxing as route_of
 from ..errors import GraphError
@@ -414,7 +415,9 @@ class PlanFollower:
             if len(wanted) != t._spec.placement.axes:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
             why = f"{called}: operand {i}"
-            if "_is_param" in t.__dict__ and parameter_gather.gather_axes(t._spec, spec):
+            materialize_all(t)
+            is_param = "_is_param" in t.__dict__ and type(t) in ORDINARY
+            if is_param and parameter_gather.gather_axes(t._spec, spec):
                 # Parameters are gathered as ops gather them. Left to the op, the parameter would be
                 # taken in its stored layout where that is cheaper than the plan's.
                 boxed = GlobalTensor.wrap(
@@ -438,7 +441,7 @@ class PlanFollower:
         for t, boxed, version in self._moved:
             if boxed._local._version != version or any(boxed is a for a in quiet):
                 with torch.no_grad():
-                    t._local.copy_(
+                    local_of(t).copy_(
                         box(boxed._local, boxed._spec, t._spec, why="what an op has written")
                     )
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from .._base.pytree import tensors_in
-from .._tensor.global_tensor import GlobalTensor
+from .._tensor.pending_tensor import local_of
 from ..errors import GraphError
 from .capture.reachable_containers import identity
 
@@ -89,10 +89,7 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
     for entry in graph._optimizers:
         for group in entry.optimizer.param_groups:
             for p in group["params"]:
-                if (
-                    id(p) not in held_ids
-                    and id(p._local if isinstance(p, GlobalTensor) else p) not in read
-                ):
+                if id(p) not in held_ids and id(local_of(p)) not in read:
                     raise GraphError(
                         f"{graph.name}: {type(entry.optimizer).__name__} has a parameter of shape "
                         f"{list(p.shape)} that the graph does not hold: set its module "

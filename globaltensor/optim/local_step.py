@@ -277,7 +277,7 @@ def _gradients_of(lists: Sequence[Sequence[torch.Tensor]], rank: int) -> _Gradie
     # The last spec found ordinary. The next parameter mostly has the same one.
     seen: Spec | None = None
     for p in itertools.chain.from_iterable(lists):
-        if not isinstance(p, GlobalTensor):
+        if not isinstance(p, GlobalTensor) or type(p) not in ORDINARY:
             return None
         spec = p._spec
         if spec is not seen:
@@ -593,7 +593,7 @@ def _forgetting(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.Tenso
     def run(self: Any, set_to_none: bool = True) -> None:
         if set_to_none and not torch_private.function_mode_on():
             for p in parameters(self):
-                if isinstance(p, GlobalTensor):
+                if isinstance(p, GlobalTensor) and type(p) in ORDINARY:
                     set_grad(p, None)
         zero_grad(self, set_to_none)
 
@@ -605,7 +605,7 @@ def _module_zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
         _torch_module_zero_grad(self, set_to_none)
         return
     for p in self.parameters():
-        if isinstance(p, GlobalTensor):
+        if isinstance(p, GlobalTensor) and type(p) in ORDINARY:
             set_grad(p, None)
         elif p.grad is not None:
             p.grad = None

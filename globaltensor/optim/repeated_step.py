@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._tensor.global_tensor import GlobalTensor
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .shard_gather import same_layout, stepped
 
 __all__ = ["RepeatedStep", "State", "group_values", "identical"]
@@ -116,7 +116,9 @@ class RepeatedStep:
                 continue
             seen = p.__dict__.get("_kept_grad")
             if seen is not None and (
-                seen[1]._local is not grad or not same_layout(seen[1]._spec, p._spec)
+                type(seen[1]) not in ORDINARY
+                or seen[1]._local is not grad
+                or not same_layout(seen[1]._spec, p._spec)
             ):
                 return None
             if leaf is not None:

@@ -22,6 +22,7 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather
 from .._tensor.gradients.leaf import LeafGradient
 from .._tensor.gradients.reducer import reducer
+from .._tensor.pending_tensor import local_of
 from .._tensor.set_data import replace_local
 from ..boxing import box
 from ..distributed.world import world
@@ -165,7 +166,7 @@ class Zero:
                 shares is None
                 or p._shard is not None
                 or isinstance(p._spec, StorageSpec)
-                or not p._local.is_leaf
+                or not p.is_leaf
             ):
                 continue
             self.shared[p] = shares
@@ -213,7 +214,7 @@ class Zero:
 
 def _lay(p: GlobalTensor, spec: Spec) -> None:
     """Store a parameter, and its gradient, in another layout."""
-    grad, local = p.grad, box(p._local.detach(), p._spec, spec, why="ZeRO", alias=False)
+    grad, local = p.grad, box(local_of(p).detach(), p._spec, spec, why="ZeRO", alias=False)
     if world().rank in spec.placement._coordinates:
         local = local.contiguous()  # a view of the full tensor would save no memory
     replace_local(p, local, spec)

@@ -17,6 +17,7 @@ from .._base.user_code import user_line
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.parameter_gather import to_logical
+from .._tensor.pending_tensor import local_of
 from .._tensor.set_data import become_global, become_plain, replace_local, set_data
 from .._tensor.view_tracking import link_alias
 from ..distributed.world import world
@@ -167,7 +168,7 @@ def _share_memory(old: torch.Tensor, owner: GlobalTensor) -> None:
     grad = _moved_grad(old, owner.placement, list(owner.sbp))
     if isinstance(old, GlobalTensor):
         # not set_data, after which a write into one would not count as a write into the other
-        replace_local(old, owner._local.detach(), owner._spec)
+        replace_local(old, local_of(owner).detach(), owner._spec)
         if grad is not None:
             old.grad = grad
     else:
@@ -198,12 +199,8 @@ def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> Global
             if placement.type == "meta" or value.is_meta:
                 value = torch.empty_like(value, device=world().device(placement.type))
             value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
-        new: GlobalTensor = value.to_global(placement, layout)
-        if (
-            new._local is old
-            or new._local.data_ptr()
-            == (old._local if isinstance(old, GlobalTensor) else old).data_ptr()
-        ):
+        new: GlobalTensor = value.to_global(placement, layout)._materialize()
+        if new._local is old or new._local.data_ptr() == local_of(old).data_ptr():
             new = new.clone()
         elif (
             new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes()
@@ -284,7 +281,7 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
         old = held[name]
         if isinstance(old, GlobalTensor):
             if old not in done:
-                done[old] = become_plain(old, to_logical(old)._local.detach())
+                done[old] = become_plain(old, to_logical(old._materialize())._local.detach())
             held[name] = done[old]
     for part in self.modules():
         torch_private.refresh_weights(part)

@@ -152,7 +152,7 @@ def _once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _held(t: torch.Tensor) -> tuple[str, int, int]:
     """Return (layout, bytes here, full bytes) of a tensor."""
     if isinstance(t, GlobalTensor):
-        return _global(t._spec, t._local)
+        return _global(t._spec, t._stored)
     return f"plain on {t.device}", t.nbytes, t.nbytes
 
 
@@ -177,7 +177,7 @@ def _gradients(p: torch.Tensor) -> Iterator[tuple[str, int, int]]:
         if p.grad is not None:
             yield _held(p.grad)
         return
-    leaf, pending = p._leaf, p._local.grad
+    leaf, pending = p._leaf, p._stored.grad
     if pending is not None:
         yield _global(p._spec if leaf is None else leaf.dual, pending)
     if leaf is not None and leaf.value is not None:

@@ -22,13 +22,14 @@ import torch
 from ..._base import torch_private
 from ..._tensor.global_tensor import GlobalTensor, SlottedGlobalTensor
 from ..._tensor.gradients.reducer import Reducer
+from ..._tensor.pending_tensor import PendingTensor
 from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import partial_sum
 from ...sharding.spec import Spec
 from .partial_extrema import reduce_partials_async
 
-__all__ = ["DeferredMean", "PendingCount", "materialize"]
+__all__ = ["DeferredMean", "PendingCount"]
 
 
 def _over() -> torch.Tensor:
@@ -206,10 +207,10 @@ class PendingCount:
             self._rides_in, self.riding = None, False
 
 
-class DeferredMean(SlottedGlobalTensor):
-    """The quotient ``total / count()``, which is computed when its local tensor is read.
+class DeferredMean(PendingTensor):
+    """The quotient ``total / count()``, which is computed when its value is needed.
 
-    Reading turns the object into an ordinary GlobalTensor.
+    ``_materialize`` turns the object into an ordinary GlobalTensor.
     """
 
     __slots__ = ()
@@ -226,13 +227,41 @@ class DeferredMean(SlottedGlobalTensor):
         out.__dict__["_parts"] = (total, count)
         return cast(GlobalTensor, out)
 
-    @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]
-        return materialize(self)._local
+    def _is_pending(self) -> bool:
+        return True
 
-    @_local.setter
-    def _local(self, value: torch.Tensor) -> None:
-        materialize(self)._local = value
+    def _materialize(self) -> GlobalTensor:
+        """Compute the quotient in place, since other code may hold the tensor.
+
+        Collective if the reduction of its count has not started.
+        """
+        held = self.__dict__
+        source = held["_source"]() if "_source" in held else None
+        if isinstance(source, DeferredMean):
+            source._materialize()  # this also materializes ``self``
+            if not isinstance(self, DeferredMean):
+                return self
+        total, count = held.pop("_parts")
+        if not count.started and (reducer := world().existing_state(Reducer)) is not None:
+            reducer.asked = True  # read before backward: from now on the reduction starts early
+        # The value may be read without gradients (a meter under no_grad). The tensor keeps its own
+        # gradient.
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad),
+        ):
+            local, spec = (
+                _taken(total, count)
+                if source is None
+                else ((detached := source.detach())._local, detached._spec)
+            )
+        self.__class__ = SlottedGlobalTensor  # type: ignore[assignment]
+        self._local, self._spec = local, spec
+        held.pop("_source", None)
+        for view in held.pop("_views", ()):
+            if (other := view()) is not None:
+                other._materialize()
+        return self
 
     @property
     def _stored(self) -> torch.Tensor:
@@ -244,7 +273,7 @@ class DeferredMean(SlottedGlobalTensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        materialize(self).requires_grad = value
+        self._materialize().requires_grad = value
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -327,38 +356,3 @@ def _taken(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec
     return total._local / (
         number._local if isinstance(number, GlobalTensor) else number
     ), total._spec
-
-
-def materialize(x: GlobalTensor) -> GlobalTensor:
-    """Compute the quotient in place, since other code may hold the tensor.
-
-    Collective if the reduction of its count has not started.
-    """
-    if isinstance(x, DeferredMean):
-        held = x.__dict__
-        source = held["_source"]() if "_source" in held else None
-        if isinstance(source, DeferredMean):
-            materialize(source)  # this also materializes ``x``
-            if not isinstance(x, DeferredMean):
-                return x
-        total, count = held.pop("_parts")
-        if not count.started and (reducer := world().existing_state(Reducer)) is not None:
-            reducer.asked = True  # read before backward: from now on the reduction starts early
-        # The value may be read without gradients (a meter under no_grad). The tensor keeps its own
-        # gradient.
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad),
-        ):
-            local, spec = (
-                _taken(total, count)
-                if source is None
-                else ((detached := source.detach())._local, detached._spec)
-            )
-        x.__class__ = SlottedGlobalTensor
-        x._local, x._spec = local, spec
-        held.pop("_source", None)
-        for view in held.pop("_views", ()):
-            if (other := view()) is not None:
-                materialize(other)
-    return x

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.pending_tensor import local_of
 from ..._tensor.set_data import replace_local
 from ...boxing import box
 from ...cluster import Cluster, current_cluster, named_cluster
@@ -257,7 +258,7 @@ def apply_layouts(
         if layout != t._spec.layout:
             spec = t._spec.replace(layout=layout)
             with torch.no_grad():
-                local = box(t._local.detach(), t._spec, spec, why="automatic plan")
+                local = box(local_of(t).detach(), t._spec, spec, why="automatic plan")
                 if (
                     local.numel() * local.element_size() != local.untyped_storage().nbytes()
                     or local.data_ptr() == t._local.data_ptr()

@@ -21,7 +21,6 @@ from ..._base import torch_private
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
 from ..._ops.rules import Arg, Derived, OpDescription, rule_of, select_signature
-from ..._ops.rules.deferred_mean import materialize
 from ..._ops.rules.partial_extrema import AHEAD
 from ..._ops.shape_inference import memoized
 from ..._tensor.global_tensor import GlobalTensor
@@ -271,7 +270,7 @@ def _watched(
         )
         out = call.func(*replaced(call.args, operands), **replaced(call.kwargs, operands))
         outs = [
-            materialize(t)._spec if isinstance(t, GlobalTensor) else None
+            t._materialize()._spec if isinstance(t, GlobalTensor) else None
             for t in tensors_in(out, [])
         ]
     if not outs or any(o is None for o in outs):

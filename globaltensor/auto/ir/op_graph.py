@@ -148,7 +148,7 @@ class _CallReader:
         )
         self.values[-1].plain = not isinstance(t, GlobalTensor) and not state
         self.at[node, k] = number
-        local = t._local if isinstance(t, GlobalTensor) else t
+        local = t._stored if isinstance(t, GlobalTensor) else t
         self.storage_of.append(_storage(self.stands.get(id(local), local)))
         self.storages.setdefault(self.storage_of[-1], number)
         return number
@@ -247,7 +247,7 @@ class _CallReader:
         seen: set[int] = set()
         outs = [t for t in tensors_in(node.meta["val"], []) if isinstance(t, GlobalTensor)]
         local_numel, global_numel = (
-            sum(t._local.numel() for t in outs),
+            sum(t._stored.numel() for t in outs),
             sum(t.numel() for t in outs),
         )
         for t in self.saved.get(node.meta.get("call", -1), ()):

@@ -110,7 +110,8 @@ def _pickled(value: object, index: Any) -> bytes:
 def _sent(tensor: torch.Tensor) -> _Tensor:
     if _is_global(tensor):
         held: Any = tensor
-        part, spec, is_parameter = held._local, held.spec, isinstance(tensor, torch.nn.Parameter)
+        part, spec = held._materialize()._local, held.spec
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
     else:
         part, spec, is_parameter = tensor, None, False
     plain = part.detach().cpu()

@@ -17,7 +17,6 @@ from ..._base import torch_private
 from ..._base.pytree import tensors_in
 from ..._ops import autograd_function
 from ..._ops import backward as backward_pass
-from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.grad import get_grad, set_grad
 from ...errors import GraphError
@@ -39,7 +38,7 @@ class Reached(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in tensors_in(kwargs or {}, tensors_in(args, [])):
-            local = t._local if isinstance(t, GlobalTensor) else t
+            local = t._stored if isinstance(t, GlobalTensor) else t
             if local.is_leaf and local.requires_grad and not torch_private.is_fake(local):
                 self.leaves[id(t)] = t
         if func is autograd_function.applied:
@@ -149,7 +148,7 @@ class Differentiated(Recorder):
 
     def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
         """Return a leaf's gradient after the last backward pass, or None if it has none."""
-        local = self.standing(x._local)
+        local = self.standing(x._materialize()._local)
         grad = self._grads.get(id(local))
         if grad is None or isinstance(grad, GlobalTensor):
             return grad
@@ -172,7 +171,7 @@ class Differentiated(Recorder):
             [],
         )
         self.node(
-            ProgramCall(lambda _: get_grad(x)._local, "gradient"),
+            ProgramCall(lambda _: get_grad(x)._materialize()._local, "gradient"),
             (self.of(local),),
             {},
             out,
@@ -186,7 +185,7 @@ class Differentiated(Recorder):
             set_grad.__wrapped__(x, value)  # type: ignore[attr-defined]
         self.read = True
         self.modes()
-        spec = None if value is None else materialize(value)._spec
+        x, spec = x._materialize(), None if value is None else value._materialize()._spec
         step = ProgramCall(
             lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)),
             "set_gradient",

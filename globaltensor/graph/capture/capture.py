@@ -17,10 +17,10 @@ from torch import fx
 from ..._base import torch_private
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.dispatch import fresh_plans
-from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import ORDINARY, GlobalTensor
 from ..._tensor.gradients.reducer import reducer
-from ..._tensor.view_tracking import refresh_view
+from ..._tensor.pending_tensor import local_of, materialize_all
+from ..._tensor.view_tracking import RemoteView
 from ...distributed.world import set_world, world
 from ...errors import GraphError
 from ...sharding.spec import Spec
@@ -84,13 +84,17 @@ def capture(
     ``hooks(recorder)`` is a context in which modules report when they run. Raises GraphError if the
     code depends on data."""
     real = world()
+    materialize_all(object_tensors(kwargs, object_tensors(args, [])), list(named.values()))
     fake = torch_private.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
         local = LocalRecorder(
             fake,
             dry,
-            {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()},
+            {
+                id(t._stored if isinstance(t, GlobalTensor) else t): path
+                for path, t in named.items()
+            },
         )
         logical = LogicalRecorder(fake, local, {id(t): path for path, t in named.items()})
         inputs = object_tensors(kwargs, object_tensors(args, []))
@@ -107,8 +111,10 @@ def capture(
                 with logical, marked(logical), hooks(logical), _unchanged(logical):
                     out = build(*args, **kwargs)
                 with local:
+                    # (A mean from outside is materialized below, where nothing is recorded.)
                     for t in object_tensors(out, []):
-                        refresh_view(t)
+                        if isinstance(t, RemoteView):
+                            t._materialize()
         except torch_private.data_dependence() as error:
             raise GraphError(_depends(error)) from None
         outs = object_tensors(out, [])
@@ -122,8 +128,7 @@ def capture(
                 )  # whether build() may see gradients before they are reduced
         local.end()
         local.unseeded()
-        settled = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
-        local.graph.output(tuple(local.of(t) for t in settled))
+        local.graph.output(tuple(local.of(local_of(t)) for t in outs))
         logical.graph.output(tuple(logical.of(t) for t in outs))
         replicated = _replicated(dry, local, logical, inputs)
     return CaptureResult(
@@ -198,7 +203,7 @@ def _as(dry: Any, real: Any) -> Iterator[None]:
 
 def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     """Return a fake tensor for an input."""
-    real = materialize(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
+    real = local_of(t).detach()
     if imagined:
         with fake:
             stand_in = torch.empty_strided(

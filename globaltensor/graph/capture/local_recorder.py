@@ -19,11 +19,10 @@ from ..._base.python_bodies import python_body, recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
 from ..._ops import random_streams as draws
-from ..._ops.dispatch import dispatch
 from ..._ops.rules import DATA_FREE_VARIANTS
-from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
+from ..._tensor.pending_tensor import PendingTensor, local_of
 from ...boxing import box
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
@@ -139,8 +138,7 @@ class LocalRecorder(Differentiated):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = recover_dropped_args(func, kwargs or {})
         if any(issubclass(t, GlobalTensor) for t in types):
-            with self:
-                return dispatch(func, types, args, kwargs)
+            return self._dispatch(func, types, args, kwargs)
         special = self.special.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -150,9 +148,13 @@ class LocalRecorder(Differentiated):
         # torch leaves out the types of ``fake == global``, and of operands in a list
         # (``torch.einsum("i, i", [x, y])``).
         if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
-            with self:
-                return dispatch(func, types, args, kwargs)
+            return self._dispatch(func, types, args, kwargs)
         return self.record(func, args, kwargs)
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Dispatch a call on global tensors, and record what it does to local tensors."""
+        with self:
+            return PendingTensor.__torch_function__(func, types, args, kwargs)
 
     # States
 
@@ -181,7 +183,7 @@ class LocalRecorder(Differentiated):
 
     def memory(self, t: torch.Tensor) -> Any:
         """Return a key that identifies the storage of this rank's local tensor."""
-        part = t._local if isinstance(t, GlobalTensor) else t
+        part = local_of(t)
         return self._fakes.get(id(part), part).untyped_storage()._cdata
 
     def within(self, stand: torch.Tensor) -> bool:
@@ -432,9 +434,7 @@ class LocalRecorder(Differentiated):
             self.reaches(reached.leaves)
             return out
         with self:
-            locals_ = [
-                materialize(t)._local if isinstance(t, GlobalTensor) else t for t in operands
-            ]
+            locals_ = list(map(local_of, operands))
         step = autograd_function.LocalFunction(
             function, args, kwargs
         )  # its backward acts on global tensors too, so the program runs it as one call

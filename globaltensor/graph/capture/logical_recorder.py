@@ -18,8 +18,8 @@ from ..._base.python_bodies import recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.call_plan import name_of
 from ..._ops.plan_call import lies_at, writes
-from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.pending_tensor import local_of
 from ..._tensor.view_tracking import RemoteView
 from ...errors import GraphError
 from ...sharding.placement import Placement
@@ -74,13 +74,13 @@ class LogicalRecorder(Recorder):
                 isinstance(t, GlobalTensor)
                 and not isinstance(t, RemoteView)
                 and id(t) not in self.real
-                and not torch_private.is_fake(t._local)
+                and not torch_private.is_fake(local_of(t))
             ):
                 self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
 
     def given_back(self) -> list[str]:
         """Restore tensors that hold fake tensors, and return their names."""
-        lost = [held for held in self.real.values() if held[0]._local is not held[1]]
+        lost = [held for held in self.real.values() if held[0]._stored is not held[1]]
         for t, local, spec, memory, own in lost:
             t._local, t._spec, t._memory, t.__dict__ = local, spec, memory, own
         return [self.names.get(id(held[0]), "a tensor from outside") for held in lost]
@@ -190,7 +190,7 @@ class LogicalRecorder(Recorder):
         """Move ``t`` to ``placement``, and let what is computed from it belong to the stage."""
         node = self.of(t)
         if placement is not None and t._spec.placement is not placement:
-            if not torch_private.is_fake(t._local):
+            if not torch_private.is_fake(t._stored):
                 raise GraphError(
                     f"set_stage: {node.name} is on {t._spec.placement!r}: move the parameter to "
                     f"{placement!r} with to_global, before the call"
@@ -209,7 +209,7 @@ class LogicalRecorder(Recorder):
         The numbers are the same on every rank, while names of local nodes may differ."""
         for t in tensors_in(out, []):
             if isinstance(t, GlobalTensor):
-                node = self.local.known.get(id(materialize(t)._local))
+                node = self.local.known.get(id(local_of(t)))
                 if node is not None and "value" not in node.meta:
                     self.count += 1
                     node.meta.update(value=self.count, spec=t._spec)

@@ -169,7 +169,7 @@ def _restored_container(
 
 
 def _stands_in(t: torch.Tensor) -> bool:
-    return torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t)
+    return torch_private.is_fake(t._stored if isinstance(t, GlobalTensor) else t)
 
 
 def _alone(old: torch.Tensor, places: Mapping[int, TensorContainer]) -> bool:

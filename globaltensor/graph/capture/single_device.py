@@ -54,7 +54,7 @@ def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return a copy of a state's full value. Tied states share one copy."""
     full_copy = copies.get(id(t))
     if full_copy is None:
-        if torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t):
+        if torch_private.is_fake(t._stored if isinstance(t, GlobalTensor) else t):
             raise GraphError(
                 "a tensor inside build() was made where the graph could not see it: it has no "
                 "counterpart on one device"

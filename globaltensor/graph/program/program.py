@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.pending_tensor import PendingTensor
 from .nodes import autocast
 
 __all__ = ["Program", "State"]
@@ -60,6 +61,8 @@ def reader(owner: torch.Tensor) -> State:
     """Return a function that reads a state at each run.
 
     A parameter's local tensor may have been replaced between runs."""
+    if isinstance(owner, PendingTensor):
+        return lambda: owner._materialize()._local
     if isinstance(owner, GlobalTensor):
         return lambda: owner._local
     return lambda: owner

@@ -19,6 +19,7 @@ from torch import nn
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import reducer
 from ..._tensor.gradients.leaf import LeafGradient
+from ..._tensor.pending_tensor import local_of
 from ...boxing import log
 from ...distributed.world import world
 from ...errors import GlobalTensorError, PlacementError
@@ -68,11 +69,11 @@ class GlobalReplicas(Transparent, nn.Module):
             if this_world.rank not in own_ranks:
                 continue
             self.peers = tuple(r[own_ranks.index(this_world.rank)] for r in replicas)
-            if p.requires_grad and p._local.is_leaf:
+            if p.requires_grad and p.is_leaf:
                 reducer.observe_gradients(p._local)
                 _replace(p, replicas)
         if self.peers:
-            self._spread([p._local for _, p in parameters] if broadcast_parameters else [])
+            self._spread([local_of(p) for _, p in parameters] if broadcast_parameters else [])
             self._spread(self._buffers_here())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ class GlobalReplicas(Transparent, nn.Module):
         )
 
     def _buffers_here(self) -> list[torch.Tensor]:
-        return [b._local if isinstance(b, GlobalTensor) else b for b in self.module.buffers()]
+        return list(map(local_of, self.module.buffers()))
 
     @torch.no_grad()
     def _spread(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.pending_tensor import local_of
 from ...distributed.world import placeholder, world
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
@@ -167,9 +168,7 @@ class Engine:
                 else held
             )
             if world().rank == 0:
-                out[name] = _array(
-                    home_value._local if isinstance(home_value, GlobalTensor) else home_value
-                )
+                out[name] = _array(local_of(home_value))
         return out
 
     def load(
