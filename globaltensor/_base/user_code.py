@@ -12,6 +12,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -105,21 +106,54 @@ def user_line() -> str:
     return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:80]}"
 
 
+#: The warnings that were shown: text, category, file and line.
+_shown_warnings: set[tuple[str, type[Warning], str, int]] = set()
+_MAX_SHOWN_WARNINGS = 4096
+
+
+def _filter_action(message: str, category: type[Warning], module: str, line: int) -> str:
+    """Return what Python's filters say of a warning: "default", "always", "ignore" ..."""
+
+    def matches(pattern: Any, text: str) -> bool:
+        if pattern is None:
+            return True
+        return bool(pattern == text if isinstance(pattern, str) else pattern.match(text))
+
+    for action, text, kind, of_module, of_line in warnings.filters:
+        if (
+            issubclass(category, kind)
+            and matches(text, message)
+            and matches(of_module, module)
+            and of_line in (0, line)
+        ):
+            return action
+    return "default"
+
+
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that names the user's line, not a line of this library.
 
-    Python's filters and its "once for each line" apply to the user's line too.
+    Python's filters apply to the user's line too. By default a text is shown once for each line.
+    Python itself forgets what it has shown whenever any code enters `warnings.catch_warnings`.
     """
     frame = user_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
     names = frame.f_globals
+    module = names.get("__name__") or "<unknown>"
+    if _filter_action(message, category, module, frame.f_lineno) == "default":
+        shown = message, category, frame.f_code.co_filename, frame.f_lineno
+        if shown in _shown_warnings:
+            return
+        if len(_shown_warnings) >= _MAX_SHOWN_WARNINGS:
+            _shown_warnings.clear()
+        _shown_warnings.add(shown)
     warnings.warn_explicit(
         message,
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        module=names.get("__name__"),
+        module=module,
         registry=names.setdefault("__warningregistry__", {}),
     )
