@@ -215,7 +215,7 @@ class _BoxTable(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _lie(spec: Spec) -> _BoxTable:
+def _box_table(spec: Spec) -> _BoxTable:
     def both(boxes: Sequence[Box]) -> tuple[Table, Table]:
         table = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, spec.ndim)
         return table[:, 0], table[:, 0] + table[:, 1]
@@ -248,7 +248,7 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
     same figures as pairs of boxes would.
     """
     number, holders, _ = box_owners(src)
-    src_boxes, dst_boxes, wanted = _lie(src), _lie(dst), dst.placement.flat
+    src_boxes, dst_boxes, wanted = _box_table(src), _box_table(dst), dst.placement.flat
     own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
     both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
     at, of = (
@@ -278,7 +278,7 @@ def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
     wanted = dst.placement.flat
     if len({r // node_size for r in (*src.placement.flat, *wanted)}) == 1:
         return None
-    src_boxes, dst_boxes = _lie(src), _lie(dst)
+    src_boxes, dst_boxes = _box_table(src), _box_table(dst)
     for number, (low, high) in enumerate(zip(src_boxes.once_low, src_boxes.once_high, strict=True)):
         for turn in np.flatnonzero(
             (np.maximum(low, dst_boxes.low) < np.minimum(high, dst_boxes.high)).all(-1)

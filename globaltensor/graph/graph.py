@@ -38,7 +38,7 @@ from . import passes, printing
 from . import state_dict as state
 from .capture.capture import CaptureResult, Result, capture
 from .capture.dry_world import DryWorld
-from .capture.module_hooks import lying, stages_of, watched
+from .capture.module_hooks import configured_placements, stages_of, watched
 from .capture.replicated_uses import compare_uses
 from .config import Config
 from .grad_clip import clip
@@ -489,9 +489,12 @@ class Graph:
     def _places(self) -> list[Placement]:
         """Return the placements of the stages that modules are assigned to."""
         key = self._held_now(), *((b.stage_id, b.placement) for b in self._blocks.values())
-        known = self.__dict__.get("_lie")
+        known = self.__dict__.get("_placements")
         if known is None or known[0] != key:
-            known = self.__dict__["_lie"] = (key, lying(self._modules, self._blocks))
+            known = self.__dict__["_placements"] = (
+                key,
+                configured_placements(self._modules, self._blocks),
+            )
         return known[1]  # type: ignore[no-any-return]
 
     # Building

@@ -129,7 +129,7 @@ class _OnParts(TokenFunction):
             len(counts), (rows, expert[:, None], rows.new_ones(rows.shape[0], 1)), parameters
         )
 
-    def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+    def run_all(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         return self._run(parameters[0].shape[0], (x, index, weights), parameters)
 
     def _run(

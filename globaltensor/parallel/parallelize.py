@@ -180,11 +180,11 @@ class Gathered:
         self.axis = axis
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tuple(self.whole(a) for a in args), {
-            name: self.whole(a) for name, a in kwargs.items()
+        return tuple(self._gathered(a) for a in args), {
+            name: self._gathered(a) for name, a in kwargs.items()
         }
 
-    def whole(self, x: Any) -> Any:
+    def _gathered(self, x: Any) -> Any:
         if (
             not isinstance(x, GlobalTensor)
             or len(x.sbp) <= self.axis

@@ -109,8 +109,8 @@ def test_the_page_holds_the_plan() -> None:
         "fits": False,
         "why": plan.alternatives["pipeline"].why,
     }
-    assert told["told"]["title"] == plan.report().splitlines()[0]
-    assert dict(told["told"]["rest"])["schedule"] == "1f1b"
+    assert told["texts"]["title"] == plan.report().splitlines()[0]
+    assert dict(told["texts"]["rest"])["schedule"] == "1f1b"
 
 
 def test_names_are_data_and_never_markup() -> None:

@@ -57,7 +57,7 @@ def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[in
         else:
             came[where].append(n)
             if len(came[where]) == len(buckets.plan[where]):
-                out += buckets.whole(where, {n: n for n in came.pop(where)})
+                out += buckets.add_all(where, {n: n for n in came.pop(where)})
     for n in itertools.chain(*came.values()):
         out += buckets.add(n, n, 4 * n, n % 2)
     return out + buckets.finish()

@@ -51,7 +51,7 @@ class TokenFunction(ABC):
         """Return the results of rows that are sorted by expert."""
 
     @abstractmethod
-    def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+    def run_all(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         """Return the weighted sums of the experts' results for each token, shaped like ``x``.
 
         ``index`` and ``weights`` are the experts of each token and their weights.
@@ -260,7 +260,7 @@ def _run(
     ):
         return zeros_connected(tuple(x.shape), x.dtype, every)
     if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
-        return _kept(function.whole(x, index, weights, *parameters, *shared), x, every)
+        return _kept(function.run_all(x, index, weights, *parameters, *shared), x, every)
     with log.exchanges(EXCHANGE):
         return _exchanged(x, index, weights, parameters, shared, function, homes)
 

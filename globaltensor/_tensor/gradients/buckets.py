@@ -85,7 +85,7 @@ class Buckets(Generic[T]):
         if where is not None and times == self.plan[where][number]:
             self.missing[where] += 1
 
-    def whole(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
+    def add_all(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
         """Add all items of a planned bucket at once, and return the buckets that are ready.
 
         None of the items may have arrived before.

@@ -297,7 +297,7 @@ class Reducer:
             n: (came[n], placed[n] if n in placed else came[n].take()) for n in planned.numbers
         }
         if len(placed) == len(items) or planned.fits([grad for _, grad in items.values()]):
-            for bucket in self.buckets.whole(planned.index, items):  # type: ignore[arg-type]
+            for bucket in self.buckets.add_all(planned.index, items):  # type: ignore[arg-type]
                 self.send(bucket)
         else:
             for leaf, grad in items.values():

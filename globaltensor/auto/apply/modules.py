@@ -130,11 +130,11 @@ def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
     count = 1 + max((stage["lane"] for stage in plan.choices.get("stages", ())), default=0)
     if placement.size != count * size:
         shape = "x".join(map(str, plan.mesh)) or "1"
-        told = f"{count} times a mesh of {shape}" if count > 1 else f"a mesh of {shape}"
+        meshes = f"{count} times a mesh of {shape}" if count > 1 else f"a mesh of {shape}"
         mend = "plan for as many, by mesh=... or cluster.with_size(n)"
         ranks = f"{count * size} rank{'s' if count * size > 1 else ''}"
         raise PlanError(
-            f"the plan is for {ranks} ({told}), {placement!r} has {placement.size}: {mend}"
+            f"the plan is for {ranks} ({meshes}), {placement!r} has {placement.size}: {mend}"
         )
     if count == 1 and placement.shape == plan.mesh:
         return [placement]

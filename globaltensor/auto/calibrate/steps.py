@@ -341,9 +341,10 @@ def _built(
             step()
             steps[name] = step
         except Exception as error:  # the model may fail on inputs that are not the user's
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             warn_user(
-                f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}",
+                f"calibrate: steps of the plan {name!r} could not be run, and are left out: "
+                f"{reason}",
             )
     return steps
 

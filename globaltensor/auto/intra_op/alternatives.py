@@ -251,7 +251,7 @@ class Responses:
         key = key, tuple(self.changes.situation(self.f.calls.values[v]) for v in place.values)
         if key not in self._known:
             self._known[key] = list(itertools.islice(make(), _MAX_LISTED))
-        return tuple(self._named(told, place) for told in self._known[key])
+        return tuple(self._named(known, place) for known in self._known[key])
 
     def _named(self, unnamed: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
         because = unnamed.because

@@ -15,7 +15,14 @@ from ...boxing.moves import show_bytes
 from .formatting import folded, pattern
 from .plan import Plan
 
-__all__ = ["besides", "choice_text", "lying", "module_names", "stage_modules", "stages"]
+__all__ = [
+    "arrangement_text",
+    "choice_rows",
+    "choice_text",
+    "module_names",
+    "stage_modules",
+    "stages",
+]
 
 
 def stages(plan: Plan) -> list[tuple[str, ...]]:
@@ -63,10 +70,10 @@ def stage_modules(stage: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(names) if not inside(name)]
 
 
-def lying(plan: Plan) -> str:
+def arrangement_text(plan: Plan) -> str:
     """Return the arrangement of the devices in words.
 
-    >>> lying(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
+    >>> arrangement_text(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'a mesh of 2 x 4'
     """
     if len(stages(plan)) <= 2:
@@ -87,7 +94,7 @@ def _times(mesh: Sequence[int]) -> str:
     return " x ".join(map(str, mesh))
 
 
-def besides(plan: Plan) -> list[tuple[str, str]]:
+def choice_rows(plan: Plan) -> list[tuple[str, str]]:
     """List (name, choice) of all choices except stages."""
     choices = dict(plan.choices)
     if stages(plan):

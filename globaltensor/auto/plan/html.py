@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 from ...graph.pipeline.schedule import KINDS
-from .choices_text import besides, choice_text, lying, stages
+from .choices_text import arrangement_text, choice_rows, choice_text, stages
 from .cost_text import cost_cards, term_name
 from .devices import device_data
 from .formatting import seconds
@@ -71,7 +71,7 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
     ]
     rest = [("prices", f"of {plan.cluster}: {plan.source}")] if plan.source else []
     rest += [("lost", text) for text in losses(plan)]
-    rest += besides(plan)
+    rest += choice_rows(plan)
     internals = [
         (
             name.replace("_", " "),
@@ -94,14 +94,14 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "internals": internals,
         "stages": stages(plan),
         "timeline": how,
-        "lying": lying(plan),
+        "arrangement": arrangement_text(plan),
     }
     return {
         "plan": record,
         "trace": line or {"traceEvents": list(_events(plan))},
         "lanes": _lanes(plan),
         "devices": device_data(plan),
-        "told": words,
+        "texts": words,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...boxing.moves import show_bytes
 from ..solver import proven
-from .choices_text import besides, lying, stages
+from .choices_text import arrangement_text, choice_rows, stages
 from .cost_text import cost_terms
 from .formatting import folded, part, pattern, patterns, seconds, table
 from .plan import Alternative, LayoutChange, PlacedTensor, Plan, PlannedCall
@@ -91,8 +91,8 @@ def headline(plan: Plan) -> str:
     )
     kind = "training" if plan.training else "forward only"
     return (
-        f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, {lying(plan)}, "
-        f"{kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
+        f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, "
+        f"{arrangement_text(plan)}, {kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
     )
 
 
@@ -369,7 +369,7 @@ def _more(n: int) -> list[str]:
 
 
 def _choices(plan: Plan) -> list[str]:
-    rows, each = besides(plan), stages(plan)
+    rows, each = choice_rows(plan), stages(plan)
     return (
         ["other choices", *table(rows), *(["stages", *table(each)] if each else [])]
         if rows or each

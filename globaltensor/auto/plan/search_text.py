@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..solver import proven
-from .choices_text import choice_text, lying, module_names, stages
+from .choices_text import arrangement_text, choice_text, module_names, stages
 from .formatting import part, seconds
 from .plan import Plan
 
@@ -28,9 +28,9 @@ def choice_sentences(plan: Plan) -> list[str]:
 def _choices(plan: Plan) -> Iterator[str]:
     choices = plan.choices
     if stages(plan):
-        yield f"The model runs in {lying(plan)}."
+        yield f"The model runs in {arrangement_text(plan)}."
     else:
-        yield f"The devices form {lying(plan)}."
+        yield f"The devices form {arrangement_text(plan)}."
     layouts = [g.layout for g in plan.placed if g.kind == "parameter"]
     if layouts:
         replicated = sum(all(entry == "B" for entry in layout) for layout in layouts)

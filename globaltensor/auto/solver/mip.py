@@ -115,7 +115,7 @@ def ended(program: IntegerProgram, deadline: float) -> Outcome:
             program.add_rows(violated)
             if status != "optimal":
                 return Outcome(None, bound, False)
-        elif relaxed and not program.whole(values):
+        elif relaxed and not program.is_integral(values):
             if status != "optimal":
                 return Outcome(None, bound, False)
             relaxed = False
@@ -293,7 +293,7 @@ class IntegerProgram:
             return None
         return np.array(solution.col_value)[: len(self.flat.cost)]
 
-    def whole(self, values: Array) -> bool:
+    def is_integral(self, values: Array) -> bool:
         return bool(np.minimum(values, 1 - values).max(initial=0.0) < 1e-6)
 
     def rounded(self, values: Array) -> Array:

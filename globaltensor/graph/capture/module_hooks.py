@@ -22,7 +22,7 @@ from .batch_norm_average import averaged
 from .logical_recorder import LogicalRecorder
 from .side_effects import restoring_modules
 
-__all__ = ["block_of", "lying", "stages_of", "watched"]
+__all__ = ["block_of", "configured_placements", "stages_of", "watched"]
 
 
 def block_of(
@@ -246,7 +246,7 @@ def stages_of(
     return [stage_placements[k] for k in range(len(stage_placements))]
 
 
-def lying(
+def configured_placements(
     modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
 ) -> list[Placement]:
     """Return the placements of the stages, stage 0 first, by the settings of the modules alone."""

@@ -109,7 +109,7 @@ def _compile(
             body.output(body.graph_copy(inner.body.graph, {}))
             _compile(body, constants, compiler, known)
             inner.body = fx.GraphModule(constants, body, node.target)
-            inner.whole = any(n.op == "call_module" for n in body.nodes)
+            inner.runs_modules = any(n.op == "call_module" for n in body.nodes)
     for nodes in _layers(list(_pure(graph))):
         part = Subgraph(nodes)
         if sum(map(_computes, nodes)) < _MIN_CALLS or not part.gives:

@@ -178,8 +178,8 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
 
 def same(everyone: Sequence[Mapping[tuple[int, ...], str]]) -> bool:
     """Return True if the results of `meetings` on all ranks match."""
-    for told in everyone:
-        for members, digest in told.items():
+    for digests in everyone:
+        for members, digest in digests.items():
             if any(everyone[r].get(members) != digest for r in members):
                 return False
     return True

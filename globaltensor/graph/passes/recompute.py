@@ -38,7 +38,7 @@ class Recomputed(torch.nn.Module):
         self.body, self.copied, self.random = body, tuple(copied), random
         # If True, the second run does not stop at the last value that is needed. torch stops it by
         # an exception, which compiled code cannot raise.
-        self.whole = False
+        self.runs_modules = False
 
     def forward(self, *args: Any) -> Any:
         if not self.copied or not torch.is_grad_enabled():
@@ -48,7 +48,7 @@ class Recomputed(torch.nn.Module):
         return self._kept_as_inputs(self._twice(args), rest)
 
     def _kept_as_inputs(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-        with set_checkpoint_early_stop(False) if self.whole else contextlib.nullcontext():
+        with set_checkpoint_early_stop(False) if self.runs_modules else contextlib.nullcontext():
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:

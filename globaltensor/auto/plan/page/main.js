@@ -4,7 +4,7 @@
 const page = {};
 
 (() => {
-  const { plan, trace, lanes, devices, told: texts } = JSON.parse(document.getElementById("plan").textContent);
+  const { plan, trace, lanes, devices, texts } = JSON.parse(document.getElementById("plan").textContent);
   const index = indexed(plan), at = (id) => document.getElementById(id);
   page.mesh = plan.mesh;
   page.hints = new Hints();
@@ -16,7 +16,7 @@ const page = {};
   const tile = (name, value, more) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : ""));
   at("tiles").append(...texts.cards.map(([name, value, more]) => tile(name, value, more)),
     tile("peak memory", bytes(plan.memory), plan.limit ? `a rank, ${percent(plan.memory / plan.limit)} of the limit of ${bytes(plan.limit)}` : "a rank, no limit set"),
-    tile("devices", plan.mesh.join(" × "), `${texts.lying}, ${plan.cluster}`));
+    tile("devices", plan.mesh.join(" × "), `${texts.arrangement}, ${plan.cluster}`));
   at("spent").append(...spentBar(plan, texts.terms), texts.stages.length ? el("p.note", {}, "Of all stages together.") : "");
   if (plan.alternatives.length) at("bars").append(...alternativeBars(plan));
   at("not-priced").textContent = texts.not_priced ? `${texts.not_priced[0].toUpperCase()}${texts.not_priced.slice(1)}.` : "";
