@@ -3,6 +3,7 @@ which end with the run."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import zlib
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from support import device, forked, hosts, launched, mpi, pool, program, scripts
-from support.forked import close_server
+from support import device, forked, hosts, launched, mpi, pool, program, scripts, warm_python
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
+from support.warm_python import close_warm_python
 
 # Machines differ in speed, and the first example pays for imports. So an example has no deadline,
 # and the run has its own time limit.
@@ -59,7 +60,7 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
     made: list[Pool] = []
 
     def make(n: int) -> Pool:
-        made.append(Pool(n))
+        made.append(Pool(n, warm=True))
         return made[-1]
 
     yield make
@@ -67,10 +68,17 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
         each.close()
 
 
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks that ``flow.run`` starts run under support/warm_python."""
+    executable = warm_python.warm_python()
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", executable)
+
+
 #: Functions and classes that start processes, or run on the shared ones.
 STARTERS = {
     id(thing)
-    for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess)
+    for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess, warm_python)
     for thing in vars(module).values()
     if callable(thing)
 }
@@ -107,7 +115,7 @@ def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
 
 def with_processes(item: pytest.Item, known: dict[Any, bool]) -> bool:
     """Return True if a test starts processes, by its fixtures, its code or its parameters."""
-    if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())):
+    if {"ranks", "fresh_pool", "network", "warm_ranks"} & set(getattr(item, "fixturenames", ())):
         return True
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec is not None else ()
@@ -124,6 +132,11 @@ def extend(items: list[pytest.Item]) -> None:
             number = seen[of] = seen.get(of, -1) + 1
             if number % sweep.args[0]:
                 item.add_marker(pytest.mark.extended)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the collector ignores the modules, which are most of its work
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
@@ -174,4 +187,4 @@ def names(code: CodeType) -> set[str]:
 def pytest_sessionfinish() -> None:
     close_pools()
     close_mpi_pools()
-    close_server()
+    close_warm_python()

@@ -4,6 +4,7 @@ and an import without side effects."""
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import re
@@ -56,10 +57,22 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file of the package, as ast.walk does."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nodes_are_freed() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def imported(path: Path) -> Iterator[tuple[str, int]]:
     """Yield (room, line) of each import of this package in a file."""
     package = ["globaltensor", *path.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         names: list[list[str]] = []
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
@@ -74,9 +87,8 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 def private(path: Path) -> Iterator[tuple[str, int]]:
     """Yield (name, line) of torch's private names in a file."""
-    tree = ast.parse(path.read_text())
     roots = {}  # local name -> the torch name that it refers to
-    for node in ast.walk(tree):
+    for node in nodes(path):
         names: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
             names = [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
@@ -89,7 +101,7 @@ def private(path: Path) -> Iterator[tuple[str, int]]:
                 roots[local] = full
                 if any(hidden(part) for part in full.split(".")):
                     yield full, node.lineno
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and hidden(node.attr):
             chain, value = [node.attr], node.value
             while isinstance(value, ast.Attribute):
@@ -133,11 +145,13 @@ def test_private_names_of_torch_live_in_one_folder() -> None:
 
 
 def hidden_attributes(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, line) of each attribute that a file reads or writes in another object's __dict__."""
-    tree = ast.parse(path.read_text())
+    """Yield (name, line) of each attribute that a file reads or writes in another object's
+    __dict__."""
+    if "__dict__" not in path.read_text():
+        return
     texts = {
         target.id: node.value.value
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and isinstance(node.value.value, str)
@@ -150,7 +164,7 @@ def hidden_attributes(path: Path) -> Iterator[tuple[str, int]]:
             and not (isinstance(node.value, ast.Name) and node.value.id == "self")
         )
 
-    for node in ast.walk(tree):
+    for node in nodes(path):
         keys: list[ast.AST] = []
         if isinstance(node, ast.Subscript) and other(node.value):
             keys = [node.slice]
@@ -257,7 +271,7 @@ def test_a_file_name_says_which_file_it_is() -> None:
 def test_a_class_name_means_one_thing() -> None:
     classes: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     twice = {name: at for name, at in classes.items() if len(at) > 1 and name not in PAGES}
@@ -273,7 +287,7 @@ def test_the_root_has_few_entries() -> None:
 def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (kind, line, text) of each docstring in a file."""
     kinds = {ast.Module: "module", ast.ClassDef: "class"}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if text := ast.get_docstring(node):
@@ -313,6 +327,8 @@ def test_docstrings_and_comments_use_the_fields_words() -> None:
     household = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
     wrong = []
     for path in FILES:
+        if not household.search(path.read_text()):
+            continue
         texts = [(line, text) for _, line, text in docstrings(path)]
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         texts += [(t.start[0], t.string) for t in tokens if t.type == tokenize.COMMENT]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.warm_python import warm_python
 
 from globaltensor.__main__ import main
 from globaltensor.auto import cli
@@ -279,7 +280,7 @@ def test_a_cluster_without_a_size_is_said_to_be_two(tmp_path: Path) -> None:
 def test_the_command_in_a_process_of_its_own(models: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "globaltensor", *arguments],
+            [warm_python(), "-m", "globaltensor", *arguments],
             capture_output=True,
             text=True,
             timeout=240,

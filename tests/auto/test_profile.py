@@ -292,6 +292,7 @@ def test_a_world_of_one_has_no_links_to_measure() -> None:
         profile(1, device="tpu")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.json"
     assert (

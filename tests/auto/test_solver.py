@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.warm_python import warm_python
 
 from globaltensor.auto import solver
 from globaltensor.auto.ir.trace import calls_of_model
@@ -466,7 +467,7 @@ INSTANCE = {
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "globaltensor.auto.iopddl", *arguments],
+        [warm_python(), "-m", "globaltensor.auto.iopddl", *arguments],
         capture_output=True,
         text=True,
         timeout=240,

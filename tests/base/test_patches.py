@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.warm_python import warm_python
 
 from globaltensor._base import patches
 from globaltensor._base.patches import Patch, patch, status, undo
@@ -121,18 +122,15 @@ def test_several_changes_wait_for_the_import_of_one_module() -> None:
     program = """
 import sys
 from globaltensor._base.import_hooks import when_imported
-assert "colorsys" not in sys.modules
-when_imported("colorsys", lambda module: setattr(module, "first", 1))
-when_imported("colorsys", lambda module: setattr(module, "second", module.first + 1))
-import colorsys
-assert (colorsys.first, colorsys.second) == (1, 2)
-when_imported("colorsys", lambda module: setattr(module, "third", 3))
-assert colorsys.third == 3
+assert "sched" not in sys.modules
+when_imported("sched", lambda module: setattr(module, "first", 1))
+when_imported("sched", lambda module: setattr(module, "second", module.first + 1))
+import sched
+assert (sched.first, sched.second) == (1, 2)
+when_imported("sched", lambda module: setattr(module, "third", 3))
+assert sched.third == 3
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(program, warm_python())
 
 
 def test_undoing_all_leaves_torch_as_it_was() -> None:
@@ -155,23 +153,24 @@ assert x.shape == (3,)
     assert hasattr(torch.Tensor, "to_global")
 
 
-def run_alone(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+def run_alone(program: str, python: str = sys.executable) -> None:
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_search_for_a_module_before_its_import_keeps_its_changes() -> None:
-    run_alone("""
+    run_alone(
+        """
 import importlib.util, sys
 from globaltensor._base.import_hooks import when_imported
-when_imported("colorsys", lambda module: setattr(module, "changed", True))
-assert importlib.util.find_spec("colorsys") is not None
-assert "colorsys" not in sys.modules
-import colorsys
-assert colorsys.changed
-""")
+when_imported("sched", lambda module: setattr(module, "changed", True))
+assert importlib.util.find_spec("sched") is not None
+assert "sched" not in sys.modules
+import sched
+assert sched.changed
+""",
+        warm_python(),
+    )
 
 
 def test_a_module_whose_first_import_fails_is_changed_at_the_second(tmp_path: Path) -> None:
@@ -181,7 +180,8 @@ def test_a_module_whose_first_import_fails_is_changed_at_the_second(tmp_path: Pa
         "if builtins.tries == 1:\n"
         "    raise OSError('not yet')\n"
     )
-    run_alone(f"""
+    run_alone(
+        f"""
 import sys
 from globaltensor._base.import_hooks import when_imported
 sys.path.insert(0, {str(tmp_path)!r})
@@ -198,7 +198,9 @@ finders = len(sys.meta_path)
 import fails_once
 assert changed == [fails_once]
 assert len(sys.meta_path) == finders - 1
-""")
+""",
+        warm_python(),
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ every rank raises an error, which starts with the user's line."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -541,7 +541,14 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
     script = folder / "train.py"
     script.write_text(program)
     with Launched(
-        folder, "--nproc_per_node", 2, *options, script, OMP_NUM_THREADS="1", **variables
+        folder,
+        "--nproc_per_node",
+        2,
+        *options,
+        script,
+        warm=True,
+        OMP_NUM_THREADS="1",
+        **variables,
     ) as running:
         code = running.code()
     return code, running.err
@@ -629,6 +636,15 @@ def test_calls_that_torch_refuses_show_the_lines_of_the_user_alone(
         assert os.path.dirname(torch.__file__) not in text
 
 
+UNSEEDED = """
+from typing import Any
+import torch
+from torch import nn
+import globaltensor as flow
+B = flow.sbp.broadcast
+"""
+
+
 def unseeded() -> tuple[list[float], float, list[float]]:
     """Draw in a program without a seed: torch gives each process a different seed."""
     where = line()
@@ -639,15 +655,10 @@ def unseeded() -> tuple[list[float], float, list[float]]:
 
 
 def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) -> None:
-    program = (
-        "import sys\nsys.path[:0] = sys.argv[1:]\nfrom test_divergence import "
-        "unseeded\nprint(unseeded())\n"
-    )
+    functions = "".join(map(inspect.getsource, (line, unseeded)))
     script = tmp_path / "train.py"
-    script.write_text(program)
-    with Launched(
-        tmp_path, "--nproc_per_node", 2, script, *filter(None, sys.path), OMP_NUM_THREADS="1"
-    ) as running:
+    script.write_text(f"{UNSEEDED}{functions}print(unseeded())\n")
+    with Launched(tmp_path, "--nproc_per_node", 2, script, OMP_NUM_THREADS="1") as running:
         assert running.code() == 0, running.err
     first, second = sorted(
         re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines()

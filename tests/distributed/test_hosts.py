@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.hosts import LOOPBACK, NAMESPACES, Network, hosts, kind
 from support.launched import within
+from support.warm_python import warm_python
 
 from globaltensor.distributed import network as interface
 
@@ -58,7 +59,7 @@ class Job:
             meet += [] if dynamic else ["--master_addr", addr, "--master_port", str(port)]
             many = ["--nnodes", str(len(network.hosts)), "--nproc_per_node", str(nproc)]
             command = [
-                sys.executable,
+                warm_python(),
                 "-m",
                 "globaltensor.distributed.launch",
                 *many,

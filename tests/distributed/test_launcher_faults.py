@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
 from support.mpi import needs_mpi
+from support.warm_python import warm_python
 
 from globaltensor.distributed.launch import main
 
@@ -32,6 +34,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     yield tmp_path
     end(tmp_path)
+
+
+@pytest.fixture
+def warm_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launcher start its ranks under support/warm_python. It finds no mpirun then."""
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def run(folder: Path, body: str, *options: object, n: int = 2) -> int:
@@ -298,6 +306,7 @@ def test_restarts_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -
     assert nobody_left(folder)
 
 
+@pytest.mark.usefixtures("warm_launcher")
 def test_collectives_work_again_after_a_restart(folder: Path) -> None:
     """Entries that the first attempt left in the store must not be used: their addresses are no
     longer valid."""
@@ -309,6 +318,7 @@ def test_collectives_work_again_after_a_restart(folder: Path) -> None:
     assert [(folder / f"sum.1.{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
+@pytest.mark.usefixtures("warm_launcher")
 def test_a_rank_that_ends_early_does_not_disturb_the_others(folder: Path) -> None:
     body = COLLECTIVE + (
         "dist.destroy_process_group()\nif rank == 1:\n    time.sleep(0.5)\n    (folder / "

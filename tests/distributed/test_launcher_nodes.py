@@ -155,8 +155,8 @@ def test_nodes_started_otherwise(
 ) -> None:
     path = write_script(folder, TELL)
     with (
-        Launched(folder, *nodes(port, 0, path, **first)) as one,
-        Launched(folder, *nodes(port, 1, path, **second)) as two,
+        Launched(folder, *nodes(port, 0, path, **first), warm=True) as one,
+        Launched(folder, *nodes(port, 1, path, **second), warm=True) as two,
     ):
         for launcher in (one, two):
             assert launcher.code() == 2
@@ -168,9 +168,9 @@ def test_a_node_rank_that_is_taken(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
     one, second = nodes(port, 0, path, nnodes=3), nodes(port, 1, path, nnodes=3)
     with (
-        Launched(folder, *one),
-        Launched(folder, *second) as two,
-        Launched(folder, *second) as three,
+        Launched(folder, *one, warm=True),
+        Launched(folder, *second, warm=True) as two,
+        Launched(folder, *second, warm=True) as three,
     ):
         assert within(
             60, lambda: two.process.poll() is not None or three.process.poll() is not None

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.paths import PYTHONPATH
 from support.pool import run_on
+from support.warm_python import warm_python
 
 import globaltensor as flow
 from globaltensor.distributed.launch import reserved_port
@@ -36,7 +36,7 @@ def ran(folder: Path, program: str, **variables: str) -> list[tuple[int, str]]:
     with reserved_port() as port:
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(folder / "train.py")],
+                [warm_python(), str(folder / "train.py")],
                 stderr=subprocess.PIPE,
                 text=True,
                 env={

@@ -399,7 +399,8 @@ print(x.sum().item())
 def test_a_program_that_caught_the_error_does_not_end_with_exit_code_0(tmp_path: Path) -> None:
     script = tmp_path / "caught.py"
     script.write_text(CAUGHT)
-    with Launched(tmp_path, "--nproc_per_node", 2, script, OMP_NUM_THREADS="1") as launcher:
+    arguments = ["--nproc_per_node", 2, script]
+    with Launched(tmp_path, *arguments, warm=True, OMP_NUM_THREADS="1") as launcher:
         assert launcher.code() == 1
     assert launcher.out.count("DivergenceError") == 2
     assert "It caught the error and went on, so numbers after that may be wrong" in launcher.err

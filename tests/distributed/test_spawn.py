@@ -90,6 +90,7 @@ def work(x, scale=lambda rank: rank * factor):
 """  # noqa: E501
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_each_rank_knows_who_it_is_and_what_a_cell_defines_travels(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mark: Path
 ) -> None:
@@ -136,6 +137,7 @@ def globals_of_all_kinds() -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_global_tensors_come_back_whole(mark: Path) -> None:
     results = flow.run(globals_of_all_kinds)
     x = torch.arange(15.0).reshape(5, 3)
@@ -162,6 +164,7 @@ def test_global_tensors_come_back_whole(mark: Path) -> None:
         result["module"](x).sum().backward()  # the returned module is an ordinary one
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_global_tensors_that_are_not_the_same_on_all_ranks_are_told(mark: Path) -> None:
     def on_one_rank() -> Any:
         x = flow.zeros(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
@@ -280,6 +283,7 @@ def vanish() -> None:
     os._exit(5)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("fn", "nprocs", "says"),
     [
@@ -343,6 +347,7 @@ def test_a_start_that_takes_too_long(mark: Path) -> None:
     assert not alive(mark)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_what_cannot_travel_is_told(mark: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(

@@ -277,6 +277,7 @@ def test_quiet_shows_nothing() -> None:
     assert not stream.getvalue()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_profile_shows_its_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,9 +366,9 @@ def sleeps() -> None:
     time.sleep(600)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "warm_ranks")
 @pytest.mark.parametrize(
-    ("fn", "seconds", "told"), [(dies, 60.0, "rank 1 .*SIGKILL"), (sleeps, 14.0, "had not")]
+    ("fn", "seconds", "told"), [(dies, 60.0, "rank 1 .*SIGKILL"), (sleeps, 10.0, "had not")]
 )
 def test_ranks_that_do_not_talk(
     fn: Any, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import PYTHONPATH
+from support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ["data", "tensor", "sequence", "fsdp", "hybrid"]
@@ -116,7 +118,7 @@ def on_ranks(directory: Path, modes: Sequence[str], options: Sequence[str]) -> N
 def launch(nproc: int, seconds: float, *arguments: str) -> None:
     """Run this file on several processes. No process is left behind in any case."""
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "globaltensor.distributed.launch",
         "--nproc_per_node",
@@ -126,7 +128,7 @@ def launch(nproc: int, seconds: float, *arguments: str) -> None:
     ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": PYTHONPATH,
     }
     ranks = subprocess.Popen(
         command,

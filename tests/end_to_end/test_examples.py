@@ -135,6 +135,7 @@ def test_a_run_goes_on_after_the_death_of_a_rank(tmp_path: Path) -> None:
     assert len(longer) == 9
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:
     notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)

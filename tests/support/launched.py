@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from support.warm_python import warmed
+
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
 START_SECONDS = 60.0  # importing torch takes seconds, longer when all cores are busy
 PROMPT_SECONDS = 20.0  # for all to end once one has ended
@@ -39,10 +41,18 @@ def sleep():
 
 class Launched:
     """A launcher in a process of its own. Leaving the block ends it and all processes that it has
-    started."""
+    started.
+
+    ``warm``: it runs under support/warm_python, and so do its ranks.
+    """
 
     def __init__(
-        self, folder: Path, *arguments: object, command: list[str] = LAUNCH, **variables: str
+        self,
+        folder: Path,
+        *arguments: object,
+        command: list[str] = LAUNCH,
+        warm: bool = False,
+        **variables: str,
     ) -> None:
         self.folder = folder
         n = len(list(folder.glob("err.*")))
@@ -51,7 +61,7 @@ class Launched:
         environment = {**os.environ, "PYTHONPATH": root, **variables, "TEST_FOLDER": str(folder)}
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
             self.process = subprocess.Popen(
-                [*command, *map(str, arguments)],
+                [*(warmed(command) if warm else command), *map(str, arguments)],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core as opinfo_core
 
 import globaltensor as flow
 from globaltensor._base.pytree import replaced
@@ -49,6 +51,10 @@ __all__ = [
 ]
 
 Layouts = list[list[Sbp]]
+
+# Each iterator of samples asks which unittest.TestCase it serves, through all frames of the stack.
+# That is a tenth of the time of these tests, and there is none.
+common_utils.extract_test_fn = opinfo_core.extract_test_fn = lambda: None
 
 OPS = list(op_db)
 #: Name parts of ops whose numbers are drawn, or whose memory is not filled. Only shape and dtype of

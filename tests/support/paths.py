@@ -11,6 +11,12 @@ ROOT = TESTS.parent
 #: says.
 FOLDERS = [
     TESTS,
-    *sorted(p for p in TESTS.rglob("*") if p.is_dir() and not p.name.startswith(("__", "support"))),
+    *sorted(
+        path
+        for path in TESTS.rglob("*")
+        if path.is_dir()
+        and not path.name.startswith("__")
+        and TESTS / "support" not in (path, *path.parents)
+    ),
 ]
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))

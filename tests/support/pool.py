@@ -29,6 +29,7 @@ from typing import Any
 
 from globaltensor.distributed.launch import reserved_port
 from globaltensor.distributed.launcher import parent_death
+from support.warm_python import warm_python
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy
@@ -41,10 +42,15 @@ class RanksFailed(AssertionError):
 
 
 class Pool:
-    """A pool of ``n`` processes, the ranks of one world over gloo."""
+    """A pool of ``n`` processes, the ranks of one world over gloo.
 
-    def __init__(self, n: int) -> None:
+    ``warm``: they run under support/warm_python. The shared pools do not: their processes have
+    different hash seeds, which shows where ranks go through sets in different orders.
+    """
+
+    def __init__(self, n: int, warm: bool = False) -> None:
         self.n = n
+        self._python = warm_python() if warm else sys.executable
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -81,7 +87,7 @@ class Pool:
                 "-S",
                 str(parent_death.__file__),
                 str(os.getpid()),
-                sys.executable,
+                self._python,
                 "-u",
                 str(WORKER),
                 str(theirs.fileno()),

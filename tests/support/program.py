@@ -12,14 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.paths import PYTHONPATH
+from support.warm_python import warmed
 
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
 
 
 def run(
-    command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str
+    command: Sequence[str],
+    seconds: float = 120,
+    folder: Path | None = None,
+    warm: bool = True,
+    **variables: str,
 ) -> tuple[int, str]:
-    """Run a command and return its exit code, and its output on stdout and stderr."""
+    """Run a command and return its exit code, and its output on stdout and stderr.
+
+    ``warm``: a Python in the command, and in what it starts, is the one of support/warm_python.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": PYTHONPATH,
@@ -27,9 +35,14 @@ def run(
         **variables,
     }
     process = subprocess.Popen(
-        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env=environment, cwd=folder
-    )  # fmt: skip
+        warmed(command) if warm else list(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        cwd=folder,
+    )
     try:
         out, _ = process.communicate(timeout=seconds)
         return process.returncode, out

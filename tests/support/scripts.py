@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from support.hosts import LOOPBACK, Host, Network
 from support.launched import Launched
+from support.warm_python import warm_python
 
 SECONDS = 120.0  # importing torch takes seconds, several times that if all cores are busy
 
@@ -87,7 +88,9 @@ def ran(
 ) -> tuple[list[dict[str, Any]], str, str]:
     """Run a script to its end on this machine. Return the values it reported, all that it printed,
     and its stderr."""
-    with Launched(folder, path, *arguments, command=[sys.executable], **variables) as started:
+    with Launched(
+        folder, path, *arguments, command=[sys.executable], warm=True, **variables
+    ) as started:
         assert started.code(SECONDS) == code, started.err
         return results(started.out), started.out, started.err
 
@@ -105,7 +108,7 @@ class Machines:
         """Start the script on a host, with port, addresses and these arguments."""
         host: Host = self.network.hosts[number]
         command = [
-            sys.executable,
+            warm_python(),
             str(path),
             str(self.port),
             ",".join(self.addresses),

@@ -4,6 +4,7 @@ process runs as a script with the connection's file descriptor."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import pickle
 import signal
 import sys
@@ -22,6 +23,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     device.move()
+    gc.collect()
+    gc.freeze()  # the collector ignores the modules, which are most of its work
     connection = Connection(int(sys.argv[1]))
     connection.send_bytes(pickle.dumps((True, None)))
     while True:

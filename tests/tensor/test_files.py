@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from support.pool import run_on
+from support.warm_python import warm_python
 from torch import nn
 
 import globaltensor as flow
@@ -380,7 +381,7 @@ def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
             **common,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        command = [sys.executable, "-c", script, *arguments]
+        command = [warm_python(), "-c", script, *arguments]
         streams: dict[str, Any] = {
             "stdout": subprocess.PIPE,
             "stderr": subprocess.DEVNULL,

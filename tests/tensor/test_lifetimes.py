@@ -358,12 +358,14 @@ def left_behind(room: int) -> dict[str, int]:
     found, (roomy, reducer.ROOM_BYTES) = {}, (reducer.ROOM_BYTES, room)
     other()
     gc.collect()
+    gc.freeze()  # neither the collector nor nbytes() looks at what was there before
     before = nbytes()
     for name, use in USES.items():
         use()
         gc.collect()
         other()
         found[name], before = nbytes() - before, nbytes()
+    gc.unfreeze()
     reducer.ROOM_BYTES = roomy
     return {name: n for name, n in found.items() if n > MODEL // 64}
 

@@ -62,7 +62,13 @@ def test_wrong_data_on_one_rank_ends_all(
 ) -> None:
     script = write_script(folder, TRAINING)
     with Launched(
-        folder, "--nproc_per_node", 2, script, *arguments, GLOBALTENSOR_SHARED_MEMORY=shared
+        folder,
+        "--nproc_per_node",
+        2,
+        script,
+        *arguments,
+        warm=True,
+        GLOBALTENSOR_SHARED_MEMORY=shared,
     ) as started:
         assert started.code(SECONDS) == 1
         summary = started.err[started.err.index("globaltensor.launch: rank") :]
