@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ _ADVICE: Final = (
     "every rank first"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
+# The count in the name of a graph, which may differ by rank.
+_COUNTER: Final = re.compile(r"_\d+\b")
 _SHOWN: Final = 160  # characters of an operation that an error shows
 
 
@@ -226,7 +229,7 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
     if (
         all(r.plain for r in reports)
         and len({r.plain for r in reports}) > 1
-        and len({r.purpose for r in reports}) == 1
+        and len({_COUNTER.sub("", r.purpose) for r in reports}) == 1
     ):
         return _plain_differs(reports)
     reading = next((r for r in (first, other) if r.purpose.startswith(READING)), None)
